@@ -1,0 +1,34 @@
+# make demo   environment, installation, a branching agent program on two CPU workers, the hit-rate report
+# make test   what the tests need, the linter, all tests
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
+BIN := .venv/bin
+SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h)
+
+.PHONY: demo test test-slow lint bench clean
+
+demo: .venv/installed
+	$(BIN)/python -m radixrt.demo
+
+test: .venv/installed-test lint
+	$(BIN)/python -m pytest
+
+test-slow: .venv/installed-test
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf .venv build .demo *.egg-info radixrt/tree/*.so
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@

@@ -1,0 +1,124 @@
+"""All settings, frozen, each with the name that users know from vLLM and SGLang where it means
+the same. `resolve` is the only place where a default that depends on something is decided, but for
+those that only the loaded checkpoint and its device tell (dtype, KV dtype, pool, context), which the
+worker's loader decides; the command line is generated from these fields (see `radixrt/cli.py`), and
+the environment is read nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field with its one line of help, which is also its docstring on the command line."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker: one model on one device."""
+
+    model: str = setting("", "checkpoint folder or hub name")
+    served_model_name: str = setting("", "name clients use (default: the folder's name)")
+    router: str = setting("", "ZMQ address of the router's worker socket")
+    name: str = setting("", "unique worker name (default: host and pid)")
+    device: str = setting("auto", "auto, cpu or cuda[:n]")
+    dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
+    kv_cache_dtype: str = setting("auto", "KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
+    page_size: int = setting(1, "tokens in a KV page")
+    max_total_tokens: int = setting(0, "token slots in the KV pool (0: from memory)")
+    max_model_len: int = setting(0, "longest prompt plus output, tokens (0: the model's)")
+    max_num_seqs: int = setting(256, "most requests running at once")
+    max_num_batched_tokens: int = setting(
+        0, "token budget of a step, the prefill chunk (0: 8192 on a GPU, 512 on a CPU)"
+    )
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use")
+    load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
+    seed: int = setting(0, "seed of dummy weights")
+    check: bool = setting(False, "assert the page accounting after every step (slow)")
+    fake: str = setting("", "no model: PREFILL_TOKENS_PER_S,DECODE_STEP_S time model, e.g. 50000,0.01")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The router: clients on one ZMQ socket, workers on another."""
+
+    model: str = setting("", "checkpoint folder whose tokenizer and template serve text")
+    served_model_name: str = setting("", "name clients use (default: the folder's name)")
+    tokenizer: str = setting("", "tokenizer folder (default: the model's; 'none' serves ids only)")
+    chat_template: str = setting("", "file with a Jinja chat template in place of the checkpoint's")
+    client_address: str = setting("tcp://127.0.0.1:5555", "ZMQ address for clients")
+    worker_address: str = setting("tcp://127.0.0.1:5556", "ZMQ address for workers")
+    api_key: tuple[str, ...] = setting((), "TENANT:KEY, repeatable; without any, all are tenant 'default'")
+    worker_timeout: float = setting(5.0, "seconds of silence after which a worker is lost")
+    max_queued_requests: int = setting(4096, "requests in flight, all workers; more get 429")
+    tokenizer_threads: int = setting(2, "threads that tokenize")
+    report_tokens: int = setting(64_000_000, "tokens remembered for the infinite-cache bound")
+    curve_secret_key: str = setting("", "file with a CURVE secret key; needed beyond loopback")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """One HTTP front-end process."""
+
+    model: str = setting("", "checkpoint folder whose tokenizer and template serve text")
+    served_model_name: str = setting("", "name clients use (default: the folder's name)")
+    tokenizer: str = setting("", "tokenizer folder (default: the model's; 'none' serves ids only)")
+    chat_template: str = setting("", "file with a Jinja chat template in place of the checkpoint's")
+    router: str = setting("tcp://127.0.0.1:5555", "ZMQ address of the router's client socket")
+    host: str = setting("127.0.0.1", "address to listen on; beyond loopback API keys are needed")
+    port: int = setting(8000, "port to listen on")
+    api_key: tuple[str, ...] = setting((), "TENANT:KEY, repeatable")
+    max_body_bytes: int = setting(32 << 20, "largest request body")
+    max_model_len: int = setting(0, "longest prompt plus output, tokens (0: what the router says)")
+    tokenizer_threads: int = setting(2, "threads that tokenize")
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """Everything on one machine, as `radixrt serve` starts it. `worker` is the pattern of all workers."""
+
+    router: RouterConfig
+    worker: WorkerConfig
+    frontend: FrontendConfig
+    workers: int = setting(1, "worker processes, each with a copy of the model (data parallel)")
+    api_server_count: int = setting(1, "HTTP front-end processes; 0: ZMQ only")
+    ready_timeout: float = setting(600.0, "seconds until every worker must serve")
+
+
+AnyConfig = TypeVar("AnyConfig", WorkerConfig, RouterConfig, FrontendConfig)
+
+
+def resolve(config: AnyConfig) -> AnyConfig:
+    """`config` with every default decided that the machine alone tells. Resolving twice changes nothing."""
+    changes: dict[str, Any] = {}
+    if not config.served_model_name:
+        changes["served_model_name"] = os.path.basename(os.path.normpath(config.model)) if config.model else ""
+    if isinstance(config, WorkerConfig):
+        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpu_count() > 0 and not config.fake)
+        if config.device == "auto":
+            changes["device"] = "cuda" if on_gpu else "cpu"
+        if not config.name:
+            changes["name"] = f"{socket.gethostname()}-{os.getpid()}"
+        if not config.max_num_batched_tokens:
+            changes["max_num_batched_tokens"] = 8192 if on_gpu else 512
+    elif not config.tokenizer:
+        changes["tokenizer"] = config.model or "none"
+    return dataclasses.replace(config, **changes)
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0

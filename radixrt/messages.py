@@ -1,0 +1,365 @@
+"""Every struct that crosses a process, as tagged msgspec unions grouped by edge.
+
+    client  --ClientRequest-->  router  --ToWorker-->  worker
+            <--ClientReply----          <--ToRouter--
+
+Token ids travel as little-endian int32 `bytes` (4 bytes a token): `np.frombuffer(ids, "<i4")`
+reads them in place. Nothing here imports anything of ours, and no tensor or pickle ever crosses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+# ---------------------------------------------------------------- shared by all edges
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to choose tokens. One object, passed whole from the client to the sampler.
+
+    `seed=None` lets the router draw one, so that a request that moves to another worker goes on
+    with the same random numbers: noise depends on (seed, position) alone.
+    `min_tokens` bans stop ids and eos until that many tokens were generated.
+    `logprobs` is the number of alternatives reported a token; 0 reports the chosen one only,
+    None reports nothing.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a request comes from, for the report: the program, the fork path, its depth in forks."""
+
+    program: str = ""
+    branch: str = ""
+    depth: int = 0
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """One token's natural log-probability; `top` holds (token id, logprob), most likely first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
+    """Tokens of one request. `cached_tokens` are prompt tokens whose KV was reused (hits)."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    worker: str = ""
+
+
+# ---------------------------------------------------------------- client -> router
+
+
+class TextPrompt(msgspec.Struct, tag="text", frozen=True):
+    text: str
+    add_special_tokens: bool = True
+
+
+class TokenPrompt(msgspec.Struct, tag="ids", frozen=True):
+    ids: bytes
+
+
+class ChatPrompt(msgspec.Struct, tag="chat", frozen=True):
+    """Messages as OpenAI writes them. `partial` continues the last (assistant) message."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    partial: bool = False
+    template_args: dict[str, Any] = {}
+
+
+class PartsPrompt(msgspec.Struct, tag="parts", frozen=True):
+    """Parts encoded one by one and concatenated, so that a generated part keeps its exact ids."""
+
+    parts: list[TextPrompt | TokenPrompt]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PartsPrompt
+
+
+class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
+    """Generate `n` continuations. `id` is the client's own; replies carry it and a choice index.
+
+    `text=False` leaves stop strings and text to the client (front ends that detokenize
+    themselves). `stream=False` sends one Delta a choice, when it is finished.
+    `cache_salt` narrows the namespace that the API key gives.
+    """
+
+    id: int
+    prompt: Prompt
+    sampling: Sampling = Sampling()
+    model: str = ""
+    n: int = 1
+    stream: bool = True
+    text: bool = True
+    origin: Origin = Origin()
+    api_key: str = ""
+    cache_salt: str = ""
+
+
+class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
+    """Log-probability of each continuation of one prompt, in one round trip; no token is drawn."""
+
+    id: int
+    prompt: Prompt
+    choices: list[TextPrompt | TokenPrompt]
+    model: str = ""
+    origin: Origin = Origin()
+    api_key: str = ""
+    cache_salt: str = ""
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """Stop request `id`, all its choices; what it computed stays cached. No reply follows."""
+
+    id: int
+
+
+class Tokenize(msgspec.Struct, tag="tokenize", kw_only=True):
+    id: int
+    prompt: Prompt
+    api_key: str = ""
+
+
+class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True):
+    id: int
+    ids: bytes
+    api_key: str = ""
+
+
+class Ask(msgspec.Struct, tag="ask", kw_only=True):
+    """Ask the router about itself: `health`, `models`, `report` or `metrics`."""
+
+    id: int
+    what: Literal["health", "models", "report", "metrics"]
+    api_key: str = ""
+
+
+ClientRequest = Generate | Score | Cancel | Tokenize | Detokenize | Ask
+
+
+# ---------------------------------------------------------------- router -> client
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What one choice of one request gained. `finish` and `usage` come with the last one."""
+
+    id: int
+    index: int = 0
+    ids: bytes = b""
+    text: str = ""
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+    logprobs: list[TokenLogprob] | None = None
+    stop: str | int | None = None
+    """The stop string or token id that ended it."""
+
+
+class Deltas(msgspec.Struct, tag="deltas"):
+    """All that one step gave one client: a message a step, not a message a token."""
+
+    items: list[Delta]
+
+
+class Scored(msgspec.Struct, tag="scored"):
+    """For each choice the log-probability of each of its tokens, and the usage summed over choices."""
+
+    id: int
+    logprobs: list[list[float]]
+    usage: Usage
+
+
+class Tokens(msgspec.Struct, tag="tokens"):
+    id: int
+    ids: bytes = b""
+    text: str = ""
+
+
+class Info(msgspec.Struct, tag="info"):
+    """The answer to Ask: a JSON-like value, for `metrics` Prometheus text."""
+
+    id: int
+    data: Any
+
+
+class Error(msgspec.Struct, tag="error"):
+    """`code` is an HTTP status; `field` names what is wrong in the request; `id` None if unknown."""
+
+    id: int | None
+    code: int
+    message: str
+    field: str = ""
+    retry_after: float | None = None
+    """Seconds, with 429 and 503."""
+
+
+ClientReply = Deltas | Scored | Tokens | Info | Error
+
+
+# ---------------------------------------------------------------- router -> worker
+
+
+class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
+    """Compute one sequence. `ids` is the prompt and, when a lost worker's request is taken over,
+    the tokens already generated; the first `prompt_len` of them are the prompt.
+
+    `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1);
+    with max_tokens 0 nothing is generated.
+    """
+
+    id: int
+    namespace: str
+    ids: bytes
+    prompt_len: int
+    sampling: Sampling
+    score_from: int | None = None
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    ids: list[int]
+
+
+class Snapshot(msgspec.Struct, tag="snapshot"):
+    """Send the whole tree as events (a Cleared, then Stored): the index has missed some."""
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Finish nothing more and exit."""
+
+
+ToWorker = Run | Abort | Snapshot | Stop
+
+
+# ---------------------------------------------------------------- worker -> router
+
+
+class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
+    """Run `run` grew: `ids` were cached at its index `at`. At 0 the run is new and hangs below
+    (`parent`, `parent_at`): the first `parent_at` tokens of run `parent` (0: the root)."""
+
+    namespace: str
+    run: int
+    at: int
+    parent: int
+    parent_at: int
+    ids: bytes
+
+
+class Removed(msgspec.Struct, tag="removed", frozen=True, array_like=True):
+    """Run `run` keeps its first `keep` tokens; with 0 it is gone."""
+
+    run: int
+    keep: int
+
+
+class Cleared(msgspec.Struct, tag="cleared", frozen=True, array_like=True):
+    """Nothing is cached any more."""
+
+
+CacheEvent = Stored | Removed | Cleared
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's state after a step, what placement needs. Rates are moving averages, 0 if unknown."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    """Tokens admitted or waiting that are not computed yet."""
+    free_pages: int = 0
+    evictable_pages: int = 0
+    total_pages: int = 0
+    prefill_rate: float = 0.0
+    """Tokens a second while prefilling."""
+    step_seconds: float = 0.0
+    """Duration of a decode step."""
+    evicted_tokens: int = 0
+    """Since start."""
+    preemptions: int = 0
+    """Since start."""
+    steps: int = 0
+
+
+class Register(msgspec.Struct, tag="register", kw_only=True):
+    """First message of a worker. `name` is unique; a second Register of a name replaces the first."""
+
+    name: str
+    model: str
+    max_model_len: int
+    page_size: int
+    total_pages: int
+    max_running: int
+    kv_dtype: str = ""
+    device: str = "cpu"
+    pid: int = 0
+    vocab_size: int = 0
+    """Token ids the model takes; 0 if unknown."""
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What one request gained in a step. `cached_tokens` counts prompt tokens reused so far.
+    `logprobs` belong to `tokens`; `scores` to the tokens asked for by `score_from`."""
+
+    id: int
+    tokens: list[int] = []
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    scores: list[float] | None = None
+    stop: int | None = None
+    """The token id that ended it."""
+    error: str = ""
+
+
+class StepDone(msgspec.Struct, tag="step"):
+    """One worker step. `seq` is the number of `events[0]` counted over the worker's life, so that
+    the next message must begin at seq + len(events); a gap asks for a Snapshot. `snapshot` marks the
+    answer to one: `events` start from nothing, and seq is where counting goes on."""
+
+    outputs: list[Output]
+    load: Load
+    seq: int = 0
+    events: list[CacheEvent] = []
+    snapshot: bool = False
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat"):
+    """From the worker's own thread, so that a long step is not taken for a death."""
+
+    name: str
+
+
+class Leave(msgspec.Struct, tag="leave"):
+    """A worker says goodbye; the launcher says it for one that it saw die."""
+
+    name: str
+    reason: str = ""
+
+
+ToRouter = Register | StepDone | Heartbeat | Leave

@@ -1,0 +1,347 @@
+// The tree of a cache: values by page, leases, eviction in policy order, events.
+//
+// Order. Leasing and inserting stamp only the deepest node with the clock. What an ancestor's last use would be, the
+// latest of its descendants', it inherits when they are cut: so a lease is flat in depth and LRU is still exact.
+// A node with children is never a leaf, so one pin at the end of a path holds all of it.
+#pragma once
+
+#include <functional>
+#include <limits>
+
+#include "structure.h"
+
+namespace radix {
+
+constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
+
+struct CacheExtra {
+  uint64_t last_use = 0;
+  double key = 0;             // order of eviction, smallest first; set while in the heap
+  uint32_t hits = 0;          // leases that ended here
+  uint32_t pins = 0;
+  uint32_t heap_at = kNowhere;
+  uint32_t pinned_at = kNowhere;
+  mutable uint64_t seen = 0;  // stamp of the last walk over leased paths
+
+  void inherit(const CacheExtra& lower) {
+    last_use = lower.last_use;
+    hits = lower.hits;
+  }
+  size_t bytes() const { return 0; }
+};
+
+struct Event {
+  enum Kind { kStored, kRemoved, kCleared } kind;
+  std::string name;
+  int64_t run = 0, parent = 0;
+  size_t at = 0, parent_at = 0;
+  std::vector<Token> tokens;
+};
+
+class Cache {
+ public:
+  using S = Structure<CacheExtra>;
+  using N = S::N;
+  using Place = S::Place;
+  using Values = std::vector<int32_t>;
+  // last use, length of the leaf, tokens from the root, leases that ended here -> order of eviction
+  using Policy = std::function<double(uint64_t, size_t, size_t, uint32_t)>;
+
+  Cache(size_t page_size, bool events) : tree(page_size), with_events_(events) {}
+
+  S tree;
+  Policy policy;  // none: least recently used
+  uint64_t version = 0;
+  size_t live_leases = 0;
+  std::vector<Event> events;
+
+  // ------------------------------------------------------------ leases
+
+  N* lease(Place place) {
+    if (!place.at_end()) ++version;
+    N* node = tree.split(place);
+    pin(node);
+    ++node->extra.hits;
+    touch(node);
+    return node;
+  }
+  void pin(N* node) {
+    if (node->extra.pins++ == 0) {
+      node->extra.pinned_at = static_cast<uint32_t>(pinned_.size());
+      pinned_.push_back(node);
+      leave_heap(node);
+      sums_known_ = false;
+    }
+  }
+  // The node may be merged or its namespace dropped: it must not be used afterwards.
+  void unpin(N* node) {
+    if (--node->extra.pins) return;
+    N* last = pinned_.back();
+    pinned_[node->extra.pinned_at] = last;
+    last->extra.pinned_at = node->extra.pinned_at;
+    pinned_.pop_back();
+    node->extra.pinned_at = kNowhere;
+    sums_known_ = false;
+    settle(node);
+  }
+  // Move a pin on `from` to `to`, which lies at or below it.
+  void move_pin(N* from, N* to) {
+    if (from == to) return;
+    pin(to);
+    unpin(from);
+  }
+
+  // ------------------------------------------------------------ insertion
+
+  // Insert below the end of `from`, which the caller has pinned or is a root. `where` receives the end of the path.
+  // Returns the number of leading tokens that were there.
+  size_t insert(N* from, bool pinned, const Token* data, size_t n, const int32_t* values, N** where) {
+    Place place = tree.walk(from, data, n);
+    const size_t present = place.length;
+    if (present < n || !place.at_end()) {
+      ++version;
+      sums_known_ = false;
+    }
+    N* node = tree.split(place);
+    if (present < n) node = grow(node, pinned && node == from, data + present, n - present, page(values, present));
+    *where = node;
+    touch(node);
+    return present;
+  }
+
+  // ------------------------------------------------------------ eviction
+
+  // Free at least `wanted` tokens unless nothing more may go; the values freed are appended to `freed`.
+  void evict(size_t wanted, Values* freed) {
+    size_t done = 0;
+    while (done < wanted && !heap_.empty()) {
+      N* leaf = heap_[0];
+      size_t need = (wanted - done + tree.page_size - 1) / tree.page_size * tree.page_size;
+      size_t keep = leaf->length() > need ? leaf->length() - need : 0;
+      done += leaf->length() - keep;
+      cut(leaf, keep, freed);
+    }
+  }
+  // Free what lies on this path beyond `keep` tokens as far as nobody leases or continues it.
+  void forget(N* root, const Token* data, size_t n, size_t keep, Values* freed) {
+    Place place = tree.walk(root, data, n);
+    if (!place.at_end()) return;
+    keep = (keep + tree.page_size - 1) / tree.page_size * tree.page_size;
+    for (N *node = place.node, *parent; evictable(node) && node->depth + node->length() > keep; node = parent) {
+      parent = node->parent;
+      const bool only_child = parent->children.size() == 1;
+      const size_t depth = node->depth;
+      cut(node, depth < keep ? keep - depth : 0, freed);
+      if (depth <= keep || !only_child) return;  // a root has depth 0: it ends the loop above
+    }
+  }
+  void clear(Values* freed) {
+    all_values(freed);
+    tree.clear();
+    heap_.clear();
+    ++version;
+    sums_known_ = false;
+    if (with_events_) {
+      events.clear();
+      events.push_back(Event{Event::kCleared});
+    }
+  }
+
+  // ------------------------------------------------------------ sums
+
+  size_t leased_tokens() const {
+    if (!sums_known_) {
+      leased_ = 0;
+      ++stamp_;
+      for (N* node : pinned_)
+        for (; !node->is_root() && node->extra.seen != stamp_; node = node->parent) {
+          node->extra.seen = stamp_;
+          leased_ += node->length();
+        }
+      sums_known_ = true;
+    }
+    return leased_;
+  }
+  size_t leaves() const {
+    size_t found = 0;
+    tree.each([&](const std::string&, N* node) { found += node->children.empty(); });
+    return found;
+  }
+  // Values of the tokens [start, stop) of the path that ends `offset` tokens into `node`.
+  void read_values(N* node, size_t offset, size_t start, size_t stop, int32_t* out) const {
+    const size_t p = tree.page_size;
+    for (size_t end = node->depth + offset; !node->is_root() && end > start; node = node->parent) {
+      size_t from = std::max<size_t>(start, node->depth), to = std::min(stop, end);
+      if (from < to)
+        std::memcpy(out + (from - start) / p, node->run->values.data() + (node->begin + from - node->depth) / p,
+                    (to - from) / p * sizeof(int32_t));
+      end = node->depth;
+    }
+  }
+
+  void all_values(Values* out) const {
+    tree.each([&](const std::string&, N* node) { append_values(node, 0, out); });
+  }
+  void snapshot(std::vector<Event>* out) const {
+    out->push_back(Event{Event::kCleared});
+    tree.each([&](const std::string& name, N* node) {
+      Event event = stored(name, node, node->begin);
+      event.tokens.assign(node->tokens(), node->tokens() + node->length());
+      out->push_back(std::move(event));
+    });
+  }
+
+  void check() const {
+    auto require = [](bool holds, const char* rule) {
+      if (!holds) throw std::logic_error(rule);
+    };
+    tree.check();
+    size_t evictable_leaves = 0, pinned = 0;
+    tree.each([&](const std::string&, N* node) {
+      const CacheExtra& x = node->extra;
+      require(node->run->values.size() * tree.page_size == node->run->tokens.size(), "there is a value for each page");
+      require((x.heap_at != kNowhere) == evictable(node), "the heap holds exactly the unpinned leaves");
+      require(x.heap_at == kNowhere || heap_[x.heap_at] == node, "a leaf knows its place in the heap");
+      require((x.pins > 0) == (x.pinned_at != kNowhere), "pinned nodes are listed");
+      evictable_leaves += x.heap_at != kNowhere;
+      pinned += x.pins > 0;
+    });
+    for (auto& [name, root] : tree.roots()) {
+      require(!root->children.empty() || root->extra.pins > 0, "an empty namespace is dropped");
+      pinned += root->extra.pins > 0;
+    }
+    require(heap_.size() == evictable_leaves, "the heap holds nothing else");
+    require(pinned_.size() == pinned, "nothing else is listed as pinned");
+    for (size_t i = 1; i < heap_.size(); ++i) require(!before(heap_[i], heap_[(i - 1) / 2]), "the heap is ordered");
+    sums_known_ = false;
+    require(leased_tokens() <= tree.tokens, "leased tokens are cached tokens");
+  }
+
+ private:
+  static bool evictable(const N* node) { return !node->is_root() && node->children.empty() && node->extra.pins == 0; }
+  const int32_t* page(const int32_t* values, size_t token) const { return values + token / tree.page_size; }
+
+  N* grow(N* node, bool pinned_by_caller, const Token* data, size_t n, const int32_t* values) {
+    const bool extend = node->children.empty() && node->ends_its_run() &&
+                        node->extra.pins == (pinned_by_caller ? 1u : 0u);
+    if (extend) {
+      if (with_events_) emit_stored(node, node->end, data, n);
+      tree.extend_leaf(node, data, n, values);
+      return node;
+    }
+    leave_heap(node);
+    N* leaf = tree.add_leaf(node, data, n, values);
+    if (with_events_) emit_stored(leaf, 0, data, n);
+    return leaf;
+  }
+  void touch(N* node) {
+    node->extra.last_use = ++clock_;
+    if (node->extra.heap_at != kNowhere) leave_heap(node);
+    if (evictable(node)) enter_heap(node);
+  }
+  void append_values(N* node, size_t keep, Values* freed) const {
+    const size_t p = tree.page_size;
+    const int32_t* values = node->run->values.data();
+    freed->insert(freed->end(), values + (node->begin + keep) / p, values + node->end / p);
+  }
+  // Cut an evictable leaf down to `keep` tokens.
+  void cut(N* leaf, size_t keep, Values* freed) {
+    ++version;
+    sums_known_ = false;
+    append_values(leaf, keep, freed);
+    if (with_events_) {
+      Event event{Event::kRemoved};
+      event.run = leaf->run->id;
+      event.at = leaf->begin + keep;
+      events.push_back(std::move(event));
+    }
+    if (keep) {
+      tree.trim_leaf(leaf, keep);
+      return;
+    }
+    leave_heap(leaf);
+    const uint64_t last_use = leaf->extra.last_use;
+    N* parent = tree.remove_leaf(leaf);
+    parent->extra.last_use = std::max(parent->extra.last_use, last_use);
+    settle(parent);
+  }
+  // A node lost a child or its last pin: drop an empty root, undo a split, or offer it for eviction.
+  void settle(N* node) {
+    if (node->extra.pins) return;
+    if (node->is_root()) {
+      if (node->children.empty()) tree.drop_root(node);
+    } else if (tree.can_merge(node) && node->children.any()->extra.last_use >= node->extra.last_use) {
+      tree.merge(node);
+      ++version;
+    } else if (evictable(node) && node->extra.heap_at == kNowhere) {
+      enter_heap(node);
+    }
+  }
+
+  // ------------------------------------------------------------ events
+
+  Event stored(const std::string& name, const N* node, size_t at) const {
+    Event event{Event::kStored};
+    event.name = name;
+    event.run = node->run->id;
+    event.at = at;
+    if (at == 0 && !node->parent->is_root()) {
+      event.parent = node->parent->run->id;
+      event.parent_at = node->parent->end;
+    }
+    return event;
+  }
+  void emit_stored(const N* node, size_t at, const Token* data, size_t n) {
+    Event event = stored(S::name_of(node), node, at);
+    event.tokens.assign(data, data + n);
+    events.push_back(std::move(event));
+  }
+
+  // ------------------------------------------------------------ heap of unpinned leaves
+
+  static bool before(const N* a, const N* b) {
+    return a->extra.key != b->extra.key ? a->extra.key < b->extra.key : a->extra.last_use < b->extra.last_use;
+  }
+  void put(size_t i, N* node) {
+    heap_[i] = node;
+    node->extra.heap_at = static_cast<uint32_t>(i);
+  }
+  void sift_up(size_t i, N* node) {
+    for (; i && before(node, heap_[(i - 1) / 2]); i = (i - 1) / 2) put(i, heap_[(i - 1) / 2]);
+    put(i, node);
+  }
+  void sift_down(size_t i, N* node) {
+    for (size_t child; (child = 2 * i + 1) < heap_.size(); i = child) {
+      if (child + 1 < heap_.size() && before(heap_[child + 1], heap_[child])) ++child;
+      if (!before(heap_[child], node)) break;
+      put(i, heap_[child]);
+    }
+    put(i, node);
+  }
+  void enter_heap(N* node) {
+    CacheExtra& x = node->extra;
+    x.key = policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.hits)
+                   : static_cast<double>(x.last_use);
+    heap_.push_back(node);
+    sift_up(heap_.size() - 1, node);
+  }
+  void leave_heap(N* node) {
+    const uint32_t at = node->extra.heap_at;
+    if (at == kNowhere) return;
+    node->extra.heap_at = kNowhere;
+    N* last = heap_.back();
+    heap_.pop_back();
+    if (last == node) return;
+    if (at && before(last, heap_[(at - 1) / 2])) sift_up(at, last);
+    else sift_down(at, last);
+  }
+
+  const bool with_events_;
+  uint64_t clock_ = 0;
+  std::vector<N*> heap_, pinned_;
+  mutable bool sums_known_ = false;
+  mutable size_t leased_ = 0;
+  mutable uint64_t stamp_ = 0;
+};
+
+}  // namespace radix

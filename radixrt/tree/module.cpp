@@ -1,0 +1,726 @@
+// Python's view of the tree: argument checks, buffers, lifetimes. The rules of the tree are in cache.h and owners.h.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "cache.h"
+#include "owners.h"
+
+namespace {
+
+using radix::Cache;
+using radix::Event;
+using radix::Owners;
+using radix::Token;
+
+// ---------------------------------------------------------------- arguments
+
+// A C-contiguous array of 4-byte ints, or bytes of little-endian int32.
+class IntBuffer {
+ public:
+  ~IntBuffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  bool load(PyObject* object, const char* what) {
+    if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) return false;
+    held_ = true;
+    const char* format = view_.format ? view_.format : "B";
+    if (*format == '<' || *format == '=' || *format == '@') ++format;
+    const bool ints = view_.itemsize == 4 && (*format == 'i' || *format == 'l') && !format[1];
+    const bool raw = view_.itemsize == 1 && view_.len % 4 == 0;
+    if (view_.ndim > 1 || !(ints || raw) || reinterpret_cast<uintptr_t>(view_.buf) % alignof(int32_t)) {
+      PyErr_Format(PyExc_ValueError, "%s: expected a flat array of int32 or bytes of int32", what);
+      return false;
+    }
+    return true;
+  }
+  const int32_t* data() const { return static_cast<const int32_t*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len) / 4; }
+
+ private:
+  Py_buffer view_;
+  bool held_ = false;
+};
+
+bool load_name(PyObject* object, std::string* name) {
+  Py_ssize_t n;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &n);
+  if (!text) return false;
+  name->assign(text, static_cast<size_t>(n));
+  return true;
+}
+
+bool load_count(PyObject* object, const char* what, size_t* out) {
+  Py_ssize_t n = PyNumber_AsSsize_t(object, PyExc_OverflowError);
+  if (n == -1 && PyErr_Occurred()) return false;
+  if (n < 0) {
+    PyErr_Format(PyExc_ValueError, "%s: must not be negative", what);
+    return false;
+  }
+  *out = static_cast<size_t>(n);
+  return true;
+}
+
+// `low` to `high` arguments, of which the last may be given by its name.
+bool arguments(PyObject* const* given, Py_ssize_t n, PyObject* keywords, Py_ssize_t low, Py_ssize_t high,
+               const char* last, PyObject** out) {
+  const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+  const bool by_name = named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), last) == 0;
+  if (named > by_name || n > high - by_name || n < std::min<Py_ssize_t>(low, high - by_name)) {
+    PyErr_Format(PyExc_TypeError, "expected %zd to %zd arguments%s%s", low, high, last ? ", the last one's name is " : "",
+                 last ? last : "");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < high; ++i) out[i] = i < n ? given[i] : nullptr;
+  if (by_name) out[high - 1] = given[n];
+  return true;
+}
+
+template <class F>
+PyObject* guarded(F f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  } catch (const std::out_of_range& error) {
+    PyErr_Format(PyExc_ValueError, "%s: the path is not held that far", error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_AssertionError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* bytes_of(const std::vector<int32_t>& ints) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(ints.data()), static_cast<Py_ssize_t>(ints.size() * 4));
+}
+
+void free_object(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+// ---------------------------------------------------------------- objects
+
+struct TreeObject {
+  PyObject_HEAD
+  Cache* cache;
+  PyObject* policy;
+  bool in_policy;
+};
+struct MatchObject {
+  PyObject_HEAD
+  TreeObject* tree;
+  PyObject* name;
+  Cache::N* node;  // null: nothing is held, not even the namespace
+  size_t offset, length;
+  uint64_t version;
+};
+struct LeaseObject {
+  PyObject_HEAD
+  TreeObject* tree;
+  PyObject* name;
+  Cache::N* node;  // null once released
+  size_t length;
+};
+struct OwnersObject {
+  PyObject_HEAD
+  Owners* owners;
+};
+
+PyTypeObject *match_type, *lease_type;
+
+bool idle(TreeObject* tree) {
+  if (tree->in_policy) PyErr_SetString(PyExc_RuntimeError, "a policy must not change its tree");
+  return !tree->in_policy;
+}
+
+// ---------------------------------------------------------------- Match
+
+bool fresh(MatchObject* match) {
+  if (match->version == match->tree->cache->version) return true;
+  PyErr_SetString(PyExc_ValueError, "stale match: the tree has changed since");
+  return false;
+}
+
+PyObject* match_length(PyObject* self, void*) {
+  return PyLong_FromSize_t(reinterpret_cast<MatchObject*>(self)->length);
+}
+PyObject* match_namespace(PyObject* self, void*) {
+  PyObject* name = reinterpret_cast<MatchObject*>(self)->name;
+  Py_INCREF(name);
+  return name;
+}
+
+PyObject* read_values(Cache* cache, Cache::N* node, size_t offset, size_t start, size_t stop) {
+  const size_t pages = (stop - start) / cache->tree.page_size;
+  PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(pages * 4));
+  if (out && pages) cache->read_values(node, offset, start, stop, reinterpret_cast<int32_t*>(PyBytes_AsString(out)));
+  return out;
+}
+
+PyObject* match_values(PyObject* self, PyObject*) {
+  auto* match = reinterpret_cast<MatchObject*>(self);
+  if (!fresh(match)) return nullptr;
+  return read_values(match->tree->cache, match->node, match->offset, 0, match->length);
+}
+
+void match_dealloc(PyObject* self) {
+  auto* match = reinterpret_cast<MatchObject*>(self);
+  Py_XDECREF(reinterpret_cast<PyObject*>(match->tree));
+  Py_XDECREF(match->name);
+  free_object(self);
+}
+
+// ---------------------------------------------------------------- Lease
+
+bool live(LeaseObject* lease) {
+  if (lease->node) return true;
+  PyErr_SetString(PyExc_ValueError, "the lease was released");
+  return false;
+}
+
+PyObject* lease_length(PyObject* self, void*) {
+  return PyLong_FromSize_t(reinterpret_cast<LeaseObject*>(self)->length);
+}
+PyObject* lease_namespace(PyObject* self, void*) {
+  PyObject* name = reinterpret_cast<LeaseObject*>(self)->name;
+  Py_INCREF(name);
+  return name;
+}
+
+void give_up(LeaseObject* lease) {
+  Cache::N* node = lease->node;
+  lease->node = nullptr;
+  --lease->tree->cache->live_leases;
+  lease->tree->cache->unpin(node);
+}
+
+PyObject* lease_release(PyObject* self, PyObject*) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  if (!live(lease) || !idle(lease->tree)) return nullptr;
+  give_up(lease);
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* lease_enter(PyObject* self, PyObject*) {
+  Py_INCREF(self);
+  return self;
+}
+PyObject* lease_exit(PyObject* self, PyObject*) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  if (lease->node) give_up(lease);
+  Py_RETURN_NONE;
+}
+
+PyObject* lease_values(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  PyObject* args[2];
+  if (!live(lease) || !arguments(given, n, nullptr, 0, 2, nullptr, args)) return nullptr;
+  size_t start = 0, stop = lease->length;
+  if (args[0] && !load_count(args[0], "start", &start)) return nullptr;
+  if (args[1] && args[1] != Py_None && !load_count(args[1], "stop", &stop)) return nullptr;
+  const size_t p = lease->tree->cache->tree.page_size;
+  if (start > stop || stop > lease->length || start % p || stop % p) {
+    PyErr_SetString(PyExc_ValueError, "values: expected whole pages within the lease");
+    return nullptr;
+  }
+  return read_values(lease->tree->cache, lease->node, lease->node->length(), start, stop);
+}
+
+PyObject* lease_extend_match(PyObject* self, PyObject* object) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  IntBuffer tokens;
+  if (!live(lease) || !idle(lease->tree) || !tokens.load(object, "tokens")) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Cache* cache = lease->tree->cache;
+    auto place = cache->tree.walk(lease->node, tokens.data(), tokens.size());
+    if (place.length) {
+      Cache::N* node = cache->lease(place);
+      cache->unpin(lease->node);
+      lease->node = node;
+      lease->length += place.length;
+      if (PyErr_Occurred()) return nullptr;
+    }
+    return PyLong_FromSize_t(place.length);
+  });
+}
+
+void lease_dealloc(PyObject* self) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  if (lease->node) give_up(lease);
+  Py_XDECREF(reinterpret_cast<PyObject*>(lease->tree));
+  Py_XDECREF(lease->name);
+  free_object(self);
+}
+
+// ---------------------------------------------------------------- RadixTree
+
+Cache* cache_of(PyObject* self) { return reinterpret_cast<TreeObject*>(self)->cache; }
+
+void install_policy(TreeObject* tree) {
+  tree->cache->policy = [tree](uint64_t last_use, size_t length, size_t tokens, uint32_t hits) {
+    if (PyErr_Occurred()) return 0.0;
+    tree->in_policy = true;
+    PyObject* key = PyObject_CallFunction(tree->policy, "KnnI", static_cast<unsigned long long>(last_use),
+                                          static_cast<Py_ssize_t>(length), static_cast<Py_ssize_t>(tokens), hits);
+    tree->in_policy = false;
+    double value = key ? PyFloat_AsDouble(key) : 0.0;
+    Py_XDECREF(key);
+    return value;
+  };
+}
+
+PyObject* tree_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"page_size", "policy", "events", nullptr};
+  Py_ssize_t page_size = 1;
+  PyObject* policy = Py_None;
+  int events = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|n$Op:RadixTree", const_cast<char**>(names), &page_size, &policy, &events))
+    return nullptr;
+  if (page_size < 1) {
+    PyErr_SetString(PyExc_ValueError, "page_size: must be at least 1");
+    return nullptr;
+  }
+  if (policy != Py_None && !PyCallable_Check(policy)) {
+    PyErr_SetString(PyExc_TypeError, "policy: expected a function or None");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<TreeObject*>(reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0));
+  if (!self) return nullptr;
+  self->cache = new Cache(static_cast<size_t>(page_size), events);
+  if (policy != Py_None) {
+    Py_INCREF(policy);
+    self->policy = policy;
+    install_policy(self);
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int tree_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(reinterpret_cast<TreeObject*>(self)->policy);
+  return 0;
+}
+int tree_clear_references(PyObject* self) {
+  auto* tree = reinterpret_cast<TreeObject*>(self);
+  if (tree->cache) tree->cache->policy = nullptr;
+  Py_CLEAR(tree->policy);
+  return 0;
+}
+void tree_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  tree_clear_references(self);
+  delete cache_of(self);
+  free_object(self);
+}
+
+PyObject* tree_match(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
+  PyObject* args[3];
+  std::string name;
+  IntBuffer tokens;
+  if (!arguments(given, n, keywords, 2, 3, "limit", args) || !load_name(args[0], &name) || !tokens.load(args[1], "tokens"))
+    return nullptr;
+  size_t limit = tokens.size();
+  if (args[2] && args[2] != Py_None) {
+    if (!load_count(args[2], "limit", &limit)) return nullptr;
+    limit = std::min(limit, tokens.size());
+  }
+  Cache* cache = cache_of(self);
+  auto* match = PyObject_New(MatchObject, match_type);
+  if (!match) return nullptr;
+  Cache::Place place{nullptr, 0, 0};
+  if (Cache::N* root = cache->tree.find_root(name)) place = cache->tree.walk(root, tokens.data(), limit);
+  Py_INCREF(self);
+  Py_INCREF(args[0]);
+  match->tree = reinterpret_cast<TreeObject*>(self);
+  match->name = args[0];
+  match->node = place.node;
+  match->offset = place.offset;
+  match->length = place.length;
+  match->version = cache->version;
+  return reinterpret_cast<PyObject*>(match);
+}
+
+PyObject* tree_lease(PyObject* self, PyObject* object) {
+  if (Py_TYPE(object) != match_type) {
+    PyErr_SetString(PyExc_TypeError, "lease: expected a Match");
+    return nullptr;
+  }
+  auto* match = reinterpret_cast<MatchObject*>(object);
+  auto* tree = reinterpret_cast<TreeObject*>(self);
+  if (match->tree != tree) {
+    PyErr_SetString(PyExc_ValueError, "lease: the match is of another tree");
+    return nullptr;
+  }
+  if (!fresh(match) || !idle(tree)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Cache* cache = tree->cache;
+    auto* lease = PyObject_New(LeaseObject, lease_type);
+    if (!lease) return nullptr;
+    std::string name;
+    load_name(match->name, &name);
+    Cache::Place place{match->node, match->offset, match->length};
+    if (!place.node) place.node = cache->tree.make_root(name);
+    lease->node = cache->lease(place);
+    ++cache->live_leases;
+    Py_INCREF(self);
+    Py_INCREF(match->name);
+    lease->tree = tree;
+    lease->name = match->name;
+    lease->length = match->length;
+    if (PyErr_Occurred()) {
+      Py_DECREF(lease);
+      return nullptr;
+    }
+    return reinterpret_cast<PyObject*>(lease);
+  });
+}
+
+PyObject* tree_insert(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
+  PyObject* args[3];
+  IntBuffer tokens, values;
+  auto* tree = reinterpret_cast<TreeObject*>(self);
+  if (!arguments(given, n, keywords, 3, 3, "values", args) || !idle(tree)) return nullptr;
+  auto* lease = Py_TYPE(args[0]) == lease_type ? reinterpret_cast<LeaseObject*>(args[0]) : nullptr;
+  std::string name;
+  if (lease ? !live(lease) : !load_name(args[0], &name)) return nullptr;
+  if (!tokens.load(args[1], "tokens") || !values.load(args[2], "values")) return nullptr;
+  Cache* cache = tree->cache;
+  const size_t p = cache->tree.page_size;
+  if (lease && lease->tree != tree) {
+    PyErr_SetString(PyExc_ValueError, "insert: the lease is of another tree");
+    return nullptr;
+  }
+  if (tokens.size() % p || values.size() * p != tokens.size()) {
+    PyErr_SetString(PyExc_ValueError, "insert: expected whole pages of tokens and one value for each");
+    return nullptr;
+  }
+  if (tokens.size() == 0) return PyLong_FromLong(0);
+  return guarded([&]() -> PyObject* {
+    Cache::N* from = lease ? lease->node : cache->tree.make_root(name);
+    Cache::N* end = nullptr;
+    size_t present = cache->insert(from, lease != nullptr, tokens.data(), tokens.size(), values.data(), &end);
+    if (lease) {
+      lease->node = end;
+      lease->length += tokens.size();
+      cache->move_pin(from, end);
+    }
+    return PyErr_Occurred() ? nullptr : PyLong_FromSize_t(present);
+  });
+}
+
+PyObject* tree_evict(PyObject* self, PyObject* object) {
+  size_t wanted;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_count(object, "tokens", &wanted)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    std::vector<int32_t> freed;
+    cache_of(self)->evict(wanted, &freed);
+    return PyErr_Occurred() ? nullptr : bytes_of(freed);
+  });
+}
+
+PyObject* tree_forget(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
+  PyObject* args[3];
+  std::string name;
+  IntBuffer tokens;
+  size_t keep;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !arguments(given, n, keywords, 3, 3, "keep", args) ||
+      !load_name(args[0], &name) || !tokens.load(args[1], "tokens") || !load_count(args[2], "keep", &keep))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    Cache* cache = cache_of(self);
+    std::vector<int32_t> freed;
+    const size_t whole = tokens.size() - tokens.size() % cache->tree.page_size;
+    if (Cache::N* root = cache->tree.find_root(name)) cache->forget(root, tokens.data(), whole, keep, &freed);
+    return PyErr_Occurred() ? nullptr : bytes_of(freed);
+  });
+}
+
+PyObject* tree_clear(PyObject* self, PyObject*) {
+  auto* tree = reinterpret_cast<TreeObject*>(self);
+  if (!idle(tree)) return nullptr;
+  if (tree->cache->live_leases) {
+    PyErr_Format(PyExc_ValueError, "clear: %zu leases are live", tree->cache->live_leases);
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    std::vector<int32_t> freed;
+    tree->cache->clear(&freed);
+    return bytes_of(freed);
+  });
+}
+
+PyObject* event_tuple(const Event& e) {
+  switch (e.kind) {
+    case Event::kCleared:
+      return Py_BuildValue("(s)", "cleared");
+    case Event::kRemoved:
+      return Py_BuildValue("(sLn)", "removed", static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at));
+    default:
+      return Py_BuildValue("(ss#LnLny#)", "stored", e.name.data(), static_cast<Py_ssize_t>(e.name.size()),
+                           static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at), static_cast<long long>(e.parent),
+                           static_cast<Py_ssize_t>(e.parent_at), reinterpret_cast<const char*>(e.tokens.data()),
+                           static_cast<Py_ssize_t>(e.tokens.size() * sizeof(Token)));
+  }
+}
+
+PyObject* event_list(const std::vector<Event>& events) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(events.size()));
+  for (size_t i = 0; list && i < events.size(); ++i) {
+    PyObject* item = event_tuple(events[i]);
+    if (!item) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+    PyList_SetItem(list, static_cast<Py_ssize_t>(i), item);
+  }
+  return list;
+}
+
+PyObject* tree_drain_events(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject* list = event_list(cache_of(self)->events);
+    if (list) cache_of(self)->events.clear();
+    return list;
+  });
+}
+PyObject* tree_snapshot(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    std::vector<Event> events;
+    cache_of(self)->snapshot(&events);
+    return event_list(events);
+  });
+}
+PyObject* tree_values(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    std::vector<int32_t> values;
+    cache_of(self)->all_values(&values);
+    return bytes_of(values);
+  });
+}
+PyObject* tree_check(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    cache_of(self)->check();
+    Py_RETURN_NONE;
+  });
+}
+
+enum Figure : intptr_t { kPageSize, kTokens, kLeased, kEvictable, kNodes, kLeaves, kMemory };
+
+PyObject* tree_figure(PyObject* self, void* which) {
+  return guarded([&]() -> PyObject* {
+    Cache* cache = cache_of(self);
+    switch (reinterpret_cast<intptr_t>(which)) {
+      case kPageSize: return PyLong_FromSize_t(cache->tree.page_size);
+      case kTokens: return PyLong_FromSize_t(cache->tree.tokens);
+      case kLeased: return PyLong_FromSize_t(cache->leased_tokens());
+      case kEvictable: return PyLong_FromSize_t(cache->tree.tokens - cache->leased_tokens());
+      case kNodes: return PyLong_FromSize_t(cache->tree.nodes);
+      case kLeaves: return PyLong_FromSize_t(cache->leaves());
+      default: return PyLong_FromSize_t(cache->tree.memory_bytes());
+    }
+  });
+}
+
+// ---------------------------------------------------------------- OwnerTree
+
+Owners* owners_of(PyObject* self) { return reinterpret_cast<OwnersObject*>(self)->owners; }
+
+PyObject* owners_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":OwnerTree", const_cast<char**>(names))) return nullptr;
+  auto* self = reinterpret_cast<OwnersObject*>(reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0));
+  if (self) self->owners = new Owners();
+  return reinterpret_cast<PyObject*>(self);
+}
+void owners_dealloc(PyObject* self) {
+  delete owners_of(self);
+  free_object(self);
+}
+
+bool load_owner(PyObject* object, int32_t* owner) {
+  size_t value;
+  if (!load_count(object, "owner", &value)) return false;
+  if (value > INT32_MAX) {
+    PyErr_SetString(PyExc_ValueError, "owner: must fit 31 bits");
+    return false;
+  }
+  *owner = static_cast<int32_t>(value);
+  return true;
+}
+
+// (namespace, tokens, owner, bound=0) of add and remove.
+template <class F>
+PyObject* with_path(PyObject* const* given, Py_ssize_t n, PyObject* keywords, const char* bound_name, F f) {
+  PyObject* args[4];
+  std::string name;
+  IntBuffer tokens;
+  int32_t owner;
+  size_t bound = 0;
+  if (!arguments(given, n, keywords, 3, 4, bound_name, args) || !load_name(args[0], &name) ||
+      !tokens.load(args[1], "tokens") || !load_owner(args[2], &owner) ||
+      (args[3] && !load_count(args[3], bound_name, &bound)))
+    return nullptr;
+  if (bound > tokens.size()) {
+    PyErr_Format(PyExc_ValueError, "%s: beyond the tokens", bound_name);
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    f(name, tokens.data(), tokens.size(), owner, bound);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* owners_add(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
+  return with_path(given, n, keywords, "start", [&](const auto&... path) { owners_of(self)->add(path...); });
+}
+PyObject* owners_remove(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
+  return with_path(given, n, keywords, "keep", [&](const auto&... path) { owners_of(self)->remove(path...); });
+}
+PyObject* owners_remove_owner(PyObject* self, PyObject* object) {
+  int32_t owner;
+  if (!load_owner(object, &owner)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    owners_of(self)->remove_owner(owner);
+    Py_RETURN_NONE;
+  });
+}
+PyObject* owners_match(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[2];
+  std::string name;
+  IntBuffer tokens;
+  if (!arguments(given, n, nullptr, 2, 2, nullptr, args) || !load_name(args[0], &name) || !tokens.load(args[1], "tokens"))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto held = owners_of(self)->match(name, tokens.data(), tokens.size());
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(held.size()));
+    for (size_t i = 0; list && i < held.size(); ++i)
+      PyList_SetItem(list, static_cast<Py_ssize_t>(i),
+                     Py_BuildValue("(in)", held[i].first, static_cast<Py_ssize_t>(held[i].second)));
+    return list;
+  });
+}
+PyObject* owners_check(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    owners_of(self)->check();
+    Py_RETURN_NONE;
+  });
+}
+PyObject* owners_figure(PyObject* self, void* which) {
+  auto& tree = owners_of(self)->tree;
+  switch (reinterpret_cast<intptr_t>(which)) {
+    case kTokens: return PyLong_FromSize_t(tree.tokens);
+    case kNodes: return PyLong_FromSize_t(tree.nodes);
+    default: return PyLong_FromSize_t(tree.memory_bytes());
+  }
+}
+
+// ---------------------------------------------------------------- types
+
+template <class F>
+PyCFunction method(F f) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+void* figure(Figure which) { return reinterpret_cast<void*>(which); }
+constexpr int kFast = METH_FASTCALL, kNamed = METH_FASTCALL | METH_KEYWORDS;
+
+PyGetSetDef match_getset[] = {{"length", match_length, nullptr, "Tokens matched, a multiple of the page size.", nullptr},
+                              {"namespace", match_namespace, nullptr, nullptr, nullptr},
+                              {}};
+PyMethodDef match_methods[] = {
+    {"values", match_values, METH_NOARGS, "values() -> bytes: int32, one a page. ValueError on a stale match."}, {}};
+PyType_Slot match_slots[] = {{Py_tp_doc, const_cast<char*>("What a tree holds of a token path; made by RadixTree.match.")},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(match_dealloc)},
+                             {Py_tp_methods, match_methods},
+                             {Py_tp_getset, match_getset},
+                             {}};
+PyType_Spec match_spec = {"radixrt.tree.Match", sizeof(MatchObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, match_slots};
+
+PyGetSetDef lease_getset[] = {{"length", lease_length, nullptr, "Tokens pinned, from the root.", nullptr},
+                              {"namespace", lease_namespace, nullptr, nullptr, nullptr},
+                              {}};
+PyMethodDef lease_methods[] = {
+    {"values", method(lease_values), kFast, "values(start=0, stop=None) -> bytes: int32, one a page of tokens [start, stop)."},
+    {"extend_match", lease_extend_match, METH_O,
+     "extend_match(tokens) -> int: move forward over those of `tokens`, which follow the lease, that the tree holds."},
+    {"release", lease_release, METH_NOARGS, "release(): give the path up for eviction. ValueError the second time."},
+    {"__enter__", lease_enter, METH_NOARGS, nullptr},
+    {"__exit__", lease_exit, METH_VARARGS, nullptr},
+    {}};
+PyType_Slot lease_slots[] = {{Py_tp_doc, const_cast<char*>("A pin on a path; made by RadixTree.lease. Released with its last reference.")},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(lease_dealloc)},
+                             {Py_tp_methods, lease_methods},
+                             {Py_tp_getset, lease_getset},
+                             {}};
+PyType_Spec lease_spec = {"radixrt.tree.Lease", sizeof(LeaseObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, lease_slots};
+
+PyGetSetDef tree_getset[] = {
+    {"page_size", tree_figure, nullptr, "Tokens a page.", figure(kPageSize)},
+    {"tokens", tree_figure, nullptr, "Tokens cached: leased_tokens + evictable_tokens.", figure(kTokens)},
+    {"leased_tokens", tree_figure, nullptr, "Tokens on paths that leases pin.", figure(kLeased)},
+    {"evictable_tokens", tree_figure, nullptr, "Tokens that evict could free.", figure(kEvictable)},
+    {"nodes", tree_figure, nullptr, "Nodes, roots not counted.", figure(kNodes)},
+    {"leaves", tree_figure, nullptr, "Nodes without children; walks the tree.", figure(kLeaves)},
+    {"memory_bytes", tree_figure, nullptr, "Bytes of nodes, tokens and values; walks the tree.", figure(kMemory)},
+    {}};
+PyMethodDef tree_methods[] = {
+    {"match", method(tree_match), kNamed, "match(namespace, tokens, limit=None) -> Match: the longest held prefix; changes nothing."},
+    {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError on a stale match."},
+    {"insert", method(tree_insert), kNamed,
+     "insert(namespace or lease, tokens, values) -> int: how many leading tokens were there; their values are the caller's to free."},
+    {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: values freed, at least that many tokens' unless nothing more may go."},
+    {"forget", method(tree_forget), kNamed,
+     "forget(namespace, tokens, keep) -> bytes: free the path beyond `keep` tokens as far as nobody leases or continues it."},
+    {"clear", tree_clear, METH_NOARGS, "clear() -> bytes: free everything. ValueError while leases are live."},
+    {"drain_events", tree_drain_events, METH_NOARGS, "drain_events() -> list: changes since the last call, oldest first."},
+    {"snapshot", tree_snapshot, METH_NOARGS, "snapshot() -> list: events that make this tree from nothing."},
+    {"values", tree_values, METH_NOARGS, "values() -> bytes: every value held, int32, in no order."},
+    {"check", tree_check, METH_NOARGS, "check(): assert every invariant; AssertionError names the one that does not hold."},
+    {}};
+PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>("RadixTree(page_size=1, *, policy=None, events=False)")},
+                            {Py_tp_new, reinterpret_cast<void*>(tree_new)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(tree_dealloc)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(tree_traverse)},
+                            {Py_tp_clear, reinterpret_cast<void*>(tree_clear_references)},
+                            {Py_tp_methods, tree_methods},
+                            {Py_tp_getset, tree_getset},
+                            {}};
+PyType_Spec tree_spec = {"radixrt.tree.RadixTree", sizeof(TreeObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tree_slots};
+
+PyGetSetDef owners_getset[] = {{"tokens", owners_figure, nullptr, "Tokens held by anybody.", figure(kTokens)},
+                               {"nodes", owners_figure, nullptr, "Nodes, roots not counted.", figure(kNodes)},
+                               {"memory_bytes", owners_figure, nullptr, "Bytes; walks the tree.", figure(kMemory)},
+                               {}};
+PyMethodDef owners_methods[] = {
+    {"add", method(owners_add), kNamed, "add(namespace, tokens, owner, start=0): count `owner` on tokens [start, end) of the path."},
+    {"remove", method(owners_remove), kNamed, "remove(namespace, tokens, owner, keep=0): take one count from tokens [keep, end)."},
+    {"remove_owner", owners_remove_owner, METH_O, "remove_owner(owner): everywhere, whatever its counts; walks the tree."},
+    {"match", method(owners_match), kFast, "match(namespace, tokens) -> [(owner, length)]: how long a prefix each owner holds."},
+    {"check", owners_check, METH_NOARGS, "check(): assert every invariant."},
+    {}};
+PyType_Slot owners_slots[] = {{Py_tp_doc, const_cast<char*>("OwnerTree()")},
+                              {Py_tp_new, reinterpret_cast<void*>(owners_new)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(owners_dealloc)},
+                              {Py_tp_methods, owners_methods},
+                              {Py_tp_getset, owners_getset},
+                              {}};
+PyType_Spec owners_spec = {"radixrt.tree.OwnerTree", sizeof(OwnersObject), 0, Py_TPFLAGS_DEFAULT, owners_slots};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_radix", "The radix tree.", -1};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__radix() {
+  PyObject* self = PyModule_Create(&module);
+  if (!self) return nullptr;
+  match_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&match_spec));
+  lease_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&lease_spec));
+  auto* tree_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&tree_spec));
+  auto* owners_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&owners_spec));
+  for (PyTypeObject* type : {match_type, lease_type, tree_type, owners_type})
+    if (!type || PyModule_AddType(self, type) < 0) return nullptr;
+  return self;
+}

@@ -1,0 +1,209 @@
+"""The radix tree and the KV pages together: the only place where pages are taken and given back.
+
+    pages:   free | in the tree (leased or evictable) | private to a running request
+
+    a running request's row of the page table
+
+        [ in the tree, held by its lease | private: partial last page, generated tokens ]
+          0 ........... lease.length       .......................... held[row] * page_size
+
+Prompt pages enter the tree when the step that fills them is planned, so that a second request with the same prompt
+shares them in that very step. Pages of generated tokens enter it when the request leaves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixrt.tree import RadixTree
+from radixrt.worker.request import Request
+
+
+class OutOfPages(Exception):
+    """Nothing is free and nothing can be evicted."""
+
+
+def _int32(raw: bytes) -> np.ndarray:
+    return np.frombuffer(raw, dtype=np.int32)
+
+
+class PageCache:
+    """`num_pages` pages of `page_size` token slots for at most `rows` running requests of `max_model_len` tokens.
+
+    `table` is int32[rows, pages of a request]. Page 0 belongs to nobody: what is written there is never read.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, rows: int, max_model_len: int, events: bool = True) -> None:
+        self.page_size = page_size
+        self.total_pages = num_pages - 1
+        self.tree = RadixTree(page_size, events=events)
+        self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
+        self.held = np.zeros(rows, dtype=np.int64)
+        """Pages in each row."""
+        self.evicted_tokens = 0
+        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self._num_free = self.total_pages
+        self._rows = list(range(rows - 1, -1, -1))
+        self._running: dict[int, Request] = {}
+        self._writes: list[tuple[int, int, np.ndarray]] = []
+
+    # ------------------------------------------------------------ figures
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self._num_free
+
+    @property
+    def leased_pages(self) -> int:
+        """Pages of running requests, in the tree or private."""
+        return self.tree.leased_tokens // self.page_size + self._private_pages()
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of the tree that nobody leases."""
+        return self.tree.evictable_tokens // self.page_size
+
+    @property
+    def has_row(self) -> bool:
+        return bool(self._rows)
+
+    def _private_pages(self) -> int:
+        return sum(int(self.held[row]) - r.lease.length // self.page_size for row, r in self._running.items())
+
+    def hit(self, request: Request) -> int:
+        """Tokens of a waiting request that need not be computed."""
+        return min(self.tree.match(request.namespace, request.tokens).length, request.reusable)
+
+    # ------------------------------------------------------------ a request's life
+
+    def admit(self, request: Request) -> None:
+        """Give a waiting request a row and lease what the tree holds of it. `has_row` must be true."""
+        request.row = self._rows.pop()
+        request.lease = self.tree.lease(self.tree.match(request.namespace, request.tokens))
+        self._running[request.row] = request
+        self._fill(request.row, 0, _int32(request.lease.values()))
+        request.computed = min(request.lease.length, request.reusable)
+
+    def catch_up(self, request: Request) -> int:
+        """Let a request that is behind lease what others have computed of its path meanwhile; tokens gained."""
+        start = request.lease.length
+        with request.path(start) as rest:
+            gained = request.lease.extend_match(rest)
+        if gained:
+            first = start // self.page_size
+            pages = _int32(request.lease.values(start))
+            own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
+            self._give_back(own)
+            self._fill(request.row, first, pages)
+        computed = max(request.computed, min(request.lease.length, request.reusable))
+        gained, request.computed = computed - request.computed, computed
+        return gained
+
+    def reserve(self, request: Request, tokens: int) -> None:
+        """Make room for the first `tokens` tokens of a running request, evicting if needed. OutOfPages changes nothing."""
+        held = int(self.held[request.row])
+        missing = -(-tokens // self.page_size) - held
+        if missing > 0:
+            self._fill(request.row, held, self._take(missing))
+
+    def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Make room for one token at int64 `positions`, one a row. OutOfPages changes nothing."""
+        index = positions // self.page_size
+        lacking = np.flatnonzero(self.held[rows] <= index)
+        if not lacking.size:
+            return
+        pages = self._take(lacking.size)
+        rows, index = rows[lacking], index[lacking]
+        self.table[rows, index] = pages
+        self.held[rows] += 1
+        self._writes.extend(zip(rows.tolist(), index.tolist(), pages[:, None], strict=True))
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32 slots of `positions` of running requests; both arrays have the same shape."""
+        page, offset = np.divmod(positions, self.page_size)
+        return self.table[rows, page] * self.page_size + offset.astype(np.int32)
+
+    def publish(self, request: Request, tokens: int) -> None:
+        """Put the whole pages of the first `tokens` tokens, which the step being planned completes, into the tree."""
+        start, stop = request.lease.length, tokens - tokens % self.page_size
+        if stop <= start:
+            return
+        pages = self._pages(request.row, start, stop).copy()
+        with request.path(start, stop) as path:
+            present = self.tree.insert(request.lease, path, pages)
+        if present:  # somebody else's pages take the place of ours
+            self._give_back(pages[: present // self.page_size])
+            self._fill(request.row, start // self.page_size, _int32(request.lease.values(start, start + present)))
+
+    def retire(self, request: Request) -> None:
+        """Take a request off its row; all that it has computed stays in the tree."""
+        self.publish(request, request.computed)
+        self._leave(request)
+
+    def discard(self, request: Request, keep: int) -> None:
+        """Take a request off its row; what it has in the tree beyond `keep` tokens goes too, as far as it is its own."""
+        length, path = request.lease.length, request.tokens[: request.lease.length]
+        self._leave(request)
+        if length > keep:
+            self._give_back(_int32(self.tree.forget(request.namespace, path, keep)))
+
+    def _leave(self, request: Request) -> None:
+        row = request.row
+        self._give_back(self.table[row, request.lease.length // self.page_size : int(self.held[row])])
+        request.lease.release()
+        request.lease = None
+        request.computed = 0
+        request.row = -1
+        self.held[row] = 0
+        del self._running[row]
+        self._rows.append(row)
+
+    # ------------------------------------------------------------ pages
+
+    def drain_writes(self) -> tuple[tuple[int, int, np.ndarray], ...]:
+        """Changes of the table since the last call: (row, first page index, pages)."""
+        writes, self._writes = tuple(self._writes), []
+        return writes
+
+    def can_take(self, pages: int) -> bool:
+        """Whether that many pages are free or could be evicted."""
+        return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
+
+    def _take(self, count: int) -> np.ndarray:
+        if count > self._num_free:
+            if not self.can_take(count):
+                raise OutOfPages
+            freed = _int32(self.tree.evict((count - self._num_free) * self.page_size))
+            self.evicted_tokens += len(freed) * self.page_size
+            self._give_back(freed)
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].copy()
+
+    def _give_back(self, pages: np.ndarray) -> None:
+        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def _fill(self, row: int, first: int, pages: np.ndarray) -> None:
+        if len(pages):
+            self.table[row, first : first + len(pages)] = pages
+            self.held[row] = max(int(self.held[row]), first + len(pages))
+            self._writes.append((row, first, pages))
+
+    def _pages(self, row: int, start: int, stop: int) -> np.ndarray:
+        return self.table[row, start // self.page_size : stop // self.page_size]
+
+    # ------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one place and that rows agree with leases. Walks everything."""
+        self.tree.check()
+        assert self.free_pages + self.leased_pages + self.evictable_pages == self.total_pages, "pages add up"
+        places = [self._free[: self._num_free], _int32(self.tree.values())]
+        for row, request in self._running.items():
+            shared = request.lease.length // self.page_size
+            assert self.held[row] >= shared, "a row holds what its lease pins"
+            assert np.array_equal(self.table[row, :shared], _int32(request.lease.values())), "a row shows its lease"
+            places.append(self.table[row, shared : int(self.held[row])])
+        pages = np.sort(np.concatenate(places))
+        assert np.array_equal(pages, np.arange(1, self.total_pages + 1)), "every page is in exactly one place"

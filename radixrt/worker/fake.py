@@ -1,0 +1,127 @@
+"""A runner without a model: tokens by a formula, time by two rates. The whole stack runs on it in milliseconds.
+
+With `check` it keeps a note in every KV slot of which prefix was written there, and asserts at each step that every
+token a request would attend to is the right one: any slip in page accounting shows, wherever it was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from radixrt.messages import TokenLogprob
+from radixrt.worker.plan import Plan, Result
+from radixrt.worker.request import Request
+
+EOS = 2
+_FIRST_TOKEN = 3
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def fake_token(last: int, position: int, vocab_size: int) -> int:
+    """The token that follows `last` at `position`: never one of the special ids 0 to 2."""
+    return _FIRST_TOKEN + (last * 1103515245 + position * 12345 + 7) % (vocab_size - _FIRST_TOKEN)
+
+
+def fake_logprob(token: int) -> float:
+    """The natural log-probability that the fake reports for a token."""
+    return -1.0 - (token % 97) / 97
+
+
+def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
+    """uint64 for each position: a hash of all tokens up to it."""
+    powers = np.cumprod(np.full(len(tokens), _MIX, dtype=np.uint64))
+    return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers)
+
+
+class FakeRunner:
+    """A Runner whose steps take `decode_step` seconds, plus what prefilling takes at `prefill_rate` tokens a second."""
+
+    def __init__(
+        self,
+        num_pages: int = 4096,
+        page_size: int = 1,
+        vocab_size: int = 32_000,
+        max_model_len: int = 1 << 20,
+        prefill_rate: float = 0.0,
+        decode_step: float = 0.0,
+        check: bool = False,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_ids = frozenset({EOS})
+        self.prefill_rate = prefill_rate
+        self.decode_step = decode_step
+        self.computed_tokens = 0
+        """Tokens computed since start."""
+        self.steps: list[tuple[int, int]] = []
+        """(requests, tokens) of each step, while `check` is on."""
+        self._check = check
+        self._notes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
+
+    def bind(self, table: np.ndarray) -> None:
+        self._table = table
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        self.computed_tokens += len(plan.tokens)
+        if self._check:
+            self.steps.append((len(plan.requests), len(plan.tokens)))
+            self._write(plan)
+            self._read(plan)
+        done_at = time.monotonic() + self._seconds(plan)
+        return lambda: self._wait(plan, done_at)
+
+    def _seconds(self, plan: Plan) -> float:
+        decodes = int((plan.counts == 1).sum())
+        prefill = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
+        return prefill + self.decode_step
+
+    def _wait(self, plan: Plan, done_at: float) -> Result:
+        if (rest := done_at - time.monotonic()) > 0:
+            time.sleep(rest)
+        ends = np.cumsum(plan.counts)
+        last = plan.tokens[ends - 1].astype(np.int64)
+        positions = (plan.starts + plan.counts - 1).astype(np.int64)
+        tokens = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
+        return self._result(plan, tokens.tolist())
+
+    def _result(self, plan: Plan, tokens: list[int]) -> Result:
+        logprobs: list[TokenLogprob | None] = []
+        if any(r.sampling.logprobs is not None for r in plan.requests):
+            logprobs = [self._logprob(r, token) for r, token in zip(plan.requests, tokens, strict=True)]
+        scores = {b: self._score(plan, b) for b, r in enumerate(plan.requests) if r.score_from is not None}
+        return Result(tokens, logprobs, scores)
+
+    def _logprob(self, request: Request, token: int) -> TokenLogprob | None:
+        count = request.sampling.logprobs
+        if count is None:
+            return None
+        return TokenLogprob(token, fake_logprob(token), [(token, fake_logprob(token))] * min(count, 1))
+
+    def _score(self, plan: Plan, b: int) -> list[float]:
+        stop = int(plan.starts[b] + plan.counts[b])
+        request = plan.requests[b]
+        return [fake_logprob(t) for t in request.tokens[stop - int(plan.wants[b]) + 1 : stop + 1]]
+
+    # ------------------------------------------------------------ the notes
+
+    def _write(self, plan: Plan) -> None:
+        end = 0
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+            slots, end = plan.slots[end : end + count], end + count
+            hashes = prefix_hashes(np.array(request.tokens[: start + count]))[start:]
+            assert np.array_equal(plan.tokens[end - count : end], request.tokens[start : start + count]), "plan's tokens"
+            real = slots >= self.page_size
+            self._notes[slots[real]] = hashes[real]
+
+    def _read(self, plan: Plan) -> None:
+        for row, request, start, count in zip(plan.rows, plan.requests, plan.starts, plan.counts, strict=True):
+            positions = np.arange(start + count)
+            page, offset = np.divmod(positions, self.page_size)
+            slots = self._table[row, page] * self.page_size + offset
+            expected = prefix_hashes(np.array(request.tokens[: start + count]))
+            assert np.array_equal(self._notes[slots], expected), f"request {request.id} would read another's KV"

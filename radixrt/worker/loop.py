@@ -1,0 +1,247 @@
+"""The worker's loop: receive, plan, run, apply, reply."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from radixrt import messages as m
+from radixrt.worker.cache import PageCache
+from radixrt.worker.plan import Plan, Runner
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler import Limits, Scheduler
+
+log = logging.getLogger("radixrt.worker")
+
+HEARTBEAT_SECONDS = 1.0
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(m.ToWorker).decode
+_EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared}
+
+
+class Link(Protocol):
+    """The worker's end of its connection to the router (`radixrt.wire.Link`)."""
+
+    def send(self, payload: bytes) -> None: ...
+    def recv(self, timeout: float | None) -> bytes | None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker tells the router of itself."""
+
+    name: str
+    model: str
+    kv_dtype: str = ""
+    device: str = "cpu"
+
+
+@dataclass(slots=True)
+class Rates:
+    """Moving averages of speed, for placement."""
+
+    prefill: float = 0.0
+    """Tokens a second in steps that prefill."""
+    step: float = 0.0
+    """Seconds of a step that only decodes."""
+
+    def add(self, plan: Plan, seconds: float) -> None:
+        """Take in one step. A step of chunks counts for the prefill rate, one of single tokens for the step time."""
+        if len(plan.tokens) > len(plan.requests):
+            self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
+        else:
+            self.step = self._mix(self.step, seconds)
+
+    @staticmethod
+    def _mix(old: float, new: float) -> float:
+        return 0.9 * old + 0.1 * new if old else new
+
+
+class Worker:
+    """One runner behind one link. `connect()` opens a link; the heartbeat thread opens its own."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        identity: Identity,
+        connect: Callable[[], Link],
+        *,
+        limits: Limits,
+        max_model_len: int = 0,
+        check: bool = False,
+    ) -> None:
+        room = (runner.num_pages - 1) * runner.page_size
+        self.runner = runner
+        self.identity = identity
+        self.max_model_len = min(max_model_len or runner.max_model_len, runner.max_model_len, room)
+        self.cache = PageCache(runner.num_pages, runner.page_size, limits.max_num_seqs, self.max_model_len)
+        self.scheduler = Scheduler(self.cache, limits)
+        runner.bind(self.cache.table)
+        self._limits = limits
+        self._connect = connect
+        self._check = check
+        self._rates = Rates()
+        self._seq = 0
+        self._stopped = threading.Event()
+        self._last_report = 0.0
+        self._refused: list[m.Output] = []
+        self._snapshot_wanted = False
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Serve until a Stop arrives or `stop` is called."""
+        self._link = self._connect()
+        self._link.send(_encode(self._register()))
+        beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        beat.start()
+        try:
+            while not self._stopped.is_set():
+                self._receive()
+                outputs = self._step()
+                self._reply(outputs)
+        finally:
+            self._stopped.set()
+            self._link.close()
+            beat.join()
+
+    def stop(self) -> None:
+        """Leave the loop after the step that runs. May be called from another thread."""
+        self._stopped.set()
+
+    def _step(self) -> list[m.Output]:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        started = time.perf_counter()
+        try:
+            result = self.runner.launch(plan)()
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            return self.scheduler.fail(plan, f"the step failed: {error}")
+        self._rates.add(plan, time.perf_counter() - started)
+        outputs = self.scheduler.apply(plan, result)
+        if self._check:
+            self.cache.check()
+        return outputs
+
+    # ------------------------------------------------------------ receive
+
+    def _receive(self) -> None:
+        """Handle all messages there are; wait for one only when there is nothing to compute."""
+        idle = not self.scheduler.has_work and not self._refused and not self._snapshot_wanted
+        payload = self._link.recv(HEARTBEAT_SECONDS / 4 if idle else 0)
+        while payload is not None:
+            self._handle(payload)
+            payload = self._link.recv(0)
+
+    def _handle(self, payload: bytes) -> None:
+        try:
+            message = _decode(payload)
+        except msgspec.MsgspecError as error:
+            log.warning("dropped a malformed message of %d bytes: %s", len(payload), error)
+            return
+        match message:
+            case m.Run():
+                self._add(message)
+            case m.Abort():
+                for id in message.ids:
+                    self.scheduler.abort(id)
+            case m.Snapshot():
+                self._snapshot_wanted = True
+            case m.Stop():
+                self.stop()
+
+    def _add(self, run: m.Run) -> None:
+        try:
+            self.scheduler.add(self._request(run))
+        except ValueError as error:
+            self._refused.append(m.Output(run.id, finish="error", error=str(error)))
+
+    def _request(self, run: m.Run) -> Request:
+        """A Request of a Run; ValueError names the field that is wrong."""
+        if not run.ids or len(run.ids) % 4:
+            raise ValueError("ids: expected int32 token ids, at least one")
+        total = len(run.ids) // 4
+        ids = array("i", run.ids)
+        if min(ids) < 0 or max(ids) >= self.runner.vocab_size:
+            raise ValueError(f"ids: a token id is outside the vocabulary of {self.runner.vocab_size}")
+        if not 1 <= run.prompt_len <= total:
+            raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")
+        if total > self.max_model_len:
+            raise ValueError(f"ids: {total} tokens, at most {self.max_model_len} fit")
+        if run.score_from is not None and not 1 <= run.score_from <= total:
+            raise ValueError(f"score_from: {run.score_from} of {total} tokens")
+        wanted = run.sampling.max_tokens
+        limit = self.max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), self.max_model_len)
+        return Request(run, max(limit, total), self.runner.eos_ids)
+
+    # ------------------------------------------------------------ reply
+
+    def _reply(self, outputs: list[m.Output]) -> None:
+        """One StepDone, when a step was made, something was refused, or the router has heard nothing for a second."""
+        if self._refused:
+            outputs = self._refused + outputs
+            self._refused = []
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.drain_events()]
+        now = time.monotonic()
+        if not outputs and not events and not self._snapshot_wanted and now - self._last_report < HEARTBEAT_SECONDS:
+            return
+        self._last_report = now
+        done = m.StepDone(outputs, self._load(), self._seq, events)
+        self._seq += len(events)
+        self._link.send(_encode(done))
+        if self._snapshot_wanted:
+            self._send_snapshot()
+
+    def _send_snapshot(self) -> None:
+        self._snapshot_wanted = False
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.snapshot()]
+        self._link.send(_encode(m.StepDone([], self._load(), self._seq, events, snapshot=True)))
+
+    def _register(self) -> m.Register:
+        return m.Register(
+            name=self.identity.name,
+            model=self.identity.model,
+            max_model_len=self.max_model_len,
+            page_size=self.runner.page_size,
+            total_pages=self.cache.total_pages,
+            max_running=self._limits.max_num_seqs,
+            kv_dtype=self.identity.kv_dtype,
+            device=self.identity.device,
+            pid=os.getpid(),
+        )
+
+    def _load(self) -> m.Load:
+        scheduler, cache = self.scheduler, self.cache
+        return m.Load(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            queued_tokens=scheduler.queued_tokens,
+            free_pages=cache.free_pages,
+            evictable_pages=cache.evictable_pages,
+            total_pages=cache.total_pages,
+            prefill_rate=self._rates.prefill,
+            step_seconds=self._rates.step,
+            evicted_tokens=cache.evicted_tokens,
+            preemptions=scheduler.preemptions,
+            steps=scheduler.steps,
+        )
+
+    def _beat(self) -> None:
+        """Say that the process lives, also while a step is long."""
+        link = self._connect()
+        try:
+            while not self._stopped.wait(HEARTBEAT_SECONDS):
+                link.send(_encode(m.Heartbeat(self.identity.name)))
+        finally:
+            link.close()

@@ -1,0 +1,76 @@
+"""What the scheduler asks of a runner for one step, and what the runner answers. Integers only.
+
+    tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
+                                      decodes    prefill chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from radixrt.messages import TokenLogprob
+from radixrt.worker.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step over B requests and T tokens, decodes (one token each) before chunks.
+
+    All K and V of a step are written to their slots, layer by layer, before that layer's attention reads: a request
+    may read pages that another one of the same step fills.
+    """
+
+    step: int
+    requests: tuple[Request, ...]
+    rows: np.ndarray
+    """int32[B]: row of the page table."""
+    starts: np.ndarray
+    """int32[B]: position of the first token computed now; as many tokens are in pages already."""
+    counts: np.ndarray
+    """int32[B]: tokens computed now."""
+    tokens: np.ndarray
+    """int32[T]: token ids."""
+    slots: np.ndarray
+    """int32[T]: where K and V go, page * page_size + offset; page 0 is the trash page, for a token whose KV is cached
+    already and that is computed for its logits only."""
+    wants: np.ndarray
+    """int32[B]: at how many of its last positions logits are wanted."""
+    samples: np.ndarray
+    """bool[B]: a token is drawn from the logits of the last position."""
+    table_writes: tuple[tuple[int, int, np.ndarray], ...] = ()
+    """(row, first page index, int32 pages): changes of the page table since the last plan, for a runner that mirrors it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to a Plan, by index of its B requests."""
+
+    tokens: list[int]
+    """Sampled token; without meaning where nothing was sampled."""
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Of the sampled token, where `sampling.logprobs` is set; empty when nobody asked."""
+    scores: dict[int, list[float]] = field(default_factory=dict)
+    """For requests with `score_from`: natural log-probability of the token that follows each wanted position, for those
+    positions that a known token follows."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Requests whose logits are not finite, with the reason; they fail alone."""
+
+
+class Runner(Protocol):
+    """Computes plans. `num_pages` counts the trash page 0; `max_model_len` is the model's own limit in tokens."""
+
+    page_size: int
+    num_pages: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_model_len: int
+
+    def bind(self, table: np.ndarray) -> None:
+        """Called once with the page table, int32[rows, pages], which the host goes on writing."""
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        """Start a step. Calling what is returned waits for it; until then the host may plan the next one."""

@@ -1,0 +1,344 @@
+"""Which tokens to compute next. A request has `computed` and `total` tokens; the scheduler lets one catch up with the
+other within a token budget a step. There are no phases: hits, chunks, decoding and resumption are the same motion.
+
+    waiting --admit--> behind (chunks) --> decoding (one token a step) --> done
+       ^                  |                    |
+       +-----preempt------+--------------------+          what was computed stays in the tree
+
+Order of waiting requests: smallest `arrival - hit` first, both in tokens, where arrival is what the worker had scheduled
+when the request came. The longest hit goes first, but a request is overtaken only by those that came within the length
+of their hit after it: nobody starves, however long the queue.
+
+The order of calls is plan, (run,) apply. To plan step n+1 while step n runs, `apply` would have to be split: counts
+move on when a step is planned, token values when its result arrives.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.messages import Output
+from radixrt.worker.cache import OutOfPages, PageCache
+from radixrt.worker.plan import Plan, Result
+from radixrt.worker.request import Request
+
+REFRESHED = 16
+"""Waiting requests whose hit is looked up anew in a step; with the one that is next, all that a long queue costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may hold."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+class Scheduler:
+    """Turns requests into plans and results into outputs."""
+
+    def __init__(self, cache: PageCache, limits: Limits) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.behind: list[Request] = []
+        """Running requests with more than one token to compute, oldest first."""
+        self.decoding: list[Request] = []
+        """Running requests that gain a token a step."""
+        self.preemptions = 0
+        self.steps = 0
+        self._requests: dict[int, Request] = {}
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._waiting_tokens = 0
+        self._refresh_at = 0
+        self._clock = 0
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._lengths = np.zeros(0, dtype=np.int64)
+        self._last = np.zeros(0, dtype=np.int32)
+        self._batch_changed = True
+
+    # ------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Take a new request. ValueError when it could never fit, or its id is taken."""
+        room = self.cache.total_pages * self.cache.page_size
+        if request.id in self._requests:
+            raise ValueError(f"id: request {request.id} exists")
+        if max(request.limit, request.total) > room:
+            raise ValueError(f"prompt: {request.total} tokens of at most {request.limit} do not fit the {room} of the pool")
+        self._requests[request.id] = request
+        request.arrival = self._clock
+        self._wait(request)
+
+    def abort(self, id: int) -> bool:
+        """Drop a request, wherever it is; what it computed stays cached. False if it is not here any more."""
+        request = self._requests.pop(id, None)
+        if request is None:
+            return False
+        if request.row >= 0:
+            self._stop_running(request)
+            self.cache.retire(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            heapq.heapify(self._waiting)
+            self._waiting_tokens -= request.total - request.hit
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.behind) + len(self.decoding)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens known, not computed and not in the tree, of all requests that do not decode yet."""
+        return self._waiting_tokens + sum(r.behind for r in self.behind)
+
+    def _wait(self, request: Request) -> None:
+        request.hit = self.cache.hit(request)
+        self._waiting_tokens += request.total - request.hit
+        heapq.heappush(self._waiting, (request.arrival - request.hit, request.id, request))
+
+    def _stop_running(self, request: Request) -> None:
+        if request in self.behind:
+            self.behind.remove(request)
+        else:
+            self.decoding.remove(request)
+            self._batch_changed = True
+
+    # ------------------------------------------------------------ plan
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to compute. Pages are taken here, and prompts enter the tree."""
+        self._reserve_decodes()
+        builder = _Builder(self.cache)
+        budget = self.limits.max_num_batched_tokens - len(self.decoding)
+        for request in tuple(self.behind):
+            if budget > 0 and request.row >= 0:
+                budget -= self._chunk(request, budget, builder)
+        self._refresh_hits()
+        while budget > 0 and self._waiting and (request := self._admit()):
+            budget -= self._chunk(request, budget, builder)
+        if not self.decoding and not builder.requests:
+            return None
+        self.steps += 1
+        plan = builder.build(self.steps, self.decoding, *self._decode_arrays())
+        self._clock += len(plan.tokens)
+        return plan
+
+    def _decode_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(rows, positions of the tokens to compute, their ids) of the decoding requests."""
+        if self._batch_changed:
+            self._rows = np.array([r.row for r in self.decoding], dtype=np.int64)
+            self._lengths = np.array([r.computed for r in self.decoding], dtype=np.int64)
+            self._last = np.array([r.tokens[-1] for r in self.decoding], dtype=np.int32)
+            self._batch_changed = False
+        return self._rows, self._lengths, self._last
+
+    def _reserve_decodes(self) -> None:
+        while self.decoding:
+            rows, positions, _ = self._decode_arrays()
+            try:
+                return self.cache.reserve_next(rows, positions)
+            except OutOfPages:
+                self._preempt()
+
+    def _preempt(self, planned: Sequence[Request] = ()) -> Request:
+        """Send the youngest running request that is not `planned` for this step back to wait; the request."""
+        candidates = [r for r in self.behind + self.decoding if r not in planned]
+        victim = max(candidates, key=lambda r: (r.arrival, r.id))
+        self._stop_running(victim)
+        self.cache.retire(victim)
+        self._wait(victim)
+        self.preemptions += 1
+        return victim
+
+    def _chunk(self, request: Request, budget: int, builder: _Builder) -> int:
+        """Plan the next chunk of a request that is behind; its tokens, 0 when it was preempted for want of pages."""
+        if request.admissions == 1:
+            request.cached_tokens += self.cache.catch_up(request)
+        else:
+            self.cache.catch_up(request)
+        count = min(budget, request.behind)
+        while True:
+            try:
+                self.cache.reserve(request, request.computed + count)
+                break
+            except OutOfPages:
+                if self._preempt(builder.requests) is request:
+                    return 0
+        builder.add(request, count)
+        return count
+
+    def _refresh_hits(self) -> None:
+        """Look up some waiting requests' hits anew: the tree has changed since they were queued."""
+        count = min(REFRESHED, len(self._waiting))
+        changed = False
+        for _ in range(count):
+            self._refresh_at = (self._refresh_at + 1) % len(self._waiting)
+            changed |= self._look_up(self._refresh_at)
+        if changed:
+            heapq.heapify(self._waiting)
+
+    def _look_up(self, index: int) -> bool:
+        """Renew the hit of a waiting request; whether it changed, and with it the request's place in the order."""
+        request = self._waiting[index][2]
+        hit = self.cache.hit(request)
+        if hit == request.hit:
+            return False
+        self._waiting_tokens -= hit - request.hit
+        request.hit = hit
+        self._waiting[index] = (request.arrival - hit, request.id, request)
+        return True
+
+    def _admit(self) -> Request | None:
+        """Take the first waiting request on a row, if there is room for all of it beside those that run."""
+        if not self.cache.has_row:
+            return None
+        if self._look_up(0):  # others may be before it now
+            heapq.heapify(self._waiting)
+        request = self._waiting[0][2]
+        self.cache.admit(request)
+        missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
+        if self.num_running and not self.cache.can_take(missing + self.num_running):
+            self.cache.retire(request)
+            return None
+        heapq.heappop(self._waiting)
+        self._waiting_tokens -= request.total - request.hit
+        request.admissions += 1
+        if request.admissions == 1:
+            request.cached_tokens = request.computed
+        self.behind.append(request)
+        return request
+
+    # ------------------------------------------------------------ apply
+
+    def apply(self, plan: Plan, result: Result) -> list[Output]:
+        """Take in what a step gave; what each request gained, for the reply."""
+        outputs: list[Output] = []
+        decodes = len(self.decoding)
+        for index, request in enumerate(plan.requests):
+            if request.row < 0:  # aborted while the step ran
+                continue
+            if index in result.failed:
+                self._fail(request, int(plan.starts[index]), result.failed[index], outputs)
+                continue
+            request.computed += int(plan.counts[index]) if index >= decodes else 1
+            if index in result.scores:
+                request.scores.extend(result.scores[index])
+            if plan.samples[index]:
+                self._gain(request, result.tokens[index], result.logprobs[index] if result.logprobs else None, outputs)
+            elif request.behind == 0:
+                self._finish(request, Output(request.id, finish="length", scores=request.scores or None), outputs)
+        self._move_on(plan, result, decodes)
+        return outputs
+
+    def _gain(self, request: Request, token: int, logprob: object, outputs: list[Output]) -> None:
+        request.tokens.append(token)
+        output = Output(request.id, [token], None, request.cached_tokens)
+        if logprob is not None:
+            output.logprobs = [logprob]
+        if request.scores:
+            output.scores, request.scores = request.scores, []
+        if token in request.stop_ids:
+            output.finish, output.stop = "stop", token
+            self._finish(request, output, outputs)
+        elif len(request.tokens) >= request.limit:
+            output.finish = "length"
+            self._finish(request, output, outputs)
+        else:
+            outputs.append(output)
+
+    def _finish(self, request: Request, output: Output, outputs: list[Output]) -> None:
+        output.cached_tokens = request.cached_tokens
+        outputs.append(output)
+        del self._requests[request.id]
+        self._stop_running(request)
+        self.cache.retire(request)
+
+    def _fail(self, request: Request, keep: int, reason: str, outputs: list[Output]) -> None:
+        outputs.append(Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason))
+        del self._requests[request.id]
+        self._stop_running(request)
+        self.cache.discard(request, keep)
+
+    def fail(self, plan: Plan, reason: str) -> list[Output]:
+        """Every request of a step that could not be run fails; nothing of that step stays cached."""
+        outputs: list[Output] = []
+        for request, start in zip(plan.requests, plan.starts.tolist(), strict=True):
+            if request.row >= 0:
+                self._fail(request, start, reason, outputs)
+        return outputs
+
+    def _move_on(self, plan: Plan, result: Result, decodes: int) -> None:
+        """Requests that have caught up decode from now on; the arrays of those that did before move by one token."""
+        ready = [r for r in self.behind if r.caught_up]
+        if ready:
+            self.behind = [r for r in self.behind if not r.caught_up]
+            self.decoding.extend(ready)
+            self._batch_changed = True
+        if not self._batch_changed:
+            self._lengths = self._lengths + 1
+            self._last = np.array(result.tokens[:decodes], dtype=np.int32)
+
+
+class _Builder:
+    """Collects the chunks of a step."""
+
+    def __init__(self, cache: PageCache) -> None:
+        self.cache = cache
+        self.requests: list[Request] = []
+        self.counts: list[int] = []
+        self.tokens: list[np.ndarray] = []
+        self.slots: list[np.ndarray] = []
+        self.wants: list[int] = []
+        self.samples: list[bool] = []
+
+    def add(self, request: Request, count: int) -> None:
+        """Plan `count` tokens of a request whose pages are reserved, and publish them."""
+        start, stop = request.computed, request.computed + count
+        positions = np.arange(start, stop)
+        slots = self.cache.slots(np.full(count, request.row), positions)
+        slots[: max(0, request.lease.length - start)] = 0
+        self.cache.publish(request, stop)
+        self.requests.append(request)
+        self.counts.append(count)
+        self.tokens.append(np.array(request.tokens[start:stop], dtype=np.int32))
+        self.slots.append(slots)
+        last = stop == request.total
+        samples = last and request.total < request.limit
+        scored = 0 if request.score_from is None else stop - max(start, request.score_from - 1)
+        self.wants.append(max(scored, int(samples)))
+        self.samples.append(samples)
+
+    def build(
+        self, step: int, decoding: list[Request], rows: np.ndarray, positions: np.ndarray, last: np.ndarray
+    ) -> Plan:
+        """Decodes and chunks as one Plan."""
+        ones = np.ones(len(decoding), dtype=np.int32)
+        if not self.requests:
+            slots = self.cache.slots(rows, positions)
+            return Plan(step, tuple(decoding), rows.astype(np.int32), positions.astype(np.int32), ones, last, slots,
+                        ones, ones.astype(bool), self.cache.drain_writes())  # fmt: skip
+        return Plan(
+            step=step,
+            requests=(*decoding, *self.requests),
+            rows=np.array([*rows, *(r.row for r in self.requests)], dtype=np.int32),
+            starts=np.array([*positions, *(r.computed for r in self.requests)], dtype=np.int32),
+            counts=np.array([*ones, *self.counts], dtype=np.int32),
+            tokens=np.concatenate([last, *self.tokens]),
+            slots=np.concatenate([self.cache.slots(rows, positions), *self.slots]),
+            wants=np.array([*ones, *self.wants], dtype=np.int32),
+            samples=np.array([*ones, *self.samples], dtype=bool),
+            table_writes=self.cache.drain_writes(),
+        )

@@ -1,0 +1,120 @@
+"""What the trees must do, said slowly: a dict of whole paths, one entry for each page."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+Path = tuple[int, ...]
+
+
+class NaiveCache:
+    """RadixTree's rules, page by page: `pages[namespace, path]` is [value, last use] of the path's last page."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: dict[tuple[str, Path], list[int]] = {}
+        self.leases: Counter[tuple[str, Path]] = Counter()
+        self.clock = 0
+
+    def prefixes(self, path: Path) -> list[Path]:
+        return [path[:end] for end in range(self.page_size, len(path) + 1, self.page_size)]
+
+    def match(self, namespace: str, path: Path) -> Path:
+        held: Path = ()
+        for prefix in self.prefixes(path):
+            if (namespace, prefix) not in self.pages:
+                break
+            held = prefix
+        return held
+
+    def values(self, namespace: str, path: Path) -> list[int]:
+        return [self.pages[namespace, prefix][0] for prefix in self.prefixes(path)]
+
+    def touch(self, namespace: str, path: Path) -> None:
+        self.clock += 1
+        for prefix in self.prefixes(path):
+            self.pages[namespace, prefix][1] = self.clock
+
+    def insert(self, namespace: str, path: Path, values: list[int]) -> int:
+        present = len(self.match(namespace, path))
+        for i, prefix in enumerate(self.prefixes(path)):
+            self.pages.setdefault((namespace, prefix), [values[i], 0])
+        self.touch(namespace, path)
+        return present
+
+    def leased(self) -> set[tuple[str, Path]]:
+        return {(namespace, prefix) for namespace, path in self.leases for prefix in self.prefixes(path)}
+
+    def inner(self) -> set[tuple[str, Path]]:
+        return {(namespace, path[: -self.page_size]) for namespace, path in self.pages}
+
+    def evict(self, tokens: int) -> list[int]:
+        freed: list[int] = []
+        leased = self.leased()
+        while len(freed) * self.page_size < tokens:
+            inner = self.inner()
+            leaves = [page for page in self.pages if page not in inner and page not in leased]
+            if not leaves:
+                break
+            oldest = min(leaves, key=lambda page: self.pages[page][1])
+            freed.append(self.pages.pop(oldest)[0])
+        return freed
+
+    def forget(self, namespace: str, path: Path, keep: int) -> list[int]:
+        freed: list[int] = []
+        if self.match(namespace, path) != path:
+            return freed
+        for prefix in reversed(self.prefixes(path)):
+            page = (namespace, prefix)
+            if len(prefix) <= keep or len(prefix) - self.page_size < keep or page in self.inner() | self.leased():
+                break
+            freed.append(self.pages.pop(page)[0])
+        return freed
+
+
+class NaiveOwners:
+    """OwnerTree's rules, token by token."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, Path], Counter[int]] = {}
+
+    def prefixes(self, path: Path, start: int) -> list[Path]:
+        return [path[:end] for end in range(start + 1, len(path) + 1)]
+
+    def held(self, namespace: str, path: Path) -> int:
+        length = 0
+        while length < len(path) and (namespace, path[: length + 1]) in self.counts:
+            length += 1
+        return length
+
+    def add(self, namespace: str, path: Path, owner: int, start: int) -> None:
+        for prefix in self.prefixes(path, start):
+            self.counts.setdefault((namespace, prefix), Counter())[owner] += 1
+
+    def remove(self, namespace: str, path: Path, owner: int, keep: int) -> None:
+        for prefix in self.prefixes(path, keep):
+            if (counts := self.counts.get((namespace, prefix))) and owner in counts:
+                counts[owner] -= 1
+        self.prune()
+
+    def remove_owner(self, owner: int) -> None:
+        for counts in self.counts.values():
+            counts.pop(owner, None)
+        self.prune()
+
+    def prune(self) -> None:
+        for key in sorted(self.counts, key=lambda key: -len(key[1])):
+            self.counts[key] = +self.counts[key]
+            namespace, path = key
+            extended = any(n == namespace and len(p) == len(path) + 1 and p[:-1] == path for n, p in self.counts)
+            if not self.counts[key] and not extended:
+                del self.counts[key]
+
+    def match(self, namespace: str, path: Path) -> dict[int, int]:
+        lengths: dict[int, int] = {}
+        active: set[int] | None = None
+        for length in range(1, self.held(namespace, path) + 1):
+            owners = set(self.counts[namespace, path[:length]])
+            active = owners if active is None else active & owners
+            lengths.update(dict.fromkeys(active, length))
+        return lengths

@@ -1,0 +1,219 @@
+"""Random operations against the slow oracle, with every invariant checked after every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radixrt.tree import OwnerTree, RadixTree
+from tests.tree.oracle import NaiveCache, NaiveOwners
+
+STEPS = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+names = st.sampled_from(["a", "b"])
+tokens = st.lists(st.integers(0, 2), max_size=20)
+
+
+def ints(values: object) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def as_list(raw: bytes) -> list[int]:
+    return np.frombuffer(raw, np.int32).tolist()
+
+
+class Mirror:
+    """A cache's paths rebuilt from its events alone."""
+
+    def __init__(self) -> None:
+        self.runs: dict[int, tuple[str, int, int, list[int]]] = {}
+
+    def apply(self, events: list[tuple]) -> None:
+        for event in events:
+            match event:
+                case ("cleared",):
+                    self.runs.clear()
+                case ("removed", run, 0):
+                    del self.runs[run]
+                case ("removed", run, keep):
+                    del self.runs[run][3][keep:]
+                case ("stored", namespace, run, at, parent, parent_at, ids):
+                    if at == 0:
+                        self.runs[run] = (namespace, parent, parent_at, [])
+                    assert len(self.runs[run][3]) == at
+                    self.runs[run][3].extend(as_list(ids))
+
+    def path(self, run: int, length: int) -> tuple[int, ...]:
+        if run == 0:
+            return ()
+        _, parent, parent_at, own = self.runs[run]
+        return (*self.path(parent, parent_at), *own[:length])
+
+    def pages(self, page_size: int) -> set[tuple[str, tuple[int, ...]]]:
+        return {
+            (namespace, self.path(run, end))
+            for run, (namespace, _, _, own) in self.runs.items()
+            for end in range(page_size, len(own) + 1, page_size)
+        }
+
+
+class CacheMachine(RuleBasedStateMachine):
+    page_size = 1
+
+    @initialize()
+    def begin(self) -> None:
+        self.tree = RadixTree(self.page_size, events=True)
+        self.oracle = NaiveCache(self.page_size)
+        self.mirror = Mirror()
+        self.leases: list[tuple] = []
+        self.next_value = 0
+
+    def whole(self, path: list[int]) -> tuple[int, ...]:
+        return tuple(path[: len(path) // self.page_size * self.page_size])
+
+    def new_values(self, path: tuple[int, ...]) -> list[int]:
+        count = len(path) // self.page_size
+        self.next_value += count
+        return list(range(self.next_value - count, self.next_value))
+
+    @rule(name=names, path=tokens, limit=st.none() | st.integers(0, 20))
+    def match(self, name: str, path: list[int], limit: int | None) -> None:
+        found = self.tree.match(name, ints(path), limit)
+        held = self.oracle.match(name, tuple(path[:limit]))
+        assert found.length == len(held)
+        assert as_list(found.values()) == self.oracle.values(name, held)
+
+    @rule(name=names, path=tokens)
+    def insert(self, name: str, path: list[int]) -> None:
+        whole = self.whole(path)
+        values = self.new_values(whole)
+        assert self.tree.insert(name, ints(whole), ints(values)) == self.oracle.insert(name, whole, values)
+
+    @rule(name=names, path=tokens)
+    def lease(self, name: str, path: list[int]) -> None:
+        lease = self.tree.lease(self.tree.match(name, ints(path)))
+        held = self.oracle.match(name, tuple(path))
+        assert lease.length == len(held)
+        self.oracle.touch(name, held)
+        self.oracle.leases[name, held] += 1
+        self.leases.append((lease, name, held))
+
+    def take(self, pick: int) -> tuple:
+        return self.leases.pop(pick % len(self.leases))
+
+    def moved(self, lease: object, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+        self.oracle.leases[name, old] -= 1
+        self.oracle.leases = +self.oracle.leases
+        self.oracle.leases[name, new] += 1
+        self.leases.append((lease, name, new))
+        assert lease.length == len(new)
+        assert as_list(lease.values()) == self.oracle.values(name, new)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 99), path=tokens)
+    def insert_below_lease(self, pick: int, path: list[int]) -> None:
+        lease, name, held = self.take(pick)
+        whole = self.whole(path)
+        values = self.new_values(whole)
+        all_values = self.oracle.values(name, held) + values
+        present = self.oracle.insert(name, held + whole, all_values) if whole else len(held)
+        assert self.tree.insert(lease, ints(whole), ints(values)) == present - len(held)
+        self.moved(lease, name, held, held + whole)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 99), path=tokens)
+    def extend_match(self, pick: int, path: list[int]) -> None:
+        lease, name, held = self.take(pick)
+        further = self.oracle.match(name, held + tuple(path))
+        assert lease.extend_match(ints(path)) == len(further) - len(held)
+        if further != held:
+            self.oracle.touch(name, further)
+        self.moved(lease, name, held, further)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 99))
+    def release(self, pick: int) -> None:
+        lease, name, held = self.take(pick)
+        lease.release()
+        self.oracle.leases[name, held] -= 1
+        self.oracle.leases = +self.oracle.leases
+
+    @rule(count=st.integers(0, 30))
+    def evict(self, count: int) -> None:
+        assert sorted(as_list(self.tree.evict(count))) == sorted(self.oracle.evict(count))
+
+    @rule(name=names, path=tokens, keep=st.integers(0, 20))
+    def forget(self, name: str, path: list[int], keep: int) -> None:
+        whole = self.whole(path)
+        freed = as_list(self.tree.forget(name, ints(whole), keep))
+        assert sorted(freed) == sorted(self.oracle.forget(name, whole, keep))
+
+    @precondition(lambda self: not self.leases)
+    @rule()
+    def clear(self) -> None:
+        assert sorted(as_list(self.tree.clear())) == sorted(value for value, _ in self.oracle.pages.values())
+        self.oracle.pages.clear()
+
+    @invariant()
+    def holds(self) -> None:
+        self.tree.check()
+        size = self.page_size
+        assert self.tree.tokens == len(self.oracle.pages) * size
+        assert self.tree.leased_tokens == len(self.oracle.leased()) * size
+        assert self.tree.evictable_tokens == self.tree.tokens - self.tree.leased_tokens
+        self.mirror.apply(self.tree.drain_events())
+        fresh = Mirror()
+        fresh.apply(self.tree.snapshot())
+        assert self.mirror.pages(size) == fresh.pages(size) == set(self.oracle.pages)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+def test_cache_equals_oracle(page_size: int) -> None:
+    machine = type(f"Pages{page_size}", (CacheMachine,), {"page_size": page_size})
+    machine.TestCase.settings = STEPS
+    machine.TestCase().runTest()
+
+
+class OwnersMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.tree = OwnerTree()
+        self.oracle = NaiveOwners()
+
+    owners = st.integers(0, 3)
+
+    @rule(name=names, path=tokens, owner=owners, start=st.integers(0, 20))
+    def add(self, name: str, path: list[int], owner: int, start: int) -> None:
+        start = min(start, self.oracle.held(name, tuple(path)))
+        self.tree.add(name, ints(path), owner, start)
+        self.oracle.add(name, tuple(path), owner, start)
+
+    @rule(name=names, path=tokens, owner=owners, keep=st.integers(0, 20))
+    def remove(self, name: str, path: list[int], owner: int, keep: int) -> None:
+        keep = min(keep, len(path))
+        self.tree.remove(name, ints(path), owner, keep=keep)
+        if self.oracle.held(name, tuple(path[:keep])) == keep:
+            self.oracle.remove(name, tuple(path), owner, keep)
+
+    @rule(owner=owners)
+    def remove_owner(self, owner: int) -> None:
+        self.tree.remove_owner(owner)
+        self.oracle.remove_owner(owner)
+
+    @rule(name=names, path=tokens)
+    def match(self, name: str, path: list[int]) -> None:
+        assert dict(self.tree.match(name, ints(path))) == self.oracle.match(name, tuple(path))
+
+    @invariant()
+    def holds(self) -> None:
+        self.tree.check()
+        assert self.tree.tokens == len(self.oracle.counts)
+
+
+def test_owners_equal_oracle() -> None:
+    OwnersMachine.TestCase.settings = STEPS
+    OwnersMachine.TestCase().runTest()

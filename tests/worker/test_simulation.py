@@ -1,0 +1,243 @@
+"""Scheduler, cache and a checking fake runner under random loads: what comes out is what each request gives alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from radixrt.messages import Run, Sampling
+from radixrt.worker.cache import PageCache
+from radixrt.worker.fake import EOS, FakeRunner, fake_token
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler import Limits, Scheduler
+
+VOCAB = 1000
+
+
+class Bench:
+    """A scheduler over a fake runner that checks every KV slot it would read."""
+
+    def __init__(self, pages: int = 200, page_size: int = 1, chunk: int = 16, rows: int = 4, max_len: int = 128) -> None:
+        self.runner = FakeRunner(pages + 1, page_size, VOCAB, max_len, check=True)
+        self.cache = PageCache(pages + 1, page_size, rows, max_len)
+        self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
+        self.runner.bind(self.cache.table)
+        self.tokens: dict[int, list[int]] = {}
+        self.finish: dict[int, str] = {}
+        self.cached: dict[int, int] = {}
+        self.scores: dict[int, list[float]] = {}
+
+    def add(self, id: int, prompt: list[int], max_tokens: int = 8, namespace: str = "", **extra: object) -> Request:
+        ids = np.array(prompt, dtype=np.int32).tobytes()
+        run = Run(id=id, namespace=namespace, ids=ids, prompt_len=len(prompt),
+                  sampling=Sampling(max_tokens=max_tokens, ignore_eos=True), **extra)  # fmt: skip
+        request = Request(run, len(prompt) + max_tokens, frozenset({EOS}))
+        self.scheduler.add(request)
+        self.tokens[id] = []
+        return request
+
+    def step(self) -> int:
+        """One step; how many tokens it computed."""
+        plan = self.scheduler.plan()
+        self.cache.check()
+        if plan is None:
+            return 0
+        assert len(plan.tokens) <= self.scheduler.limits.max_num_batched_tokens
+        for output in self.scheduler.apply(plan, self.runner.launch(plan)()):
+            self.tokens[output.id] += output.tokens
+            self.scores.setdefault(output.id, []).extend(output.scores or [])
+            if output.finish:
+                self.finish[output.id] = output.finish
+                self.cached[output.id] = output.cached_tokens
+        self.cache.check()
+        return len(plan.tokens)
+
+    def drain(self, steps: int = 10_000) -> None:
+        while self.scheduler.has_work:
+            assert steps > 0, "no progress"
+            assert self.step() > 0, "a step that computes nothing"
+            steps -= 1
+
+
+def alone(prompt: list[int], max_tokens: int) -> list[int]:
+    out = list(prompt)
+    for _ in range(max_tokens):
+        out.append(fake_token(out[-1], len(out) - 1, VOCAB))
+    return out[len(prompt) :]
+
+
+def random_prompt(rng: random.Random, trunks: list[list[int]]) -> list[int]:
+    trunk = rng.choice(trunks)
+    return trunk[: rng.randint(0, len(trunk))] + [rng.randint(3, 9) for _ in range(rng.randint(1, 12))]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("pages", [24, 48, 400])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_load(seed: int, pages: int, page_size: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(max(pages // page_size, 16), page_size, chunk=rng.choice([5, 16, 64]), rows=rng.choice([1, 3, 8]), max_len=60)
+    trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
+    expected: dict[int, list[int]] = {}
+    aborted = set()
+    room = bench.cache.total_pages * page_size
+    for id in range(60):
+        prompt = random_prompt(rng, trunks)
+        want = rng.randint(0, min(10, room - len(prompt)) if room > len(prompt) else 0)
+        if len(prompt) + want > min(room, 60):
+            continue
+        bench.add(id, prompt, want, namespace=rng.choice(["", "b"]))
+        expected[id] = alone(prompt, want)
+        for _ in range(rng.randint(0, 3)):
+            bench.step()
+        if rng.random() < 0.1:
+            victim = rng.choice(list(expected))
+            if bench.scheduler.abort(victim):
+                aborted.add(victim)
+            bench.cache.check()
+    bench.drain()
+    assert bench.cache.leased_pages == 0
+    for id, tokens in expected.items():
+        if id in aborted:
+            assert bench.tokens[id] == tokens[: len(bench.tokens[id])]
+        else:
+            assert (bench.tokens[id], bench.finish[id]) == (tokens, "length")
+
+
+def test_a_new_prefix_is_computed_once_in_one_step() -> None:
+    bench = Bench(pages=5000, chunk=8192, rows=8, max_len=4096)
+    prefix = list(range(10, 910)) * 2 + list(range(10, 210))
+    for id in range(5):
+        bench.add(id, [*prefix, 300 + id, 400 + id], 4)
+    assert bench.step() == len(prefix) + 5 * 2
+    bench.drain()
+    assert [bench.cached[id] for id in range(5)] == [0, 2000, 2000, 2000, 2000]
+    assert all(bench.tokens[id] == alone([*prefix, 300 + id, 400 + id], 4) for id in range(5))
+
+
+def test_requests_behind_catch_up_with_each_other() -> None:
+    bench = Bench(pages=5000, chunk=64, rows=8, max_len=4096)
+    prefix = list(range(10, 610))
+    for id in range(4):
+        bench.add(id, [*prefix, 700 + id], 1)
+    computed = 0
+    while bench.scheduler.has_work:
+        computed += bench.step()
+    assert computed == len(prefix) + 4
+
+
+def test_generated_tokens_are_cached() -> None:
+    bench = Bench()
+    bench.add(0, [5, 6, 7], 8)
+    bench.drain()
+    history = [5, 6, 7, *bench.tokens[0]]
+    bench.add(1, [*history, 9], 2)
+    bench.drain()
+    assert bench.cached[1] == len(history) - 1  # the last token was drawn, never computed
+
+
+def test_a_whole_hit_computes_one_token() -> None:
+    bench = Bench()
+    prompt = list(range(10, 40))
+    bench.add(0, prompt, 1)
+    bench.drain()
+    bench.add(1, prompt, 1)
+    assert bench.step() == 1
+    assert bench.cached[1] == len(prompt) - 1
+    assert bench.tokens[1] == bench.tokens[0]
+
+
+def test_namespaces_do_not_share() -> None:
+    bench = Bench()
+    bench.add(0, [5] * 20, 1, namespace="a")
+    bench.drain()
+    bench.add(1, [5] * 20, 1, namespace="b")
+    bench.drain()
+    assert bench.cached[1] == 0
+
+
+def test_more_work_than_pages_preempts_the_youngest_and_loses_nothing() -> None:
+    bench = Bench(pages=60, chunk=32, rows=4)
+    prompts = [[10 * (id + 1)] * 10 for id in range(4)]
+    for id, prompt in enumerate(prompts):
+        bench.add(id, prompt, 30)
+    bench.drain()
+    assert bench.scheduler.preemptions > 0
+    assert all(bench.tokens[id] == alone(prompt, 30) for id, prompt in enumerate(prompts))
+    assert bench.cached == dict.fromkeys(range(4), 0)  # what a resumed request finds of its own is no hit
+
+
+def test_what_never_fits_is_refused() -> None:
+    bench = Bench(pages=20)
+    with pytest.raises(ValueError, match="prompt: 30 tokens .* 20 of the pool"):
+        bench.add(0, [5] * 30, 1)
+    assert not bench.scheduler.has_work
+
+
+def test_a_cold_request_is_not_starved_by_hits() -> None:
+    bench = Bench(pages=4000, chunk=40, rows=1, max_len=256)
+    trunk = [7] * 100
+    bench.add(0, trunk, 1)
+    bench.drain()
+    bench.add(1, [8] * 50, 1)
+    finished_before = 0
+    for id in range(2, 400):
+        bench.add(id, [*trunk, id], 1)
+        bench.step()
+        if 1 in bench.finish:
+            break
+        finished_before = len(bench.finish)
+    assert 1 in bench.finish
+    assert 1 < finished_before <= 120  # hits go first, but only for about the hit's length in tokens
+
+
+def test_longest_hit_goes_first() -> None:
+    bench = Bench(rows=1)
+    bench.add(0, [7] * 30, 1)
+    bench.drain()
+    for id, prompt in ((1, [8] * 20), (2, [7] * 10 + [9] * 10), (3, [7] * 30 + [9])):
+        bench.add(id, prompt, 1)
+    bench.drain()
+    assert list(bench.finish) == [0, 3, 2, 1]
+
+
+def test_scores_come_for_each_token_from_score_from() -> None:
+    from radixrt.worker.fake import fake_logprob
+
+    for chunk in (3, 100):
+        bench = Bench(chunk=chunk)
+        prompt = list(range(20, 40))
+        bench.add(0, prompt, 0, score_from=12)
+        bench.drain()
+        bench.add(1, prompt, 0, score_from=12)
+        bench.drain()
+        expected = [fake_logprob(token) for token in prompt[12:]]
+        assert bench.scores[0] == bench.scores[1] == expected
+        assert bench.cached == {0: 0, 1: 11}
+
+
+def test_a_failed_request_fails_alone_and_leaves_nothing() -> None:
+    bench = Bench(chunk=100)
+    bench.add(0, [5] * 10, 4)
+    bench.add(1, [6] * 10, 4)
+    plan = bench.scheduler.plan()
+    result = bench.runner.launch(plan)()
+    result.failed[plan.requests.index(next(r for r in plan.requests if r.id == 0))] = "logits are not finite"
+    outputs = bench.scheduler.apply(plan, result)
+    assert {o.id: o.finish for o in outputs} == {0: "error", 1: None}
+    bench.cache.check()
+    assert bench.cache.tree.match("", np.array([5] * 10, np.int32)).length == 0
+    bench.drain()
+    assert bench.finish == {1: "length"}
+
+
+def test_a_step_that_cannot_run_fails_its_requests_only() -> None:
+    bench = Bench(chunk=100)
+    bench.add(0, [5] * 10, 4)
+    plan = bench.scheduler.plan()
+    assert [o.error for o in bench.scheduler.fail(plan, "out of memory")] == ["out of memory"]
+    bench.cache.check()
+    assert bench.cache.tree.tokens == 0
+    assert not bench.scheduler.has_work
