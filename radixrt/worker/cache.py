@@ -101,7 +101,7 @@ class PageCache:
         return gained
 
     def reserve(self, request: Request, tokens: int) -> None:
-        """Make room for the first `tokens` tokens of a running request, evicting if needed. OutOfPages changes nothing."""
+        """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages alters nothing."""
         held = int(self.held[request.row])
         missing = -(-tokens // self.page_size) - held
         if missing > 0:
@@ -134,7 +134,8 @@ class PageCache:
             present = self.tree.insert(request.lease, path, pages)
         if present:  # somebody else's pages take the place of ours
             self._give_back(pages[: present // self.page_size])
-            self._fill(request.row, start // self.page_size, _int32(request.lease.values(start, start + present)))
+            theirs = _int32(request.lease.values(start, start + present))
+            self._fill(request.row, start // self.page_size, theirs)
 
     def retire(self, request: Request) -> None:
         """Take a request off its row; all that it has computed stays in the tree."""
@@ -142,7 +143,7 @@ class PageCache:
         self._leave(request)
 
     def discard(self, request: Request, keep: int) -> None:
-        """Take a request off its row; what it has in the tree beyond `keep` tokens goes too, as far as it is its own."""
+        """Take a request off its row; what the tree has of it beyond `keep` tokens goes too, if it is its own."""
         length, path = request.lease.length, request.tokens[: request.lease.length]
         self._leave(request)
         if length > keep:

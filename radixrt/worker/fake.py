@@ -114,7 +114,7 @@ class FakeRunner:
         for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
             slots, end = plan.slots[end : end + count], end + count
             hashes = prefix_hashes(np.array(request.tokens[: start + count]))[start:]
-            assert np.array_equal(plan.tokens[end - count : end], request.tokens[start : start + count]), "plan's tokens"
+            assert plan.tokens[end - count : end].tolist() == list(request.tokens[start : start + count])
             real = slots >= self.page_size
             self._notes[slots[real]] = hashes[real]
 

@@ -42,7 +42,7 @@ class Plan:
     samples: np.ndarray
     """bool[B]: a token is drawn from the logits of the last position."""
     table_writes: tuple[tuple[int, int, np.ndarray], ...] = ()
-    """(row, first page index, int32 pages): changes of the page table since the last plan, for a runner that mirrors it."""
+    """(row, first page index, int32 pages): changes of the page table since the last plan, for a mirror of it."""
 
 
 @dataclass(frozen=True, slots=True)

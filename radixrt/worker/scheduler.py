@@ -5,9 +5,9 @@ other within a token budget a step. There are no phases: hits, chunks, decoding 
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
-Order of waiting requests: smallest `arrival - hit` first, both in tokens, where arrival is what the worker had scheduled
-when the request came. The longest hit goes first, but a request is overtaken only by those that came within the length
-of their hit after it: nobody starves, however long the queue.
+Order of waiting requests: smallest `arrival - hit` first, both in tokens, where arrival is what the worker had
+scheduled when the request came. The longest hit goes first, but a request is overtaken only by those that came within
+the length of their hit after it: nobody starves, however long the queue.
 
 The order of calls is plan, (run,) apply. To plan step n+1 while step n runs, `apply` would have to be split: counts
 move on when a step is planned, token values when its result arrives.
@@ -68,7 +68,7 @@ class Scheduler:
         if request.id in self._requests:
             raise ValueError(f"id: request {request.id} exists")
         if max(request.limit, request.total) > room:
-            raise ValueError(f"prompt: {request.total} tokens of at most {request.limit} do not fit the {room} of the pool")
+            raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
         self._requests[request.id] = request
         request.arrival = self._clock
         self._wait(request)

@@ -19,7 +19,7 @@ VOCAB = 1000
 class Bench:
     """A scheduler over a fake runner that checks every KV slot it would read."""
 
-    def __init__(self, pages: int = 200, page_size: int = 1, chunk: int = 16, rows: int = 4, max_len: int = 128) -> None:
+    def __init__(self, pages: int = 200, page_size: int = 1, chunk: int = 16, rows: int = 4, max_len: int = 128):
         self.runner = FakeRunner(pages + 1, page_size, VOCAB, max_len, check=True)
         self.cache = PageCache(pages + 1, page_size, rows, max_len)
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
@@ -78,7 +78,8 @@ def random_prompt(rng: random.Random, trunks: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_load(seed: int, pages: int, page_size: int) -> None:
     rng = random.Random(seed)
-    bench = Bench(max(pages // page_size, 16), page_size, chunk=rng.choice([5, 16, 64]), rows=rng.choice([1, 3, 8]), max_len=60)
+    pages = max(pages // page_size, 16)
+    bench = Bench(pages, page_size, chunk=rng.choice([5, 16, 64]), rows=rng.choice([1, 3, 8]), max_len=60)
     trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
     expected: dict[int, list[int]] = {}
     aborted = set()
@@ -171,7 +172,7 @@ def test_more_work_than_pages_preempts_the_youngest_and_loses_nothing() -> None:
 
 def test_what_never_fits_is_refused() -> None:
     bench = Bench(pages=20)
-    with pytest.raises(ValueError, match="prompt: 30 tokens .* 20 of the pool"):
+    with pytest.raises(ValueError, match="prompt: 31 tokens .* 20 of the pool"):
         bench.add(0, [5] * 30, 1)
     assert not bench.scheduler.has_work
 
