@@ -1,0 +1,153 @@
+"""The command line, generated from the fields of `config`: a field `max_num_seqs` is the flag `--max-num-seqs`.
+
+radixrt serve MODEL            router, workers and HTTP front ends on this machine
+radixrt router|worker|frontend one of these processes, for setups of several machines
+radixrt report                 the hit-rate report of a running stack
+radixrt run PROGRAM.py         an agent program against a running stack
+radixrt keygen FILE            a CURVE key, for ZMQ beyond loopback
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import runpy
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from radixrt import __version__, launch, wire
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.roles import ROLES, follow_parent, read_config, run_role
+
+INTERNAL = {"router", "name"}
+"""Fields that `serve` sets itself."""
+ALIASES = {"workers": ["--data-parallel-size"]}
+DEFAULT_URL = "tcp://127.0.0.1:5555"
+
+
+# ---------------------------------------------------------------- flags from fields
+
+
+def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """A flag for each field of `config` with a help text, unless the parser has it already."""
+    types = typing.get_type_hints(config)
+    known = {action.dest for action in parser._actions}
+    for field in dataclasses.fields(config):
+        if field.name in known | leave_out or "help" not in field.metadata:
+            continue
+        kind = types[field.name]
+        flags = ["--" + field.name.replace("_", "-"), *ALIASES.get(field.name, ())]
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
+        if kind is bool:
+            parser.add_argument(*flags, action="store_true", **options)
+        elif typing.get_origin(kind) is tuple:
+            parser.add_argument(*flags, action="append", metavar=field.name.upper(), **options)
+        else:
+            options["help"] += "" if field.default in ("", 0) else f" (default: {field.default})"
+            parser.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **options)
+
+
+def from_args(config: type, args: argparse.Namespace) -> Any:
+    """`config` with the flags that were given; the others keep their defaults."""
+    given = vars(args)
+    changes = {f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}
+    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()})
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="radixrt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"radixrt {__version__}")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start everything on this machine")
+    serve.add_argument("model", metavar="MODEL", help="checkpoint folder or hub name")
+    for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
+        add_fields(serve, config, leave_out=INTERNAL)
+    serve.set_defaults(run=_serve)
+
+    for role, config in ROLES.items():
+        command = commands.add_parser(role, help=(config.__doc__ or "").splitlines()[0])
+        command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
+        add_fields(command, config)
+        command.set_defaults(run=_role, role=role)
+
+    report = commands.add_parser("report", help="print the hit-rate report of a running stack")
+    report.add_argument("--json", action="store_true", help="JSON instead of a table")
+    program = commands.add_parser("run", help="run an agent program against a running stack")
+    program.add_argument("program", metavar="PROGRAM.py")
+    program.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the program")
+    for command, run in ((report, _report), (program, _run)):
+        command.add_argument("--url", default=DEFAULT_URL, help=f"tcp://, ipc:// or http:// (default: {DEFAULT_URL})")
+        command.add_argument("--api-key", default="", help="key of the tenant")
+        command.set_defaults(run=run)
+
+    keygen = commands.add_parser("keygen", help="make a CURVE key for ZMQ beyond loopback")
+    keygen.add_argument("file", metavar="FILE", help="secret key file to write; give it to --curve-secret-key")
+    keygen.set_defaults(run=_keygen)
+    return parser
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _serve(args: argparse.Namespace) -> int:
+    configs = {role: from_args(config, args) for role, config in ROLES.items()}
+    own = {name: vars(args)[name] for name in ("workers", "api_server_count", "ready_timeout") if name in vars(args)}
+    return launch.run_stack(StackConfig(**configs, **own))
+
+
+def _role(args: argparse.Namespace) -> int:
+    if args.config_from_stdin:
+        config = read_config(args.role)
+        follow_parent()
+    else:
+        config = from_args(ROLES[args.role], args)
+    run_role(args.role, resolve(config))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from radixrt.client import Client
+
+    async def ask() -> Any:
+        async with await Client.connect(args.url, api_key=args.api_key) as client:
+            return await client.ask("report")
+
+    data = asyncio.run(ask())
+    print(json.dumps(data, indent=2))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    sys.argv = [args.program, *args.arguments]
+    runpy.run_path(args.program, run_name="__main__")
+    return 0
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    wire.make_secret_key(args.file)
+    print(f"wrote {args.file}: give it to the router as --curve-secret-key; connect with these appended to addresses")
+    for role in ("clients", "workers"):
+        print(f"  {role}: {wire.public_suffix(args.file, role)}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `radixrt`. Returns its exit code: 0 done, 1 it failed while running, 2 it could not begin."""
+    args = build_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"radixrt {args.command}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,282 @@
+"""Starts the processes of one machine, or the same as threads, and stops them in order.
+
+    parent --stdin pipe--> router, workers, front ends
+
+A child reads its configuration (one line of JSON, so that keys are in no argument list) from the pipe and leaves
+when the pipe closes, however its parent ended. Children have a session of their own: Ctrl-C reaches the parent
+alone, which stops front ends, then workers, then the router, and kills what has not left in time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from radixrt import wire
+from radixrt.config import RouterConfig, StackConfig, WorkerConfig, gpu_count, resolve
+from radixrt.messages import Ask, ClientReply, Info
+from radixrt.roles import make_worker, say_leave
+
+if TYPE_CHECKING:
+    from radixrt.worker.loop import Worker
+
+log = logging.getLogger("radixrt.launch")
+
+STOP_SECONDS = 10.0
+"""Time that a child has to leave after it was told to, before it is killed."""
+POLL_SECONDS = 0.1
+
+_client_reply = wire.Decoder(ClientReply)
+
+
+class StartError(RuntimeError):
+    """The stack cannot serve: a process ended, or was not ready in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    role: str
+    name: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+def start_child(role: str, name: str, config: Any) -> Child:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "radixrt", role, "--config-from-stdin"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        log.warning("%s ended at once", name)
+    return Child(role, name, process)
+
+
+def stop_children(children: Iterable[Child], seconds: float = STOP_SECONDS) -> None:
+    """Tell all of them, wait for all of them, kill those that stay."""
+    children = list(children)
+    for child in children:
+        if child.alive:
+            child.process.terminate()
+    deadline = time.monotonic() + seconds
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("%s does not stop: killed", child.name)
+            child.process.kill()
+            child.process.wait()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+
+
+def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
+    """What the router says of itself; None if it does not answer within `seconds`."""
+    link.drain()
+    link.send(wire.encode(Ask(id=0, what="health")))
+    payload = link.recv(seconds)
+    if payload is None:
+        return None
+    reply = _client_reply.decode(payload)
+    return reply.data if isinstance(reply, Info) else None
+
+
+class Stack:
+    """The processes of `radixrt serve`. `start` returns when all serve; `watch` when something ends it."""
+
+    def __init__(self, config: StackConfig) -> None:
+        self._config = config
+        self._children: list[Child] = []
+        self._stopping = threading.Event()
+        self._client_address, self._worker_address = reachable_addresses(config.router)
+
+    def request_stop(self, *_signal: int | FrameType | None) -> None:
+        """Make `start` or `watch` end soon; safe in a signal handler."""
+        self._stopping.set()
+
+    def start(self) -> None:
+        """Start everything and wait until every worker serves. StartError says what went wrong."""
+        config, began = self._config, time.monotonic()
+        self._children.append(start_child("router", "router", config.router))
+        for worker in worker_configs(config, self._worker_address):
+            self._children.append(start_child("worker", worker.name, worker))
+        frontend = dataclasses.replace(config.frontend, router=self._client_address)
+        for number in range(config.api_server_count):
+            self._children.append(start_child("frontend", f"frontend-{number}", frontend))
+        self._wait(began + config.ready_timeout)
+        if not self._stopping.is_set():
+            places = [f"ZMQ {self._client_address.partition('#')[0]}"]
+            if config.api_server_count:
+                places.insert(0, f"HTTP http://{frontend.host}:{frontend.port}")
+            log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
+
+    def _wait(self, deadline: float) -> None:
+        serving = 0
+        with wire.Link(self._client_address) as link:
+            while not self._stopping.is_set():
+                for child in self._children:
+                    if not child.alive:
+                        raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
+                if time.monotonic() > deadline:
+                    raise StartError(f"{serving} of {self._config.workers} workers were ready in time")
+                health = ask_health(link, POLL_SECONDS)
+                serving = len(health["workers"]) if health else 0
+                if serving >= self._config.workers and self._listens():
+                    return
+                self._stopping.wait(POLL_SECONDS)
+
+    def _listens(self) -> bool:
+        if not self._config.api_server_count:
+            return True
+        host = self._config.frontend.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+        try:
+            socket.create_connection((host, self._config.frontend.port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def watch(self) -> int:
+        """Run until asked to stop (0), or until the router, all workers or all front ends have ended (1)."""
+        while not self._stopping.wait(POLL_SECONDS):
+            for child in [child for child in self._children if not child.alive]:
+                self._bury(child)
+            roles = {child.role for child in self._children}
+            wanted = {"router", "worker"} | ({"frontend"} if self._config.api_server_count else set())
+            if missing := wanted - roles:
+                log.error("no %s is left: stopping", " and no ".join(sorted(missing)))
+                return 1
+        return 0
+
+    def _bury(self, child: Child) -> None:
+        log.error("%s (pid %d) ended with code %s", child.name, child.process.pid, child.process.returncode)
+        self._children.remove(child)
+        stop_children([child])
+        if child.role == "worker":
+            say_leave(self._worker_address, child.name, f"exit code {child.process.returncode}")
+
+    def stop(self) -> None:
+        """Stop what runs: front ends, workers, the router. Returns when none is left."""
+        for role in ("frontend", "worker", "router"):
+            stop_children(child for child in self._children if child.role == role)
+        self._children.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+
+def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
+    """How processes of this machine reach the router's clients' and workers' socket, with its keys."""
+    path = router.curve_secret_key
+    addresses = []
+    for address, role in ((router.client_address, "clients"), (router.worker_address, "workers")):
+        for anywhere in ("tcp://0.0.0.0:", "tcp://*:"):
+            if address.startswith(anywhere):
+                address = "tcp://127.0.0.1:" + address.removeprefix(anywhere)
+        addresses.append(address + (wire.public_suffix(path, role) if path else ""))
+    return addresses[0], addresses[1]
+
+
+def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:
+    """One configuration a worker: its name, the router's address, and a GPU of its own where there are enough."""
+    pattern = config.worker
+    gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
+    if 0 < gpus < config.workers:
+        raise ValueError(f"workers: {config.workers} workers need {config.workers} GPUs, this machine has {gpus}")
+    configs = []
+    for number in range(config.workers):
+        changes = {"name": f"worker-{number}", "router": worker_address}
+        if gpus > 1:
+            changes["device"] = f"cuda:{number}"
+        configs.append(resolve(dataclasses.replace(pattern, **changes)))
+    return configs
+
+
+def run_stack(config: StackConfig) -> int:
+    """`radixrt serve`: start, watch, stop. The exit code: 0 when asked to stop, 1 when something failed."""
+    with Stack(config) as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stack.request_stop)
+        try:
+            stack.start()
+            return stack.watch()
+        except StartError as error:
+            log.error("%s", error)
+            return 1
+
+
+# ---------------------------------------------------------------- the same in threads
+
+
+class LocalStack:
+    """A router and workers as threads of this process, for programs and tests that want no other process.
+
+    A context manager: inside, `address` is the ZMQ (inproc) address for clients. ValueError or OSError where the
+    configuration cannot be served.
+    """
+
+    def __init__(self, config: StackConfig) -> None:
+        self.address = f"inproc://radixrt-clients-{uuid.uuid4().hex}"
+        worker_address = self.address.replace("clients", "workers")
+        addresses = {"client_address": self.address, "worker_address": worker_address}
+        self._router = dataclasses.replace(config.router, **addresses)
+        self._worker_configs = worker_configs(config, worker_address)
+        self._ready_timeout = config.ready_timeout
+        self._workers: list[Worker] = []
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        from radixrt.router.process import RouterThread
+
+        self._router_thread = RouterThread(self._router)
+        try:
+            for config in self._worker_configs:
+                self._workers.append(make_worker(config))
+                self._threads.append(threading.Thread(target=self._workers[-1].run, name=config.name))
+                self._threads[-1].start()
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._ready_timeout
+        with wire.Link(self.address) as link:
+            while True:
+                health = ask_health(link, POLL_SECONDS)
+                if health and len(health["workers"]) == len(self._workers):
+                    return
+                if time.monotonic() > deadline:
+                    raise StartError("the workers were not ready in time")
+                time.sleep(POLL_SECONDS / 20)
+
+    def __exit__(self, *_exc: object) -> None:
+        for worker in self._workers:
+            worker.stop()
+        for thread in self._threads:
+            thread.join()
+        self._router_thread.stop()

@@ -1,0 +1,106 @@
+"""What a process of the stack is: a router, a worker or a front end. Each role imports what it needs, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from radixrt import wire
+from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig
+from radixrt.messages import Leave
+
+if TYPE_CHECKING:
+    from radixrt.worker.loop import Worker
+    from radixrt.worker.plan import Runner
+
+log = logging.getLogger("radixrt.roles")
+
+ROLES = {"router": RouterConfig, "worker": WorkerConfig, "frontend": FrontendConfig}
+ORPHAN_SECONDS = 10.0
+"""Time that a process has to leave after its parent is gone."""
+FAKE_TOKENS = 1 << 20
+"""Token slots of a worker without a model, unless said otherwise."""
+
+
+def read_config(role: str) -> Any:
+    """The configuration that the parent has written to this process's stdin."""
+    return msgspec.json.decode(sys.stdin.buffer.readline(), type=ROLES[role])
+
+
+def follow_parent() -> None:
+    """From now on this process ends when its stdin closes: by SIGTERM, and for good if that is not enough."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def run_role(role: str, config: Any) -> None:
+    """Be the process `role` until SIGTERM or SIGINT. Imports what that role needs, and no more."""
+    match role:
+        case "router":
+            from radixrt.router import process
+
+            process.run(config)
+        case "frontend":
+            from radixrt.frontend import server
+
+            server.run(config)
+        case "worker":
+            worker = make_worker(config)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: worker.stop())
+            worker.run()
+            say_leave(config.router, config.name, "stopped")
+
+
+def make_worker(config: WorkerConfig) -> Worker:
+    """The worker of a resolved `config`, its model loaded (or none, with `fake`)."""
+    from radixrt.worker.loop import Identity, Worker
+    from radixrt.worker.scheduler import Limits
+
+    runner = make_runner(config)
+    ends = itertools.count()
+
+    def connect() -> wire.Link:
+        # Each thread of the worker has its own end; a new life of the same name takes over the same ends.
+        return wire.Link(config.router, f"{config.name}/{next(ends)}".encode())
+
+    identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), config.device)
+    limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+    return Worker(runner, identity, connect, limits=limits, max_model_len=config.max_model_len, check=config.check)
+
+
+def make_runner(config: WorkerConfig) -> Runner:
+    """The model on its device, or the fake with the time model of `config.fake`. ValueError names a bad setting."""
+    if not config.fake:
+        from radixrt.worker.runner import TorchRunner
+
+        return TorchRunner.load(config, log.info)
+    from radixrt.worker.fake import FakeRunner
+
+    try:
+        prefill_rate, decode_step = (float(part) for part in config.fake.split(","))
+    except ValueError:
+        raise ValueError(f"fake: expected PREFILL_TOKENS_PER_S,DECODE_STEP_S, not {config.fake!r}") from None
+    num_pages = (config.max_total_tokens or FAKE_TOKENS) // config.page_size + 1
+    return FakeRunner(num_pages, config.page_size, prefill_rate=prefill_rate, decode_step=decode_step)
+
+
+def say_leave(router: str, name: str, reason: str) -> None:
+    """Tell the router that worker `name` is gone."""
+    with wire.Link(router) as link:
+        link.send(wire.encode(Leave(name, reason)))
+        link.close(linger=1.0)

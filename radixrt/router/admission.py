@@ -1,0 +1,125 @@
+"""From a client's message to a Request: whose it is, which model, whether it is right and fits.
+
+A namespace is the lines tenant, model, salt. The tenant comes from the API key and holds no line break, so nothing
+a caller writes reaches another tenant's prefixes.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from radixrt.config import RouterConfig
+from radixrt.messages import Generate, Sampling, Score, TokenPrompt
+from radixrt.router import validate
+from radixrt.router.members import Member, Members
+from radixrt.router.placement import DEFAULT_PREFILL_RATE
+from radixrt.router.request import Client, Request, RunState
+from radixrt.router.validate import Refused
+
+SEED_MASK = (1 << 63) - 1
+NO_LIMIT = (1 << 31) - 1
+
+
+class Admission:
+    """Token ids are checked against what the workers say, else against `vocab_size` (0: unknown)."""
+
+    def __init__(self, config: RouterConfig, members: Members, vocab_size: int, rng: random.Random) -> None:
+        self._config = config
+        self._members = members
+        self._vocab_size = vocab_size
+        self._rng = rng
+        self._tenants = validate.parse_api_keys(config.api_key)
+
+    def tenant(self, api_key: str) -> str:
+        """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
+        if not self._tenants:
+            return "default"
+        tenant = self._tenants.get(api_key)
+        if tenant is None:
+            raise Refused("api_key", "unknown API key", 401)
+        return tenant
+
+    def admit(self, client: Client, message: Generate | Score, runs_in_flight: int) -> Request:
+        """The request with its runs, none of them placed yet. Refused says what is wrong with it."""
+        tenant = self.tenant(message.api_key)
+        model = self._model(message.model)
+        if not isinstance(message.prompt, TokenPrompt):
+            raise Refused("prompt", "only token ids are served here")
+        serving = [m for m in self._members if m.info.model == model]
+        vocab_size = max((m.info.vocab_size for m in serving), default=0) or self._vocab_size
+        validate.check_token_bytes(message.prompt.ids, "prompt", vocab_size)
+        request = Request(
+            client,
+            message.id,
+            tenant,
+            f"{tenant}\n{model}\n{message.cache_salt}",
+            message.origin,
+            model,
+            stream=isinstance(message, Generate) and message.stream,
+            scores=isinstance(message, Score),
+        )
+        if isinstance(message, Generate):
+            self._add_choices(request, message, serving, vocab_size)
+        else:
+            self._add_scores(request, message, serving, vocab_size)
+        request.open = len(request.runs)
+        self._check_capacity(serving, runs_in_flight + request.open)
+        return request
+
+    def _model(self, name: str) -> str:
+        served = self._members.models()
+        if default := self._config.served_model_name:
+            served.add(default)
+        if not served:
+            raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
+        if not name:
+            return default or min(served)
+        if name not in served:
+            raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
+        return name
+
+    def _add_choices(self, request: Request, message: Generate, serving: list[Member], vocab_size: int) -> None:
+        sampling = message.sampling
+        validate.check_choices(message.n)
+        validate.check_sampling(sampling, vocab_size)
+        prompt = message.prompt.ids
+        room = self._room(serving, len(prompt) // 4, 0 if sampling.max_tokens == 0 else 1)
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        seed = self._rng.getrandbits(48) if sampling.seed is None else sampling.seed
+        for index in range(message.n):
+            own_seed = (seed + index) & SEED_MASK
+            own = msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=own_seed, stop=())
+            request.runs.append(RunState(request, index, prompt, own, None))
+
+    def _add_scores(self, request: Request, message: Score, serving: list[Member], vocab_size: int) -> None:
+        prompt = message.prompt.ids
+        if not message.choices:
+            raise Refused("choices", "choices is empty: at least one continuation is needed")
+        if len(message.choices) > validate.MAX_CHOICES:
+            raise Refused("choices", f"choices may have {validate.MAX_CHOICES} entries at most")
+        sampling = Sampling(max_tokens=0, temperature=0.0, seed=0)
+        for index, choice in enumerate(message.choices):
+            if not isinstance(choice, TokenPrompt):
+                raise Refused(f"choices[{index}]", "only token ids are served here")
+            validate.check_token_bytes(choice.ids, f"choices[{index}]", vocab_size)
+            ids = prompt + choice.ids
+            self._room(serving, len(ids) // 4, 0)
+            request.runs.append(RunState(request, index, ids, sampling, len(prompt) // 4))
+
+    def _room(self, serving: list[Member], tokens: int, least: int) -> int:
+        """Tokens that can follow `tokens` of prompt on the roomiest worker; Refused if fewer than `least`."""
+        if not serving:
+            return NO_LIMIT
+        limit = max(m.token_limit for m in serving)
+        if tokens + least > limit:
+            raise Refused("prompt", f"the prompt has {tokens} tokens; prompt and output may have {limit} together")
+        return limit - tokens
+
+    def _check_capacity(self, serving: list[Member], runs: int) -> None:
+        if not serving:
+            raise Refused("model", "no worker serves this model now", 503, self._config.worker_timeout)
+        if runs > self._config.max_queued_requests:
+            queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving)
+            raise Refused("", "too many requests in flight", 429, float(min(60, max(1, round(queue)))))

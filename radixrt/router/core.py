@@ -1,0 +1,389 @@
+"""The router's decisions: a state machine without sockets, threads or clocks.
+
+Each method takes what happened and the time (seconds, monotonic) and returns what to send. Only token prompts
+come here; text is encoded before and decoded after (`streams`).
+
+    submit -> place at once with the best worker -> its outputs become Deltas, one message a step and client
+    worker lost -> the same runs, with what they have emitted, go to another worker; the stream goes on
+    no worker left -> runs wait `worker_timeout * 2` for one to join, then end with 503
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from struct import Struct
+
+from radixrt.config import RouterConfig
+from radixrt.messages import (
+    Abort,
+    Delta,
+    Deltas,
+    Error,
+    Generate,
+    Output,
+    Register,
+    Run,
+    Score,
+    Scored,
+    Snapshot,
+    StepDone,
+    Stop,
+    Usage,
+)
+from radixrt.router import placement
+from radixrt.router.admission import Admission
+from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.index import Index
+from radixrt.router.members import Member, Members
+from radixrt.router.record import Counters, Recorder, ReportSink
+from radixrt.router.request import Client, Request, RunState
+from radixrt.router.validate import Refused
+
+MAX_LOSSES = 3
+"""Workers that may be lost under one run before it counts as what kills them."""
+KEEPALIVE_SECONDS = 5.0
+"""Clients with requests in flight get a message at least this often, so that a vanished one is noticed."""
+
+_pack_token = Struct("<i").pack
+
+
+class RouterCore:
+    """See the module. `vocab_size` is the tokenizer's, for workers that do not say theirs (0: unknown)."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        report: ReportSink | None = None,
+        *,
+        vocab_size: int = 0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.members = Members()
+        self.index = Index()
+        self._config = config
+        self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
+        self._recorder = Recorder(report)
+        self._requests: dict[Client, dict[int, Request]] = {}
+        self._runs: dict[int, RunState] = {}
+        self._waiting: dict[RunState, None] = {}
+        self._last_run = 0
+        self._last_tick: float | None = None
+        self._next_keepalive = 0.0
+
+    @property
+    def counters(self) -> Counters:
+        return self._recorder.counters
+
+    @property
+    def runs_in_flight(self) -> int:
+        """Sequences that are placed or wait for a worker."""
+        return len(self._runs) + len(self._waiting)
+
+    # ------------------------------------------------------------ clients
+
+    def tenant(self, api_key: str) -> str:
+        """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
+        return self._admission.tenant(api_key)
+
+    def submit(self, client: Client, message: Generate | Score, now: float) -> list[Effect]:
+        """Take a request with a TokenPrompt: orders for workers, or one Error that says why not."""
+        try:
+            if self.serves(client, message.id):
+                raise Refused("id", f"request id {message.id} is in flight already")
+            request = self._admission.admit(client, message, self.runs_in_flight)
+        except Refused as refused:
+            self.counters.refused += 1
+            return [Reply(client, refused.error(message.id))]
+        self.counters.requests += 1
+        self._requests.setdefault(client, {})[message.id] = request
+        effects: list[Effect] = []
+        for run in request.runs:
+            self._recorder.arrived(run)
+            effects += self._dispatch(run, now)
+        return effects
+
+    def cancel(self, client: Client, request_id: int) -> list[Effect]:
+        """Stop a request, all its choices, and tell nobody but the workers."""
+        request = self._requests.get(client, {}).get(request_id)
+        if request is None:
+            return []
+        self.counters.cancelled += 1
+        return self._abandon([request])
+
+    def drop_client(self, client: Client) -> list[Effect]:
+        """A client has vanished: cancel everything of it."""
+        requests = list(self._requests.get(client, {}).values())
+        self.counters.cancelled += len(requests)
+        return self._abandon(requests)
+
+    def in_flight(self, client: Client) -> list[int]:
+        """Ids of a client's requests that are not finished."""
+        return list(self._requests.get(client, ()))
+
+    def serves(self, client: Client, request_id: int) -> bool:
+        return request_id in self._requests.get(client, ())
+
+    def stop_choice(self, client: Client, request_id: int, index: int) -> tuple[Usage | None, list[Effect]]:
+        """End one choice where a stop string was found: its usage (None if it has ended already) and an Abort."""
+        request = self._requests.get(client, {}).get(request_id)
+        run = request.runs[index] if request else None
+        if run is None or run.finished:
+            return None, []
+        self._close(run)
+        self.counters.finished += not request.open
+        return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
+
+    # ------------------------------------------------------------ workers
+
+    def register(self, info: Register, now: float) -> list[Effect]:
+        """A worker joins. The same name with another pid is a new life of it; with the same pid it starts over."""
+        before = self.members.get(info.name)
+        if before is not None and before.info.pid == info.pid:
+            before.info, before.heard = info, now
+            return self._ask_snapshot(before)
+        orphans = self._remove(info.name, may_return=False)
+        self.index.add_worker(self.members.join(info, now).number, fresh=True)
+        return self._redispatch(orphans, now) + self._dispatch_waiting(now)
+
+    def heartbeat(self, name: str, now: float) -> list[Effect]:
+        member = self.members.get(name)
+        if member is None:
+            return self._revive(name, now)
+        member.heard = now
+        return []
+
+    def leave(self, name: str, now: float) -> list[Effect]:
+        """A worker is gone for good: its runs go on elsewhere."""
+        return self._redispatch(self._remove(name, may_return=False), now)
+
+    def lose(self, name: str, now: float) -> list[Effect]:
+        """A worker cannot be reached: as `leave`, but a heartbeat brings it back."""
+        return self._redispatch(self._remove(name, may_return=True), now)
+
+    def step(self, name: str, message: StepDone, now: float) -> list[Effect]:
+        """Mirror a worker's events, then hand its outputs to the clients, one Deltas each."""
+        member = self.members.get(name)
+        if member is None:
+            return self._revive(name, now)
+        member.heard = now
+        effects: list[Effect] = []
+        if not self.index.apply(member.number, message):
+            effects += self._ask_snapshot(member)
+        deltas: dict[Client, list[Delta]] = {}
+        others: list[Effect] = []
+        runs = self._runs
+        for output in message.outputs:
+            run = runs.get(output.id)
+            if run is not None and run.member is member:
+                self._take(run, output, deltas, others)
+        member.update(message.load)
+        self._recorder.load(name, message.load)
+        effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
+        return effects + others
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passes: workers are lost by silence, runs give up waiting for one. Call about once a second."""
+        effects: list[Effect] = []
+        timeout = self._config.worker_timeout
+        if self._last_tick is not None and now - self._last_tick > timeout / 2:
+            self.members.excuse(now)
+        self._last_tick = now
+        for member in self.members.silent(now, timeout):
+            effects += self.lose(member.name, now)
+        for request in {run.request: None for run in self._waiting if now - run.waiting_since > timeout * 2}:
+            message = "the worker was lost and no other serves this model"
+            effects += self._fail(request, Error(request.id, 503, message, retry_after=timeout))
+        if now >= self._next_keepalive:
+            self._next_keepalive = now + KEEPALIVE_SECONDS
+            effects += [Reply(client, Deltas([])) for client in self._requests]
+        return effects
+
+    def stop_workers(self) -> list[Effect]:
+        return [Order(member.name, Stop()) for member in self.members]
+
+    # ------------------------------------------------------------ runs
+
+    def _dispatch(self, run: RunState, now: float) -> list[Effect]:
+        """Send a run to the best worker, or let it wait for one to join."""
+        request = run.request
+        ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
+        tokens = len(ids) // 4
+        fits = {m.number: m for m in self.members if m.info.model == request.model and tokens <= m.token_limit}
+        if not fits:
+            run.waiting_since = now if run.waiting_since is None else run.waiting_since
+            self._waiting[run] = None
+            return []
+        member, hit, best_hit = self._choose(run, ids, tokens, fits)
+        if run.losses == 0:
+            run.hit, run.best_hit = hit, best_hit
+        self._last_run += 1
+        run.id, run.member, run.started, run.waiting_since = self._last_run, member, False, None
+        self._runs[run.id] = run
+        member.dispatched(run.id, tokens - hit)
+        self.index.computing(member.number, request.namespace, run.prompt)
+        return [Order(member.name, _order(run, ids))]
+
+    def _choose(self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member]) -> tuple[Member, int, int]:
+        """The worker, the hit expected there, and the best hit of any worker, in tokens."""
+        limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
+        held = self.index.match(run.request.namespace, ids)
+        candidates = []
+        for number, member in fits.items():
+            page = member.info.page_size
+            candidates.append(member.candidate(min(held.get(number, 0), limit) // page * page))
+        best, _ = placement.place(tokens, candidates)
+        return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
+
+    def _take(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
+        """Apply one output: a Delta for a stream, the whole at the end for the rest."""
+        request = run.request
+        if not run.started:
+            self._leave_computing(run)
+        tokens = output.tokens
+        run.emitted.extend(tokens)
+        if run.counts_hits:
+            run.cached = output.cached_tokens
+        if output.scores:
+            run.scores += output.scores
+        if not request.stream and output.logprobs is not None:
+            run.logprobs = (run.logprobs or []) + output.logprobs
+        finish = output.finish
+        if finish is None:
+            if request.stream and tokens:
+                ids = _pack_token(tokens[0]) if len(tokens) == 1 else array("i", tokens).tobytes()
+                delta = Delta(request.id, run.index, ids, logprobs=output.logprobs)
+                deltas.setdefault(request.client, []).append(delta)
+        elif finish == "error":
+            self._close(run)
+            others += self._fail(request, Error(request.id, 500, output.error or "the worker failed on this request"))
+        else:
+            self._finish(run, output, deltas, others)
+
+    def _finish(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
+        request = run.request
+        usage = run.usage()
+        self._close(run)
+        self.counters.finished += not request.open
+        if request.scores:
+            if request.open == 0:
+                others.append(Reply(request.client, _scored(request)))
+            return
+        fresh = array("i", output.tokens) if request.stream else run.emitted
+        logprobs = output.logprobs if request.stream else run.logprobs
+        delta = Delta(request.id, run.index, fresh.tobytes(), "", output.finish, usage, logprobs, output.stop)
+        deltas.setdefault(request.client, []).append(delta)
+
+    def _leave_computing(self, run: RunState) -> None:
+        run.started = True
+        if run.member is not None:
+            self.index.computed(run.member.number, run.request.namespace, run.prompt)
+
+    def _close(self, run: RunState) -> None:
+        """Forget a run that ends here, however it does; the request with its last one."""
+        request = run.request
+        if run.started:
+            self._recorder.ended(run)
+        elif run.member is not None:
+            self._leave_computing(run)
+        self._runs.pop(run.id, None)
+        self._waiting.pop(run, None)
+        if run.member is not None:
+            run.member.runs.pop(run.id, None)
+        run.finished = True
+        request.open -= 1
+        if request.open == 0:
+            requests = self._requests[request.client]
+            del requests[request.id]
+            if not requests:
+                del self._requests[request.client]
+
+    def _abandon(self, requests: list[Request]) -> list[Effect]:
+        """Close every open run of `requests` and tell their workers, one Abort each."""
+        aborts: dict[str, list[int]] = {}
+        for request in requests:
+            for run in request.runs:
+                if not run.finished:
+                    if run.member is not None:
+                        aborts.setdefault(run.member.name, []).append(run.id)
+                    self._close(run)
+        return [Order(name, Abort(ids)) for name, ids in aborts.items()]
+
+    def _fail(self, request: Request, error: Error) -> list[Effect]:
+        self.counters.failed += 1
+        return [Reply(request.client, error), *self._abandon([request])]
+
+    # ------------------------------------------------------------ lost workers
+
+    def _remove(self, name: str, *, may_return: bool) -> list[RunState]:
+        """Take a worker out: the runs it leaves behind, which are then nobody's."""
+        member = self.members.remove(name, may_return=may_return)
+        if member is None:
+            return []
+        self.counters.workers_lost += 1
+        self.index.drop_worker(member.number)
+        orphans = [self._runs.pop(run_id) for run_id in member.runs]
+        for run in orphans:
+            run.member = None
+            run.losses += 1
+            run.scores.clear()
+            run.counts_hits = run.counts_hits and not run.emitted
+        return orphans
+
+    def _redispatch(self, orphans: list[RunState], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for run in orphans:
+            if run.finished:
+                continue
+            if run.losses >= MAX_LOSSES:
+                message = f"{MAX_LOSSES} workers were lost while they served this request"
+                effects += self._fail(run.request, Error(run.request.id, 500, message))
+            else:
+                self.counters.redispatched += 1
+                effects += self._dispatch(run, now)
+        return effects
+
+    def _dispatch_waiting(self, now: float) -> list[Effect]:
+        """A worker joined: place what waited. What still fits nowhere keeps its place and its patience."""
+        waiting, self._waiting = self._waiting, {}
+        effects: list[Effect] = []
+        for run in waiting:
+            effects += self._dispatch(run, now)
+        return effects
+
+    def _revive(self, name: str, now: float) -> list[Effect]:
+        """One that was lost by silence speaks again: a new life, after what it still computes is stopped."""
+        lost = self.members.lost(name)
+        if lost is None:
+            return []
+        member = self.members.join(lost.info, now)
+        self.index.add_worker(member.number, fresh=False)
+        effects: list[Effect] = [Order(name, Abort(list(lost.runs)))] if lost.runs else []
+        return effects + self._ask_snapshot(member) + self._dispatch_waiting(now)
+
+    def _ask_snapshot(self, member: Member) -> list[Effect]:
+        self.counters.snapshots += 1
+        return [Order(member.name, Snapshot())]
+
+
+def _order(run: RunState, ids: bytes) -> Run:
+    return Run(
+        id=run.id,
+        namespace=run.request.namespace,
+        ids=ids,
+        prompt_len=run.prompt_len,
+        sampling=run.sampling,
+        score_from=run.score_from,
+    )
+
+
+def _scored(request: Request) -> Scored:
+    """The reply of a Score: log-probabilities by choice, usage summed; `worker` is that of the first choice."""
+    usages = [run.usage() for run in request.runs]
+    usage = Usage(
+        sum(u.prompt_tokens for u in usages),
+        0,
+        sum(u.cached_tokens for u in usages),
+        usages[0].worker,
+    )
+    return Scored(request.id, [run.scores for run in request.runs], usage)

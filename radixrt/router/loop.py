@@ -1,0 +1,318 @@
+"""The router process: sockets around the core. Receive, make tokens, decide, make text, send.
+
+client bytes -> message -> [encode text, in threads] -> core --Order--> worker
+worker bytes -> message -----------------------------> core --Reply--> [decode ids] -> client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from radixrt import wire
+from radixrt.config import RouterConfig, resolve
+from radixrt.messages import (
+    Ask,
+    Cancel,
+    ClientReply,
+    ClientRequest,
+    Deltas,
+    Detokenize,
+    Error,
+    Generate,
+    Heartbeat,
+    Info,
+    Leave,
+    Register,
+    Score,
+    StepDone,
+    Tokenize,
+    Tokens,
+    ToRouter,
+)
+from radixrt.router import status
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.errors import FieldError
+from radixrt.router.streams import TextStreams, core_streams, encode, is_encoded, wants_text
+from radixrt.router.tokens import TextService
+from radixrt.router.validate import Refused, malformed
+
+log = logging.getLogger("radixrt.router")
+
+Work = Callable[[bytes, Any], Coroutine[Any, Any, None]]
+_client_message = wire.Decoder(ClientRequest)
+_worker_message = wire.Decoder(ToRouter)
+
+
+class RouterServer:
+    """The router of `config`. `text` and `report` are made from the configuration where not given.
+
+    `run` serves on the event loop it is called in; the addresses that it listens on are then `client_address`
+    and `worker_address`. ValueError or OSError where it cannot listen.
+
+    A client that does not read is not waited for: when its queue is full its requests are cancelled, and it gets
+    one Error for each as soon as it reads again. One that vanished is forgotten.
+    """
+
+    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Any = None) -> None:
+        self.config = config = resolve(config)
+        self.text = text or TextService.load(config)
+        self.report = report
+        self.core = RouterCore(config, report, vocab_size=self.text.vocab_size)
+        self.client_address = config.client_address
+        self.worker_address = config.worker_address
+        self._streams = TextStreams(self.text, self.core)
+        self._identities: dict[str, bytes] = {}
+        self._names: dict[bytes, str] = {}
+        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._owed: dict[bytes, list[Error]] = {}
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop` is set; `on_ready` is called once it listens."""
+        self._now = asyncio.get_running_loop().time
+        self._clients, self._workers = self._listen()
+        try:
+            if on_ready:
+                on_ready()
+            period = min(1.0, self.config.worker_timeout / 4)
+            while not await _is_set_within(stop, period):
+                self._perform(self.core.tick(self._now()))
+                self._pay_owed()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            self._clients.close()
+            self._workers.close()
+
+    def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
+        path = self.config.curve_secret_key
+        key = {role: wire.load_secret_key(path, role) if path else None for role in ("clients", "workers")}
+        limit = wire.MAX_CLIENT_BYTES
+        clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
+        try:
+            workers = wire.RouterSocket(self.worker_address, self._from_worker, key=key["workers"])
+        except BaseException:
+            clients.close()
+            raise
+        self.client_address, self.worker_address = clients.address, workers.address
+        return clients, workers
+
+    def stop_workers(self) -> None:
+        """Tell every worker to stop. Call it on the event loop."""
+        self._perform(self.core.stop_workers())
+
+    # ------------------------------------------------------------ from clients
+
+    def _from_client(self, client: bytes, payload: bytes) -> None:
+        try:
+            message = _client_message.decode(payload)
+        except wire.Malformed as problem:
+            self._answer(client, malformed(payload, problem))
+            return
+        try:
+            match message:
+                case Generate() | Score():
+                    self._take(client, message)
+                case Cancel():
+                    self._cancel(client, message.id)
+                case Tokenize() | Detokenize():
+                    self._start(self._translate, client, message)
+                case Ask():
+                    self._answer(client, Info(message.id, self._ask(message)))
+        except FieldError as problem:
+            self._answer(client, _error(message.id, problem))
+
+    def _take(self, client: bytes, request: Generate | Score) -> None:
+        """Submit what is token ids already; encode the rest first, off the loop."""
+        if is_encoded(request):
+            self._submit(client, request)
+            return
+        self._start(self._encode_and_submit, client, request)
+
+    async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
+        encoded = await encode(request, self.text)
+        del self._tasks[client, request.id]
+        self._submit(client, encoded)
+
+    def _submit(self, client: bytes, request: Generate | Score) -> None:
+        if self._in_flight(client, request.id):
+            raise Refused("id", f"request id {request.id} is in flight already")
+        wanted = request
+        if isinstance(request, Generate):
+            if request.sampling.stop and request.text and not self.text.has_tokenizer:
+                raise Refused("stop", "stop strings need a tokenizer, and there is none here")
+            wanted = msgspec.structs.replace(request, stream=core_streams(request, self.text))
+        effects = self.core.submit(client, wanted, self._now())
+        if isinstance(request, Generate) and wants_text(request, self.text) and self.core.serves(client, request.id):
+            self._streams.add(client, request)
+        self._perform(effects)
+
+    def _in_flight(self, client: bytes, request_id: int) -> bool:
+        return (client, request_id) in self._tasks or self.core.serves(client, request_id)
+
+    def _start(self, work: Work, client: bytes, message: Generate | Score | Tokenize | Detokenize) -> None:
+        """Do `work` in a task that answers with an Error if it fails, and that a Cancel ends."""
+        self.core.tenant(message.api_key)
+        if self._in_flight(client, message.id):
+            raise Refused("id", f"request id {message.id} is in flight already")
+        if self.core.runs_in_flight + len(self._tasks) >= self.config.max_queued_requests:
+            raise Refused("", "too many requests in flight", 429, retry_after=1.0)
+        task = asyncio.get_running_loop().create_task(self._guard(work, client, message))
+        self._tasks[client, message.id] = task
+
+    async def _guard(self, work: Work, client: bytes, message: Any) -> None:
+        request_id = message.id
+        try:
+            await work(client, message)
+        except FieldError as problem:
+            self._answer(client, _error(request_id, problem))
+        except Exception:
+            log.exception("request %d failed before it reached a worker", request_id)
+            self._answer(client, Error(request_id, 500, "the router failed on this request; its log says why"))
+        finally:
+            if self._tasks.get((client, request_id)) is asyncio.current_task():
+                del self._tasks[client, request_id]
+
+    async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
+        if isinstance(message, Tokenize):
+            tokens = Tokens(message.id, ids=await self.text.encode(message.prompt))
+        else:
+            tokens = Tokens(message.id, text=await self.text.decode(message.ids))
+        self._answer(client, tokens)
+
+    def _ask(self, message: Ask) -> Any:
+        match message.what:
+            case "health":
+                return status.health(self.core)
+            case "models":
+                return status.models(self.core)
+            case "report":
+                self.core.tenant(message.api_key)
+                return self.report.to_json() if self.report else {}
+            case "metrics":
+                from radixrt.report.metrics import render
+
+                return render(self.report, self.core)
+
+    def _cancel(self, client: bytes, request_id: int) -> None:
+        if task := self._tasks.pop((client, request_id), None):
+            task.cancel()
+        self._streams.forget(client, request_id)
+        self._perform(self.core.cancel(client, request_id))
+
+    # ------------------------------------------------------------ from workers
+
+    def _from_worker(self, identity: bytes, payload: bytes) -> None:
+        try:
+            message = _worker_message.decode(payload)
+        except wire.Malformed as problem:
+            log.warning("worker socket: a message that is none was ignored: %s", problem)
+            return
+        now = self._now()
+        match message:
+            case StepDone():
+                if name := self._names.get(identity):
+                    self._perform(self.core.step(name, message, now))
+            case Heartbeat():
+                self._perform(self.core.heartbeat(message.name, now))
+            case Register():
+                self._bind(message.name, identity)
+                log.info("worker %s serves %s on %s", message.name, message.model, message.device)
+                self._perform(self.core.register(message, now))
+            case Leave():
+                log.info("worker %s left: %s", message.name, message.reason or "no reason given")
+                self._unbind(message.name)
+                self._perform(self.core.leave(message.name, now))
+
+    def _bind(self, name: str, identity: bytes) -> None:
+        self._unbind(name)
+        self._identities[name], self._names[identity] = identity, name
+
+    def _unbind(self, name: str) -> None:
+        if (identity := self._identities.pop(name, None)) is not None:
+            self._names.pop(identity, None)
+
+    # ------------------------------------------------------------ to both
+
+    def _perform(self, effects: list[Effect]) -> None:
+        """Send what the core wants sent, and what follows from peers that are gone."""
+        work = deque(effects)
+        while work:
+            effect = work.popleft()
+            if isinstance(effect, Order):
+                work.extend(self._order(effect))
+                continue
+            client, message = effect
+            if isinstance(message, Deltas):
+                decoded, orders = self._streams.decode(client, message)
+                work.extend(orders)
+                if message.items and not decoded.items:
+                    continue
+                message = decoded
+            elif isinstance(message, Error) and message.id is not None:
+                self._streams.forget(client, message.id)
+            work.extend(self._send(client, message))
+
+    def _answer(self, client: bytes, message: ClientReply) -> None:
+        self._perform([Reply(client, message)])
+
+    def _order(self, order: Order) -> list[Effect]:
+        identity = self._identities.get(order.name)
+        if identity is not None:
+            try:
+                if self._workers.send(identity, wire.encode(order.message)):
+                    return []
+                log.warning("worker %s does not read", order.name)
+            except wire.PeerGone:
+                log.warning("worker %s has vanished", order.name)
+        return self.core.lose(order.name, self._now())
+
+    def _send(self, client: bytes, message: ClientReply) -> list[Effect]:
+        try:
+            if self._clients.send(client, wire.encode(message)):
+                return []
+        except wire.PeerGone:
+            self._owed.pop(client, None)
+            return self._drop(client)
+        text = "the client did not read its replies: cancelled"
+        self._owed.setdefault(client, []).extend(Error(id, 503, text) for id in self.core.in_flight(client))
+        return self._drop(client)
+
+    def _drop(self, client: bytes) -> list[Effect]:
+        for key in [key for key in self._tasks if key[0] == client]:
+            self._tasks.pop(key).cancel()
+        self._streams.forget_client(client)
+        return self.core.drop_client(client)
+
+    def _pay_owed(self) -> None:
+        """Tell clients that read again which requests they lost."""
+        for client, errors in list(self._owed.items()):
+            try:
+                while errors and self._clients.send(client, wire.encode(errors[0])):
+                    errors.pop(0)
+            except wire.PeerGone:
+                errors.clear()
+            if not errors:
+                del self._owed[client]
+
+
+def _error(request_id: int, problem: FieldError) -> Error:
+    return (
+        problem.error(request_id)
+        if isinstance(problem, Refused)
+        else Error(request_id, 400, str(problem), problem.field)
+    )
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

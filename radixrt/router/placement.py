@@ -1,0 +1,74 @@
+"""Which worker gets a request: the one expected to give its first token soonest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DEFAULT_PREFILL_RATE = 5_000.0
+"""Tokens a second, for workers of which none has measured its rate yet."""
+NEAR_TIE = 0.1
+"""Estimates this close (as a share of the best, plus `TIE_SECONDS`) are noise of the measured rates."""
+TIE_SECONDS = 0.001
+TYPICAL_OUTPUT = 128
+"""Tokens a running request is expected to generate before its place is free."""
+
+
+class Candidate(NamedTuple):
+    """A worker as placement sees it for one request. Tokens and pages are counts, rates per second."""
+
+    worker: int
+    hit_tokens: int
+    """Leading tokens of this request that it holds or is computing."""
+    queued_tokens: int
+    """Uncomputed tokens of requests that are there already."""
+    requests: int
+    """Running and waiting there."""
+    max_running: int
+    free_tokens: int
+    """Token slots that are free or hold evictable pages."""
+    prefill_rate: float = 0.0
+    step_seconds: float = 0.0
+
+
+def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
+    """Estimated seconds until `worker` gives the first token of a request of `tokens`.
+
+        uncached  = tokens - hit_tokens
+        prefill   = (queued_tokens + uncached) / prefill_rate         everything before it, and itself
+        step      = step_seconds                                      the step under way must end
+        memory    = max(0, uncached - free_tokens) * step_seconds / requests
+        place     = max(0, requests + 1 - max_running) * TYPICAL_OUTPUT * step_seconds / max_running
+        estimate  = prefill + step + memory + place                   [s]
+
+    Memory: in a steady state running requests free slots as fast as they fill them, `requests` a step.
+    Place: of `max_running` requests, one ends every TYPICAL_OUTPUT / max_running steps.
+    What counts is the absolute uncached work: a prefix that everybody shares and that is short against the
+    queue pulls nobody to its worker.
+    """
+    uncached = tokens - worker.hit_tokens
+    rate = worker.prefill_rate or default_rate
+    step = worker.step_seconds
+    estimate = (worker.queued_tokens + uncached) / rate + step
+    if uncached > worker.free_tokens:
+        estimate += (uncached - worker.free_tokens) * step / max(1, worker.requests)
+    crowd = worker.requests + 1 - worker.max_running
+    if crowd > 0:
+        estimate += crowd * TYPICAL_OUTPUT * step / worker.max_running
+    return estimate
+
+
+def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
+    """The worker for a request of `tokens`, and its estimate in seconds. ValueError without workers.
+
+    The smallest estimate wins. Among near ties: most hits, then fewest requests, then most free slots, then the
+    lowest number, so that idle workers fill their caches evenly.
+    """
+    if not workers:
+        raise ValueError("no workers")
+    measured = [w.prefill_rate for w in workers if w.prefill_rate > 0]
+    default_rate = sum(measured) / len(measured) if measured else DEFAULT_PREFILL_RATE
+    estimates = [time_to_first_token(tokens, worker, default_rate) for worker in workers]
+    bar = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
+    near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= bar]
+    return min(near, key=lambda pair: (-pair[0].hit_tokens, pair[0].requests, -pair[0].free_tokens, pair[0].worker))

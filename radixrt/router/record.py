@@ -1,0 +1,91 @@
+"""What the router counts, and what it tells the hit-rate report of each run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from radixrt.messages import Load, Origin
+from radixrt.router.request import RunState
+
+
+class ReportSink(Protocol):
+    """The part of `radixrt.report.Report` that the router feeds."""
+
+    def arrived(self, namespace: str, ids: bytes) -> int:
+        """A prompt came in: tokens of it that an infinite cache would hold."""
+
+    def finished(
+        self,
+        namespace: str,
+        tenant: str,
+        origin: Origin,
+        worker: str,
+        prompt_tokens: int,
+        cached_tokens: int,
+        bound_tokens: int,
+        best_index_tokens: int,
+        ids_all: bytes,
+        completion_tokens: int,
+    ) -> None:
+        """A run ended: its hits, beside what any worker held and what an infinite cache would."""
+
+    def load(self, worker: str, load: Load) -> None:
+        """A worker's state after a step."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since start. `drift_tokens` sums |predicted - actual| hits over runs."""
+
+    requests: int = 0
+    refused: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    redispatched: int = 0
+    workers_lost: int = 0
+    snapshots: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+    drift_tokens: int = 0
+
+
+class Recorder:
+    """Counts, and passes on to a report where there is one."""
+
+    def __init__(self, report: ReportSink | None) -> None:
+        self.counters = Counters()
+        self._report = report
+
+    def arrived(self, run: RunState) -> None:
+        if self._report:
+            run.bound = self._report.arrived(run.request.namespace, run.prompt)
+
+    def load(self, worker: str, load: Load) -> None:
+        if self._report:
+            self._report.load(worker, load)
+
+    def ended(self, run: RunState) -> None:
+        """A run of which at least the prompt was computed."""
+        counters, request = self.counters, run.request
+        counters.prompt_tokens += run.prompt_len
+        counters.generated_tokens += len(run.emitted)
+        counters.cached_tokens += run.cached
+        counters.predicted_tokens += run.hit
+        counters.drift_tokens += abs(run.hit - run.cached)
+        if self._report:
+            self._report.finished(
+                namespace=request.namespace,
+                tenant=request.tenant,
+                origin=request.origin,
+                worker=run.worker,
+                prompt_tokens=run.prompt_len,
+                cached_tokens=run.cached,
+                bound_tokens=run.bound,
+                best_index_tokens=run.best_hit,
+                ids_all=run.prompt + run.emitted.tobytes(),
+                completion_tokens=len(run.emitted),
+            )

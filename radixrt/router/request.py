@@ -1,0 +1,107 @@
+"""What the router remembers of a request in flight."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+
+from radixrt.messages import Origin, Sampling, TokenLogprob, Usage
+from radixrt.router.members import Member
+
+Client = Hashable
+"""Who asked: the ZMQ identity of a client."""
+
+
+class Request:
+    """One client request: `runs` are its choices, `open` of which are not finished."""
+
+    __slots__ = ("client", "id", "model", "namespace", "open", "origin", "runs", "scores", "stream", "tenant")
+
+    def __init__(
+        self,
+        client: Client,
+        id: int,
+        tenant: str,
+        namespace: str,
+        origin: Origin,
+        model: str,
+        *,
+        stream: bool,
+        scores: bool,
+    ) -> None:
+        self.client = client
+        self.id = id
+        self.tenant = tenant
+        self.namespace = namespace
+        self.origin = origin
+        self.model = model
+        self.stream = stream
+        self.scores = scores
+        self.runs: list[RunState] = []
+        self.open = 0
+
+
+class RunState:
+    """One sequence on its way: prompt and emitted ids suffice to go on at another worker.
+
+    `id` is drawn anew for each dispatch, so that what a lost worker still says about it is nobody's.
+    `member` is None while no worker serves it; `waiting_since` says from when.
+    """
+
+    __slots__ = (
+        "best_hit",
+        "bound",
+        "cached",
+        "counts_hits",
+        "emitted",
+        "finished",
+        "hit",
+        "id",
+        "index",
+        "logprobs",
+        "losses",
+        "member",
+        "prompt",
+        "request",
+        "sampling",
+        "score_from",
+        "scores",
+        "started",
+        "waiting_since",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, index: int, prompt: bytes, sampling: Sampling, score_from: int | None) -> None:
+        self.request = request
+        self.index = index
+        self.prompt = prompt
+        self.sampling = sampling
+        self.score_from = score_from
+        self.id = -1
+        self.member: Member | None = None
+        self.emitted = array("i")
+        self.logprobs: list[TokenLogprob] | None = None
+        self.scores: list[float] = []
+        self.cached = 0
+        self.counts_hits = True
+        """False once tokens were emitted and the run moved: its prompt's hits are known already."""
+        self.hit = 0
+        """Hit predicted at the first dispatch, in tokens; `best_hit` the best of any worker then."""
+        self.best_hit = 0
+        self.bound = 0
+        """What an infinite cache would have hit."""
+        self.started = False
+        """Its worker has computed the prompt: it is in the index as cached, no more as being computed."""
+        self.finished = False
+        self.losses = 0
+        self.waiting_since: float | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def worker(self) -> str:
+        return self.member.name if self.member else ""
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)

@@ -1,0 +1,46 @@
+"""What the router says about itself when asked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from radixrt.router.core import RouterCore
+
+
+def health(core: RouterCore) -> dict[str, Any]:
+    """`serving` is True while a worker serves; `max_model_len` is that of the roomiest worker, 0 without any."""
+    members = list(core.members)
+    return {
+        "serving": bool(members),
+        "max_model_len": max((m.token_limit for m in members), default=0),
+        "runs_in_flight": core.runs_in_flight,
+        "index_tokens": core.index.tokens,
+        "counters": asdict(core.counters),
+        "workers": [
+            {
+                "name": m.name,
+                "model": m.info.model,
+                "device": m.info.device,
+                "pid": m.info.pid,
+                "kv_dtype": m.info.kv_dtype,
+                "page_size": m.info.page_size,
+                "requests": len(m.runs),
+                "running": m.load.running,
+                "waiting": m.load.waiting,
+                "queued_tokens": m.load.queued_tokens,
+                "free_pages": m.load.free_pages,
+                "evictable_pages": m.load.evictable_pages,
+                "total_pages": m.load.total_pages,
+            }
+            for m in members
+        ],
+    }
+
+
+def models(core: RouterCore) -> list[dict[str, Any]]:
+    """The models that a worker serves now, each once."""
+    longest: dict[str, int] = {}
+    for member in core.members:
+        longest[member.info.model] = max(longest.get(member.info.model, 0), member.token_limit)
+    return [{"id": name, "max_model_len": longest[name]} for name in sorted(longest)]

@@ -1,0 +1,146 @@
+"""The text stage around the core: text becomes ids before it, ids become text behind it, stop strings end choices.
+
+Only requests with text=True are decoded here; front ends that detokenize themselves do without. A reply that is
+not streamed is gathered here when stop strings must be looked for as tokens come, else in the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any, TypeVar
+
+import msgspec
+
+from radixrt.messages import Delta, Deltas, Generate, Score, TextPrompt, TokenPrompt
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Effect
+from radixrt.router.request import Client
+from radixrt.router.tokens import TextService, TextStream
+
+Request = TypeVar("Request", Generate, Score)
+_pack_token = Struct("<i").pack
+
+
+def is_encoded(request: Generate | Score) -> bool:
+    """True where everything is token ids already."""
+    choices = request.choices if isinstance(request, Score) else ()
+    return isinstance(request.prompt, TokenPrompt) and all(isinstance(c, TokenPrompt) for c in choices)
+
+
+async def encode(request: Request, service: TextService) -> Request:
+    """The same request of token ids alone. FieldError names the part that cannot be encoded."""
+    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt))}
+    if isinstance(request, Score):
+        changes["choices"] = await asyncio.to_thread(_encode_choices, request.choices, service)
+    return msgspec.structs.replace(request, **changes)
+
+
+def _encode_choices(choices: list[TextPrompt | TokenPrompt], service: TextService) -> list[TextPrompt | TokenPrompt]:
+    return [TokenPrompt(service.encode_part(choice, f"choices[{i}]")) for i, choice in enumerate(choices)]
+
+
+def wants_text(request: Generate, service: TextService) -> bool:
+    """True where the router decodes for the client."""
+    return request.text and service.has_tokenizer
+
+
+def core_streams(request: Generate, service: TextService) -> bool:
+    """Whether the core must hand over tokens as they come."""
+    return request.stream or (wants_text(request, service) and bool(request.sampling.stop))
+
+
+@dataclass(slots=True)
+class _Choice:
+    text: TextStream
+    include_stop: bool
+    gathered: Delta | None
+    """None for a stream: each delta leaves at once."""
+
+
+@dataclass(slots=True)
+class _Texts:
+    choices: list[_Choice]
+    open: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open = len(self.choices)
+
+
+class TextStreams:
+    """The text of requests in flight, by client and request id."""
+
+    def __init__(self, service: TextService, core: RouterCore) -> None:
+        self._service = service
+        self._core = core
+        self._texts: dict[Client, dict[int, _Texts]] = {}
+
+    def add(self, client: Client, request: Generate) -> None:
+        gather = not request.stream and core_streams(request, self._service)
+        choices = [
+            _Choice(
+                TextStream(self._service, request.sampling),
+                request.sampling.include_stop,
+                Delta(request.id, index) if gather else None,
+            )
+            for index in range(request.n)
+        ]
+        self._texts.setdefault(client, {})[request.id] = _Texts(choices)
+
+    def forget(self, client: Client, request_id: int) -> None:
+        texts = self._texts.get(client)
+        if texts is not None and texts.pop(request_id, None) is not None and not texts:
+            del self._texts[client]
+
+    def forget_client(self, client: Client) -> None:
+        self._texts.pop(client, None)
+
+    def decode(self, client: Client, deltas: Deltas) -> tuple[Deltas, list[Effect]]:
+        """`deltas` with text, and the orders that end choices whose stop string was found."""
+        texts = self._texts.get(client)
+        if texts is None:
+            return deltas, []
+        items: list[Delta] = []
+        effects: list[Effect] = []
+        for delta in deltas.items:
+            request = texts.get(delta.id)
+            if request is None:
+                items.append(delta)
+                continue
+            choice = request.choices[delta.index]
+            effects += self._add_text(client, choice, delta)
+            if choice.gathered is not None:
+                delta = _gather(choice.gathered, delta)
+            if delta.finish is not None:
+                request.open -= 1
+                if not request.open:
+                    self.forget(client, delta.id)
+            if delta.finish is not None or (choice.gathered is None and (delta.text or delta.ids)):
+                items.append(delta)
+        return Deltas(items), effects
+
+    def _add_text(self, client: Client, choice: _Choice, delta: Delta) -> list[Effect]:
+        ids = delta.ids
+        if isinstance(delta.stop, int) and not choice.include_stop and ids.endswith(_pack_token(delta.stop)):
+            ids = ids[:-4]
+        delta.text, stop = choice.text.push(ids)
+        if stop is None and delta.finish is not None:
+            delta.text += choice.text.flush()
+            stop = choice.text.stop
+        if stop is None:
+            return []
+        effects: list[Effect] = []
+        if delta.finish is None:
+            delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index)
+        delta.finish, delta.stop = "stop", stop
+        return effects
+
+
+def _gather(whole: Delta, delta: Delta) -> Delta:
+    whole.ids += delta.ids
+    whole.text += delta.text
+    if delta.logprobs:
+        whole.logprobs = (whole.logprobs or []) + delta.logprobs
+    whole.finish, whole.usage, whole.stop = delta.finish, delta.usage, delta.stop
+    return whole

@@ -1,0 +1,228 @@
+"""The two libraries behind a tokenizer, with one face: `tokenizers` and `sentencepiece`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers
+
+from radixrt.router.tokens.pieces import BytePieces, Pieces, TextPieces
+
+SPACE = "\u2581"
+WHITE_SPACE = re.compile(r"\s*")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Backend(Protocol):
+    """Thread safe. `size` is the largest token id plus one; `specials` are hidden by skip_special_tokens."""
+
+    size: int
+    specials: frozenset[int]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+    def is_byte(self, token: int) -> bool: ...
+
+    def pieces(self) -> Pieces | None:
+        """What each id adds, specials shown; None if the decoder is of a kind that no table describes."""
+
+
+# ---------------------------------------------------------------- tokenizer.json
+
+
+class JsonBackend:
+    """`tokenizer.json`, which says everything itself: added tokens, BOS and EOS, normalization, decoding."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.token_id = tokenizer.token_to_id
+        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.specials = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # "fast" leaves out the character offsets, a fifth of the time.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def is_byte(self, token: int) -> bool:
+        return BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
+
+    def pieces(self) -> Pieces | None:
+        decoder = self._tokenizer.decoder
+        if decoder is None:
+            return None
+        tokens = [self._tokenizer.id_to_token(i) or "" for i in range(self.size)]
+        match _steps(json.loads(decoder.__getstate__())):
+            case [{"type": "ByteLevel"}]:
+                return _byte_level(tokens)
+            case [{"type": "Metaspace", "replacement": space, "prepend_scheme": scheme}]:
+                return _metaspace(tokens, space, keep_first=scheme == "never")
+            case [{"type": "Replace", "pattern": {"String": old}, "content": new}, {"type": "ByteFallback"}]:
+                return _byte_fallback(tokens, old, new, strip=0)
+            case [
+                {"type": "Replace", "pattern": {"String": old}, "content": new},
+                {"type": "ByteFallback"},
+                {"type": "Strip", "content": " ", "start": start, "stop": 0},
+            ]:
+                return _byte_fallback(tokens, old, new, strip=start)
+        return None
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    """The decoders in a row, less Fuse, which only joins tokens (needed before Strip, which is last)."""
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return [step for step in steps if step["type"] != "Fuse"]
+
+
+def _byte_level(tokens: list[str]) -> BytePieces:
+    to_byte = _byte_of_char()
+    # A token with a character outside of the alphabet (an added one) stands for its own text, whole.
+    return BytePieces([bytes(map(to_byte.get, t)) if all(c in to_byte for c in t) else t.encode() for t in tokens])
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+def _metaspace(tokens: list[str], space: str, keep_first: bool) -> TextPieces:
+    head = {} if keep_first else {i: t.replace(space, "") for i, t in enumerate(tokens) if space in t}
+    return TextPieces([t.replace(space, " ") for t in tokens], {}, strict=True, head=head, head_ends="token")
+
+
+def _byte_fallback(tokens: list[str], old: str, new: str, strip: int) -> TextPieces:
+    byte_of = {i: int(m[1], 16) for i, t in enumerate(tokens) if (m := BYTE_TOKEN.fullmatch(t))}
+    texts = ["" if i in byte_of else t.replace(old, new) for i, t in enumerate(tokens)]
+    return TextPieces(texts, byte_of, strict=True, strip=strip)
+
+
+# ---------------------------------------------------------------- tokenizer.model
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A string that is cut out of the text, with the white space beside it, before sentencepiece sees it."""
+
+    content: str
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class SentencePieceBackend:
+    """A bare `tokenizer.model`, used as LlamaTokenizer does.
+
+    Control and unknown pieces and `added` tokens (id -> AddedToken) are found in text before anything
+    else. BOS is added unless told otherwise. Only text at the very start gets the dummy prefix; with
+    `legacy` any text after a special token gets one too.
+    """
+
+    def __init__(
+        self,
+        model: bytes,
+        added: Mapping[int, AddedToken],
+        add_bos: bool = True,
+        add_eos: bool = False,
+        legacy: bool = False,
+        add_prefix_space: bool = True,
+    ) -> None:
+        self._model = sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+        # A message appended to a serialized one is merged into it: normalizer_spec (field 3) of
+        # add_dummy_prefix (3) and remove_extra_whitespaces (4), both false.
+        self._plain = sentencepiece.SentencePieceProcessor(model_proto=model + b"\x1a\x04\x18\x00\x20\x00")
+        self._first = self._model if add_prefix_space else self._plain
+        self._later = self._first if legacy else self._plain
+        own = [i for i in range(sp.vocab_size()) if sp.is_control(i) or sp.is_unknown(i)]
+        self._added = {i: AddedToken(sp.id_to_piece(i)) for i in own} | dict(added)
+        self._ids = {token.content: i for i, token in self._added.items()}
+        self.size = max(sp.vocab_size(), max(self._added, default=-1) + 1)
+        self.specials = frozenset(i for i, token in self._added.items() if token.special)
+        self._bos = [sp.bos_id()] if add_bos and sp.bos_id() >= 0 else []
+        self._eos = [sp.eos_id()] if add_eos and sp.eos_id() >= 0 else []
+        # Bare alternatives, no groups: re then jumps from one possible first character to the next.
+        self._pattern = re.compile("|".join(re.escape(t) for t in sorted(self._ids, key=len, reverse=True)) or "(?!)")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = list(self._bos) if add_special_tokens else []
+        at = 0
+        for match in self._pattern.finditer(text):
+            token = self._ids[match[0]]
+            before = text[at : match.start()]
+            ids += self._encode_plain(before.rstrip() if self._added[token].lstrip else before, at)
+            ids.append(token)
+            at = match.end()
+            if self._added[token].rstrip:
+                at = WHITE_SPACE.match(text, at).end()
+        ids += self._encode_plain(text[at:], at)
+        return ids + self._eos if add_special_tokens else ids
+
+    def _encode_plain(self, text: str, start: int) -> list[int]:
+        """Ids of text without special tokens that stands at `start` of the whole."""
+        if not text:
+            return []
+        return (self._later if start else self._first).encode(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        model, size = self._model, self._model.vocab_size()
+        text, run = "", []
+        for i in ids:
+            if i not in self._added:
+                if i < size:
+                    run.append(i)
+            elif not (skip_special_tokens and i in self.specials):
+                text += model.decode(run) + self._added[i].content
+                model, run = self._plain, []
+        return text + model.decode(run)
+
+    def token_id(self, token: str) -> int | None:
+        if token in self._ids:
+            return self._ids[token]
+        i = self._model.piece_to_id(token)
+        return None if i == self._model.unk_id() else i
+
+    def is_byte(self, token: int) -> bool:
+        return token < self._model.vocab_size() and self._model.is_byte(token)
+
+    def pieces(self) -> Pieces | None:
+        sp = self._model
+        byte_of = {i: int(sp.id_to_piece(i)[3:5], 16) for i in range(sp.vocab_size()) if sp.is_byte(i)}
+        texts = ["" if i in byte_of else sp.id_to_piece(i).replace(SPACE, " ") for i in range(sp.vocab_size())]
+        texts += [""] * (self.size - len(texts))
+        for i, token in self._added.items():
+            texts[i] = token.content
+        spaced = {i: t[1:] for i, t in enumerate(texts) if t[:1] == " " and i not in self._added}
+        drops_space = any(sp.decode([i]) != texts[i] for i in list(spaced)[:1])
+        # Trained with remove_extra_whitespaces, a model drops spaces until there is text; else only one.
+        ends = "space" if sp.decode([sp.piece_to_id(SPACE)] * 2) else "text"
+        return TextPieces(texts, byte_of, strict=False, head=spaced if drops_space else {}, head_ends=ends)
+
+
+def load_sentencepiece(path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> SentencePieceBackend:
+    """Read a `tokenizer.model`; ValueError if it is not sentencepiece's format."""
+    try:
+        return SentencePieceBackend(
+            path.read_bytes(),
+            added,
+            add_bos=config.get("add_bos_token", True),
+            add_eos=config.get("add_eos_token", False),
+            legacy=bool(config.get("legacy")),
+            add_prefix_space=config.get("add_prefix_space") is not False,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a sentencepiece model: {error}") from error

@@ -1,0 +1,256 @@
+"""Chat templates, rendered as transformers' apply_chat_template renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.errors import FieldError
+
+NO_TEMPLATE = "this model has no chat template; give one with --chat-template FILE, or send a plain prompt"
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+Message = dict[str, Any]
+
+
+def read_templates(folder: Path, config: Mapping[str, Any], file: str = "") -> dict[str, str]:
+    """Jinja sources by name ("default", "tool_use", ...); {} if the checkpoint has none.
+
+    In order: `file` (Jinja, or JSON with `chat_template`), chat_template.jinja (and
+    additional_chat_templates/*.jinja), chat_template.json, `chat_template` of tokenizer_config.json.
+    ValueError if `file` cannot be read.
+    """
+    if file:
+        return _from_file(Path(file))
+    extra = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("additional_chat_templates/*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        return extra | _from_file(folder / "chat_template.jinja")
+    if extra:
+        return extra
+    if (folder / "chat_template.json").is_file():
+        return _from_file(folder / "chat_template.json")
+    return _by_name(config.get("chat_template"))
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _by_name(json.loads(text)["chat_template"] if path.suffix == ".json" else text)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"no chat template in {path}: {error}") from error
+
+
+def _by_name(template: str | list[dict[str, str]] | None) -> dict[str, str]:
+    if isinstance(template, list):
+        return {item["name"]: item["template"] for item in template}
+    return {"default": template} if template else {}
+
+
+class ChatTemplates:
+    """A model's templates, compiled once; `special_tokens` (bos_token, ...) are variables in them."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
+        self._templates = {name: _Template(environment, source) for name, source in sources.items()}
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text of a chat prompt, ending where the assistant's answer begins or, with `partial`, goes on.
+
+        FieldError (`messages`, `messages[i]...`, `template_args`) if there is no template, the input has not
+        the shape of OpenAI's messages, or the template refuses it.
+        """
+        template = self._choose(tools=prompt.tools is not None)
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & prompt.template_args.keys()
+        if reserved:
+            raise FieldError("template_args", f"template_args may not set {', '.join(sorted(reserved))}")
+        messages = [_checked(i, message) for i, message in enumerate(prompt.messages)]
+        if not messages:
+            raise FieldError("messages", "messages must hold at least one message")
+        messages = [template.adapted(i, message) for i, message in enumerate(messages)]
+        if prompt.partial:
+            _mark_end(messages)
+        variables = {**self._special_tokens, **prompt.template_args}
+        text = template.render(messages, prompt.tools, not prompt.partial, variables)
+        return _cut_at_mark(text) if prompt.partial else text
+
+    def _choose(self, tools: bool) -> _Template:
+        named = self._templates
+        if not named:
+            raise FieldError("messages", NO_TEMPLATE)
+        template = (named.get("tool_use") if tools else None) or named.get("default")
+        if template is None:
+            raise FieldError("messages", f"none of the chat templates {sorted(named)} is the default; {NO_TEMPLATE}")
+        return template
+
+
+class _Template:
+    """One compiled template and what it expects of messages.
+
+    `takes_parts`: it loops over `content`, so a list of parts stays one; otherwise their texts are joined
+    by line feeds. `takes_objects`: it writes tool call `arguments` as JSON and makes no difference for a
+    string, so OpenAI's JSON string is parsed for it.
+    """
+
+    def __init__(self, environment: jinja2.Environment, source: str) -> None:
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        self.takes_parts = any(_is_named(loop.iter, "content") for loop in tree.find_all(nodes.For))
+        uses = {_use(node) for node in tree.find_all((nodes.Filter, nodes.Getattr, nodes.Test))}
+        self.takes_objects = bool(uses & {"tojson", "items"}) and "string" not in uses
+
+    def adapted(self, index: int, message: Message) -> Message:
+        """A message as the template wants it: no None values, parts and arguments in its form."""
+        message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(message.get("content"), list):
+            texts = [_part_text(index, j, part) for j, part in enumerate(message["content"])]
+            if not self.takes_parts:
+                message["content"] = "\n".join(texts)
+        if self.takes_objects and message.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+        if reasoning is not None:  # templates read it under one name or the other
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        return message
+
+    def render(
+        self, messages: list[Message], tools: list[Message] | None, answer_next: bool, variables: Mapping[str, Any]
+    ) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=answer_next, **variables
+            )
+        except jinja2.TemplateError as error:  # raise_exception and undefined variables
+            raise FieldError("messages", f"the chat template refuses these messages: {error.message}") from error
+        except Exception as error:  # a template is a program that any unexpected message may break
+            raise FieldError("messages", f"the chat template fails on these messages: {error}") from error
+
+
+def _use(node: nodes.Node) -> str | None:
+    """What an expression does with `arguments`: the name of the filter, attribute or test."""
+    if not _is_named(node.node, "arguments"):
+        return None
+    return node.attr if isinstance(node, nodes.Getattr) else node.name
+
+
+def _is_named(node: nodes.Node, name: str) -> bool:
+    """Whether an expression is `name`, `x.name` or `x['name']`, filters aside."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    match node:
+        case nodes.Name():
+            return node.name == name
+        case nodes.Getattr():
+            return node.attr == name
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == name
+    return False
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _checked(index: int, message: Any) -> Message:
+    field = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise FieldError(field, f"{field} must be an object with a role and content")
+    if not isinstance(message.get("role"), str):
+        raise FieldError(f"{field}.role", f"{field}.role must be a string")
+    if not isinstance(message.get("content", ""), str | list | None):
+        raise FieldError(f"{field}.content", f"{field}.content must be a string or a list of parts")
+    if not isinstance(message.get("tool_calls", []), list | None):
+        raise FieldError(f"{field}.tool_calls", f"{field}.tool_calls must be a list")
+    return message
+
+
+def _part_text(index: int, position: int, part: Any) -> str:
+    field = f"messages[{index}].content[{position}]"
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise FieldError(f"{field}.type", f"{field}.type must be 'text', not {kind!r}: this model reads text only")
+    if not isinstance(part.get("text"), str):
+        raise FieldError(f"{field}.text", f"{field}.text must be a string")
+    return part["text"]
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call with `function.arguments` as an object, if they are the JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments else {}
+    except ValueError:
+        return call  # what a model wrote need not be JSON: the template gets it as it is
+    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
+
+
+def _mark_end(messages: list[Message]) -> None:
+    """Mark where the last message ends, to cut there what the template puts behind it."""
+    last = messages[-1]
+    if last["role"] != "assistant" or not last.get("content"):
+        raise FieldError("messages", "only an assistant message with content can be continued, and it must be last")
+    if isinstance(last["content"], str):
+        last["content"] += CONTINUE_MARK
+    else:
+        *parts, part = last["content"]
+        last["content"] = [*parts, {**part, "text": part["text"] + CONTINUE_MARK}]
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(CONTINUE_MARK.strip())
+    if at < 0:
+        raise FieldError("messages", "the chat template drops the message that should be continued")
+    # A template that trims messages has trimmed the mark: then the text before it would be trimmed as well.
+    return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()
+
+
+# ---------------------------------------------------------------- the environment of transformers
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant said, for training; here it is just text."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,202 @@
+"""Text at the edge of the system: prompts become token ids off the event loop, token ids become text."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import numpy as np
+
+from radixrt.config import FrontendConfig, RouterConfig
+from radixrt.messages import ChatPrompt, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens.detok import Detokenizer
+from radixrt.router.tokens.stops import StopFinder
+from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
+
+INLINE_CHARS = 256
+"""Up to this many characters, encoding (0.2 µs a character) costs less than handing it to a thread (60-90 µs)."""
+
+TOKEN_BYTES = 4
+NO_TOKENIZER = "there is no tokenizer here: send token ids"
+
+
+class TextService:
+    """Encodes prompts and decodes answers with one tokenizer, or with none (token ids only).
+
+    Token ids are `bytes` of little-endian int32. Bad input raises FieldError. Close it (or use it as a
+    context manager) to end its threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, threads: int = 2) -> None:
+        self.tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize") if tokenizer else None
+
+    @classmethod
+    def load(cls, config: RouterConfig | FrontendConfig) -> TextService:
+        """With `config.tokenizer` ("none": `none()`), or else that of `config.model`. ValueError if there is none."""
+        if config.tokenizer == "none":
+            return cls.none()
+        return cls(load_tokenizer(config.tokenizer or config.model, config.chat_template), config.tokenizer_threads)
+
+    @classmethod
+    def none(cls) -> TextService:
+        """For servers without a tokenizer: token ids pass, text is a FieldError."""
+        return cls(None)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.tokenizer is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it: rows of the model's embedding, or the tokenizer's size; 0 without a tokenizer."""
+        return self.tokenizer.model_vocab_size if self.tokenizer else 0
+
+    def close(self) -> None:
+        """End the threads; prompts that wait for one are cancelled."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def encode(self, prompt: Prompt) -> bytes:
+        """Ids of a prompt, at least one. Long text is encoded in a thread, so that the event loop goes on."""
+        if self._pool is None or _is_short(prompt):
+            return self.encode_now(prompt)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.encode_now, prompt)
+
+    def encode_now(self, prompt: Prompt) -> bytes:
+        """`encode` in the calling thread."""
+        match prompt:
+            case TokenPrompt(ids=ids):
+                return self._checked(ids, "prompt")
+            case TextPrompt(text=text, add_special_tokens=special):
+                return self._encode_text(text, special, "prompt") if text else _refuse_empty("prompt")
+            case ChatPrompt():
+                return self._encode_text(self._with_tokenizer().apply_chat(prompt), False, "messages")
+            case PartsPrompt(parts=parts):
+                return self._encode_parts(parts)
+        raise FieldError("prompt", f"prompt of an unknown kind: {type(prompt).__name__}")
+
+    def encode_part(self, part: TextPrompt | TokenPrompt, field: str = "choices") -> bytes:
+        """Ids of text that goes on after a prompt: no special tokens, no leading space added. At least one."""
+        ids = self._encode_part(part, field)
+        return ids or _refuse_empty(field)
+
+    async def decode(self, ids: bytes, skip_special_tokens: bool = True) -> str:
+        """Text of all `ids` at once."""
+        if self._pool is None or len(ids) <= INLINE_CHARS * TOKEN_BYTES:
+            return self.decode_now(ids, skip_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.decode_now, ids, skip_special_tokens)
+
+    def decode_now(self, ids: bytes, skip_special_tokens: bool = True) -> str:
+        """`decode` in the calling thread."""
+        tokenizer = self._with_tokenizer("ids")
+        return tokenizer.decode(np.frombuffer(self._checked(ids, "ids"), "<i4").tolist(), skip_special_tokens)
+
+    def _with_tokenizer(self, field: str = "prompt") -> Tokenizer:
+        if self.tokenizer is None:
+            raise FieldError(field, NO_TOKENIZER)
+        return self.tokenizer
+
+    def _encode_text(self, text: str, special: bool, field: str) -> bytes:
+        tokenizer = self._with_tokenizer(field)
+        try:
+            ids = tokenizer.encode(text, special)
+        except ValueError as error:
+            raise FieldError(field, str(error)) from error
+        return array("i", ids).tobytes() if ids else _refuse_empty(field)
+
+    def _encode_parts(self, parts: Sequence[TextPrompt | TokenPrompt]) -> bytes:
+        encoded = []
+        for i, part in enumerate(parts):
+            if i == 0 and isinstance(part, TextPrompt) and part.text:
+                encoded.append(self._encode_text(part.text, part.add_special_tokens, "prompt"))
+            else:
+                encoded.append(self._encode_part(part, "prompt"))
+        return b"".join(encoded) or _refuse_empty("prompt")
+
+    def _encode_part(self, part: TextPrompt | TokenPrompt, field: str) -> bytes:
+        if isinstance(part, TokenPrompt):
+            return self._checked(part.ids, field) if part.ids else b""
+        try:
+            return array("i", self._with_tokenizer(field).encode_continuation(part.text)).tobytes()
+        except FieldError:
+            raise
+        except ValueError as error:
+            raise FieldError(field, str(error)) from error
+
+    def _checked(self, ids: bytes, field: str) -> bytes:
+        if not ids:
+            _refuse_empty(field)
+        if len(ids) % TOKEN_BYTES:
+            raise FieldError(field, f"{field} must be int32 token ids, 4 bytes each, not {len(ids)} bytes")
+        largest = int(np.frombuffer(ids, "<u4").max())  # a negative id is a huge one
+        limit = self.vocab_size or 1 << 31
+        if largest >= limit:
+            shown = largest if largest < 1 << 31 else largest - (1 << 32)
+            raise FieldError(field, f"{field} holds token id {shown}, outside of 0..{limit - 1}")
+        return ids
+
+
+def _refuse_empty(field: str) -> bytes:
+    raise FieldError(field, f"{field} is empty: at least one token is needed")
+
+
+def _is_short(prompt: Prompt) -> bool:
+    match prompt:
+        case TokenPrompt():
+            return True
+        case TextPrompt(text=text):
+            return len(text) <= INLINE_CHARS
+        case PartsPrompt(parts=parts):
+            return sum(len(part.text) for part in parts if isinstance(part, TextPrompt)) <= INLINE_CHARS
+    return False
+
+
+class TextStream:
+    """The text of one answer while it is generated; ends at a stop string. Empty if `service` has no tokenizer
+    (then stop strings are a FieldError).
+
+    `stop` is the stop string that ended it, or None. With `include_stop` the text ends with it,
+    otherwise before it. Without stop strings text is passed on as soon as its characters are whole.
+    """
+
+    __slots__ = ("_detokenizer", "_finder")
+
+    def __init__(self, service: TextService, sampling: Sampling) -> None:
+        tokenizer = service.tokenizer
+        if tokenizer is None and sampling.stop:
+            raise FieldError("stop", f"stop strings need text, but {NO_TOKENIZER}")
+        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
+        self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
+
+    @property
+    def stop(self) -> str | None:
+        return self._finder.found if self._finder else None
+
+    def push(self, ids: Sequence[int] | bytes) -> tuple[str, str | None]:
+        """Text gained with these ids (a sequence of ints or int32 bytes), and the stop string if one is complete."""
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.push(memoryview(ids).cast("i") if isinstance(ids, bytes) else ids)
+        if self._finder is None:
+            return text, None
+        return self._finder.push(text), self._finder.found
+
+    def flush(self) -> str:
+        """The rest of the text, when no more ids come; `stop` may be set by it."""
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.flush()
+        if self._finder is None:
+            return text
+        return self._finder.push(text) + self._finder.flush()

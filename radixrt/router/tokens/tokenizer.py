@@ -1,0 +1,248 @@
+"""A checkpoint's tokenizer: text to ids and back, special tokens, chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.tokens.backends import AddedToken, Backend, JsonBackend, load_sentencepiece
+from radixrt.router.tokens.chat import ChatTemplates, read_templates
+from radixrt.router.tokens.pieces import Pieces, verified
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
+ANCHOR = "\n"
+HUB_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
+
+
+class Tokenizer:
+    """Thread safe. Token ids are ints in [0, vocab_size).
+
+    bos_id: id that starts a sequence, or None. eos_ids: ids that end one, from tokenizer_config.json,
+    generation_config.json and config.json together. vocab_size: the largest id plus one.
+    model_vocab_size: rows of the model's embedding (padded, often larger), as far as config.json says.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        templates: ChatTemplates,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        model_vocab_size: int = 0,
+    ) -> None:
+        self._backend = backend
+        self._templates = templates
+        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids)
+        self.vocab_size = backend.size
+        self.model_vocab_size = max(model_vocab_size, backend.size)
+        self.special_ids = backend.specials
+        self.token_id = backend.token_id
+        self.is_byte = backend.is_byte
+        self._shown = self._verified(backend.pieces(), skip=False)
+        self._hidden = self._verified(self._shown and self._shown.without(backend.specials), skip=True)
+        self._anchor_ids = self._find_anchor_ids()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens written in it count as such. `add_special_tokens` adds BOS or EOS
+        if the model wants them. ValueError if the text is not Unicode (a lone surrogate)."""
+        try:
+            return self._backend.encode(text, add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise ValueError(f"text cannot be encoded as UTF-8: {error}") from error
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of text that goes on after other text: no special tokens, and no space in front where the model's
+        tokenizer would put one at the start of a text."""
+        if not self._anchor_ids:
+            return self.encode(text, False)
+        ids = self.encode(ANCHOR + text, False)
+        cut = len(self._anchor_ids)
+        return ids[cut:] if ids[:cut] == self._anchor_ids else self.encode(text, False)
+
+    def _find_anchor_ids(self) -> list[int]:
+        """Ids of ANCHOR if "a" would be encoded as " a"; a line feed is a token that nothing merges with."""
+        adds_space = b"".join(map(self.token_bytes, self.encode("a", False))) == b" a"
+        return self.encode(ANCHOR, False) if adds_space else []
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of all `ids` at once; ids that no token has add nothing, invalid UTF-8 becomes U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for inside a text (a leading space is kept)."""
+        if self._shown is not None:
+            return self._shown.bytes_of(token)
+        return self.decode([token], skip_special_tokens=False).encode()
+
+    def token_text(self, token: int) -> str:
+        """`token_bytes` as text, with U+FFFD where a token is only a part of a character."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def apply_chat(self, prompt: ChatPrompt) -> str:
+        """The prompt's text by the chat template; encode it with add_special_tokens=False. FieldError on bad input."""
+        return self._templates.render(prompt)
+
+    def pieces(self, skip_special_tokens: bool) -> Pieces | None:
+        """A table for incremental decoding, or None where it was found to differ from `decode`."""
+        return self._hidden if skip_special_tokens else self._shown
+
+    def _verified(self, pieces: Pieces | None, skip: bool) -> Pieces | None:
+        if pieces is None:
+            return None
+        right = verified(pieces, lambda ids: self.decode(ids, skip), self.vocab_size, self.special_ids)
+        return pieces if right else None
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenizer:
+    """Load from a checkpoint folder or hub name: `tokenizer.json`, else a sentencepiece model, else whatever
+    transformers can make of the files (imported only then). `chat_template_file` replaces the checkpoint's
+    chat template. ValueError if there is no tokenizer or a file is broken."""
+    folder = _local(folder)
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
+    backend = _load_backend(folder, config, named)
+    model = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
+    text_model = model.get("text_config") or {}
+    eos = [config.get("eos_token_id") for config in (generation, model, text_model)]
+    eos.append(backend.token_id(named.get("eos_token", "")))
+    return Tokenizer(
+        backend,
+        ChatTemplates(read_templates(folder, config, chat_template_file), named),
+        bos_id=backend.token_id(named.get("bos_token", "")),
+        eos_ids=[i for value in eos for i in _ids(value)],
+        model_vocab_size=model.get("vocab_size") or text_model.get("vocab_size") or 0,
+    )
+
+
+def _load_backend(folder: Path, config: Mapping[str, Any], named: dict[str, str]) -> Backend:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _load_json(path, config, named)
+    for pattern in SENTENCEPIECE_FILES:
+        for path in sorted(folder.glob(pattern)):
+            backend = load_sentencepiece(path, config, _added_tokens(folder, config))
+            _name_sentencepiece_tokens(backend, named)
+            return backend
+    return _load_by_transformers(folder, named)
+
+
+def _load_json(path: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> JsonBackend:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for any broken file
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    declared = _declared_tokens(config)
+    tokenizer.add_tokens([_added(t) for _, t in sorted(declared.items()) if tokenizer.token_to_id(t.content) is None])
+    shown = {t.content for t in tokenizer.get_added_tokens_decoder().values() if not t.special}
+    hidden = [token for token in named.values() if token in shown or tokenizer.token_to_id(token) is None]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in dict.fromkeys(hidden)])
+    if tokenizer.post_processor is None:
+        _add_bos_and_eos(tokenizer, config, named)
+    return JsonBackend(tokenizer)
+
+
+def _added(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=token.special
+    )
+
+
+def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Follow `add_bos_token` and `add_eos_token`, which count only where tokenizer.json has no post-processor."""
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    if bos or eos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[token for token in (bos, "$A", eos) if token],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in {bos, eos} - {None}],
+        )
+
+
+def _load_by_transformers(folder: Path, named: dict[str, str]) -> JsonBackend:
+    """vocab.json and merges.txt, vocab.txt, ...: converted by transformers, seconds of import."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} holds no tokenizer that can be read: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{folder}: {type(tokenizer).__name__} cannot be expressed as a tokenizer.json")
+    named.update({name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)})
+    return JsonBackend(backend)
+
+
+# ---------------------------------------------------------------- the JSON files beside it
+
+
+def _named_tokens(*configs: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and the like; each is a string or an object with `content`. The first file that has one counts."""
+    named = {}
+    for config in reversed(configs):
+        for name in SPECIAL_NAMES:
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if token:
+                named[name] = token
+    return named
+
+
+def _name_sentencepiece_tokens(backend: Backend, named: dict[str, str]) -> None:
+    for name, token in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")):
+        if name not in named and backend.token_id(token) is not None:
+            named[name] = token
+
+
+def _declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """`added_tokens_decoder` of tokenizer_config.json."""
+    return {int(i): _added_token(token) for i, token in config.get("added_tokens_decoder", {}).items()}
+
+
+def _added_token(token: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(
+        token["content"], token.get("special", False), bool(token.get("lstrip")), bool(token.get("rstrip"))
+    )
+
+
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Tokens beside a sentencepiece model: added_tokens.json, then tokenizer_config.json, which says more."""
+    listed = {i: AddedToken(token, special=False) for token, i in _read_json(folder / "added_tokens.json").items()}
+    return listed | _declared_tokens(config)
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} if there is no such file; ValueError if it holds no JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
+def _local(folder: str | Path) -> Path:
+    """The folder itself, or the tokenizer files of a hub name, downloaded."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=HUB_FILES))
+    except Exception as error:  # no network, no such name, not a valid name: all the same to the caller
+        raise ValueError(f"{folder} is neither a folder nor a model that the hub gave: {error}") from error

@@ -1,0 +1,123 @@
+"""Checks of what callers send. Pure; every refusal names the field and says what would be right."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+import numpy as np
+
+from radixrt.messages import Error, Sampling
+from radixrt.router.errors import FieldError
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+TOKEN_BYTES = 4
+
+
+class Refused(FieldError):
+    """A request that is not served: `code` is an HTTP status, `field` names what is wrong in it."""
+
+    def __init__(self, field: str, message: str, code: int = 400, retry_after: float | None = None) -> None:
+        super().__init__(field, message)
+        self.code = code
+        self.retry_after = retry_after
+
+    def error(self, request_id: int | None) -> Error:
+        return Error(request_id, self.code, str(self), self.field, self.retry_after)
+
+
+def _require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise Refused(field, f"{field} {message}")
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
+    """Refused (400) unless every field is in range. `vocab_size` 0: token ids are only checked to be >= 0."""
+    s = sampling
+    _require(s.max_tokens is None or s.max_tokens >= 0, "max_tokens", "must be at least 0")
+    _require(s.min_tokens >= 0, "min_tokens", "must be at least 0")
+    _require(s.max_tokens is None or s.min_tokens <= s.max_tokens, "min_tokens", "must not exceed max_tokens")
+    _require(s.temperature >= 0 and _finite(s.temperature), "temperature", "must be at least 0 and finite")
+    _require(0 < s.top_p <= 1, "top_p", "must be in (0, 1]")
+    _require(s.top_k >= -1, "top_k", "must be at least 1; 0 and -1 switch it off")
+    _require(0 <= s.min_p <= 1, "min_p", "must be in [0, 1]")
+    _require(s.repetition_penalty > 0 and _finite(s.repetition_penalty), "repetition_penalty", "must be above 0")
+    _require(-2 <= s.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")
+    _require(-2 <= s.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]")
+    _require(s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, "logprobs", f"must be in [0, {MAX_LOGPROBS}]")
+    if s.stop:
+        _require(len(s.stop) <= MAX_STOPS, "stop", f"may have {MAX_STOPS} strings at most")
+        _require(all(s.stop), "stop", "must not hold an empty string")
+        _require(max(map(len, s.stop)) <= MAX_STOP_CHARS, "stop", f"strings may have {MAX_STOP_CHARS} characters")
+    if s.stop_token_ids:
+        _require(len(s.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"may have {MAX_STOPS} ids at most")
+        _check_ids(min(s.stop_token_ids), max(s.stop_token_ids), "stop_token_ids", vocab_size)
+    if s.logit_bias:
+        _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"may have {MAX_BIASES} entries at most")
+        _check_ids(min(s.logit_bias), max(s.logit_bias), "logit_bias", vocab_size)
+        _require(all(-100 <= b <= 100 for b in s.logit_bias.values()), "logit_bias", "must be in [-100, 100]")
+
+
+def _check_ids(lowest: int, highest: int, field: str, vocab_size: int) -> None:
+    if lowest < 0:
+        raise Refused(field, f"{field} holds the token id {lowest}, which is negative")
+    limit = vocab_size or 1 << 31
+    if highest >= limit:
+        raise Refused(field, f"{field} holds the token id {highest}; the vocabulary has {limit}")
+
+
+def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
+    """Refused (400) unless `ids` is int32 little-endian, not empty, and every id is in the vocabulary (0: unknown)."""
+    if not ids:
+        raise Refused(field, f"{field} is empty: at least one token is needed")
+    if len(ids) % TOKEN_BYTES:
+        raise Refused(
+            field, f"{field} has {len(ids)} bytes: token ids are little-endian int32, {TOKEN_BYTES} bytes each"
+        )
+    tokens = np.frombuffer(ids, "<i4")
+    _check_ids(int(tokens.min()), int(tokens.max()), field, vocab_size)
+
+
+def check_choices(n: int) -> None:
+    """Refused (400) unless 1 <= n <= MAX_CHOICES."""
+    _require(1 <= n <= MAX_CHOICES, "n", f"must be in [1, {MAX_CHOICES}]")
+
+
+def parse_api_keys(entries: list[str]) -> dict[str, str]:
+    """`TENANT:KEY` entries -> key: tenant. ValueError names a bad entry (never its key)."""
+    tenants: dict[str, str] = {}
+    for number, entry in enumerate(entries, 1):
+        tenant, colon, key = entry.partition(":")
+        if not colon or not key or not re.fullmatch(r"[\w.@-]+", tenant):
+            raise ValueError(f"api_key number {number}: expected TENANT:KEY, TENANT of letters, digits and _ . @ -")
+        if key in tenants:
+            raise ValueError(f"api_key number {number}: tenants {tenants[key]} and {tenant} have the same key")
+        tenants[key] = tenant
+    return tenants
+
+
+class _Head(msgspec.Struct):
+    id: int | None = None
+
+
+_head = msgspec.msgpack.Decoder(_Head)
+
+
+def malformed(payload: bytes, problem: Exception) -> Error:
+    """The Error for a payload that is no message: with its id where that can be read, and the field by its path."""
+    try:
+        request_id = _head.decode(payload).id
+    except msgspec.MsgspecError:
+        request_id = None
+    text = str(problem)
+    path = re.search(r" - at `\$\.?([^`]*)`", text)
+    return Error(request_id, 400, f"malformed message: {text}", path.group(1) if path else "")

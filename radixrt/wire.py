@@ -1,0 +1,371 @@
+"""The socket layer, the only file that imports zmq: messages in, messages out, no policy.
+
+    DealerSocket (client, front end)  --tcp/ipc/inproc-->  RouterSocket (router, clients' side)
+    Link         (worker's thread)    --tcp/ipc/inproc-->  RouterSocket (router, workers' side)
+
+A ROUTER/DEALER message is `[identity,] payload`; a payload is the msgpack of one tagged union of
+`messages.py`. Every process has one ZMQ context, so that `inproc://` joins threads of a process.
+
+An address may end in `#` and 64 hex digits: the CURVE public key of the server to connect to
+(`tcp://10.0.0.7:5555#0a1b...`). `radixrt keygen` makes the keys. Nobody who does not know that key can
+connect, and one secret gives the clients' and the workers' socket different keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import ipaddress
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+Decoder = msgspec.msgpack.Decoder
+Malformed = msgspec.MsgspecError
+"""What `Decoder.decode` raises for bytes that are no message of its union."""
+encode = msgspec.msgpack.Encoder().encode
+
+HIGH_WATER = 10_000
+"""Messages queued for one peer that does not read, before sends to it are refused."""
+MAX_CLIENT_BYTES = 64 << 20
+"""Largest message taken from a client; ZMQ drops the connection of one that sends more."""
+MAX_IPC_PATH = 107
+_BATCH = 512
+"""Messages handled before other callbacks of the event loop get their turn."""
+
+
+class PeerGone(ConnectionError):
+    """A message could not be sent, because nobody with that identity is connected."""
+
+
+# ---------------------------------------------------------------- addresses and keys
+
+
+def split_address(address: str) -> tuple[str, bytes | None]:
+    """`tcp://host:port#hexkey` -> ZMQ address, public key (z85) or None. ValueError names what is wrong."""
+    endpoint, mark, key = address.partition("#")
+    transport, sep, place = endpoint.partition("://")
+    if not sep or transport not in ("tcp", "ipc", "inproc") or not place:
+        raise ValueError(f"address {address!r}: expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+    if transport == "tcp" and not place.rpartition(":")[0]:
+        raise ValueError(f"address {address!r}: tcp needs HOST:PORT")
+    if transport == "ipc" and len(place.encode()) > MAX_IPC_PATH:
+        raise ValueError(f"address {address!r}: an ipc path may have {MAX_IPC_PATH} bytes, this one has more")
+    if not mark:
+        return endpoint, None
+    try:
+        raw = bytes.fromhex(key)
+    except ValueError:
+        raw = b""
+    if len(raw) != 32:
+        raise ValueError(f"address {endpoint}#...: a public key is 64 hex digits")
+    return endpoint, z85.encode(raw)
+
+
+def is_loopback(address: str) -> bool:
+    """True where only this machine can connect: ipc, inproc, and tcp on 127.0.0.0/8, ::1 or localhost."""
+    transport, _, place = split_address(address)[0].partition("://")
+    if transport != "tcp":
+        return True
+    host = place.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def make_secret_key(path: str) -> None:
+    """Write a new CURVE secret key, 64 hex digits, readable by its owner only. FileExistsError if there is one."""
+    file = Path(path)
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(secrets.token_hex(32) + "\n")
+
+
+def load_secret_key(path: str, role: str) -> tuple[bytes, bytes]:
+    """(secret, public), z85, of `role` ("clients" or "workers"), derived so that a client's key opens no worker socket.
+
+    ValueError if the file is not 64 hex digits; OSError if it cannot be read."""
+    try:
+        root = bytes.fromhex(Path(path).read_text().strip())
+    except ValueError:
+        root = b""
+    if len(root) != 32:
+        raise ValueError(f"curve_secret_key: {path} is not a key file made by `radixrt keygen`")
+    secret = z85.encode(hashlib.blake2b(root, digest_size=32, person=role.encode()).digest())
+    return secret, zmq.curve_public(secret)
+
+
+def public_suffix(path: str, role: str) -> str:
+    """What to append to the address of the socket of `role` to connect to it: `#` and 64 hex digits."""
+    return "#" + z85.decode(load_secret_key(path, role)[1]).hex()
+
+
+def _bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> str:
+    endpoint, _ = split_address(address)
+    socket.ipv6 = "[" in endpoint
+    if key is None and not is_loopback(address):
+        raise ValueError(
+            f"{endpoint} can be reached from other machines: that needs --curve-secret-key (radixrt keygen)"
+        )
+    if key is not None:
+        socket.curve_secretkey, socket.curve_publickey = key
+        socket.curve_server = True
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _connect(socket: zmq.Socket, address: str) -> None:
+    endpoint, server_key = split_address(address)
+    socket.ipv6 = "[" in endpoint
+    if server_key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = server_key
+    socket.connect(endpoint)
+
+
+def _open(kind: int) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(kind)
+    socket.linger = 0
+    socket.sndhwm = HIGH_WATER
+    socket.rcvhwm = HIGH_WATER
+    # A peer that vanished without a FIN (cable, power) is noticed within a minute.
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 15_000, 45_000
+    return socket
+
+
+# ---------------------------------------------------------------- asyncio side
+
+
+class _AsyncSocket:
+    """A ZMQ socket on the event loop, without `zmq.asyncio` (a future a message is ten times the price).
+
+    ZMQ's descriptor is edge triggered: it becomes readable once for any number of messages, and a send may
+    swallow that edge. So a wake-up drains until EAGAIN, and a send schedules one drain for the turn.
+    """
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._fd = socket.FD
+        self._drain_scheduled = False
+        self._loop.add_reader(self._fd, self._drain)
+        self._schedule_drain()
+
+    def _schedule_drain(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        for _ in range(_BATCH):
+            if self._socket.closed:
+                return
+            try:
+                self._receive_one()
+            except zmq.Again:
+                return
+            except BaseException:
+                # The event loop reports it; what is left in the queue would get no edge of its own.
+                self._schedule_drain()
+                raise
+        self._schedule_drain()
+
+    def _receive_one(self) -> None:
+        """Take one message and hand it on; zmq.Again when there is none."""
+        raise zmq.Again
+
+    def close(self) -> None:
+        """Stop receiving and drop what was not sent yet. Idempotent."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close(0)
+
+
+class RouterSocket(_AsyncSocket):
+    """Listens on `address`; `on_message(identity, payload)` is called on the event loop for each message.
+
+    `key` is a (secret, public) pair of `load_secret_key`. A message that is not one frame after the identity
+    arrives as an empty payload, which decodes as no message. ValueError for a bad address or one that other
+    machines reach without a key, OSError when it is taken.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[bytes, bytes], None],
+        *,
+        key: tuple[bytes, bytes] | None = None,
+        max_bytes: int = -1,
+    ) -> None:
+        socket = _open(zmq.ROUTER)
+        socket.router_mandatory = True
+        socket.router_handover = True
+        socket.maxmsgsize = max_bytes
+        try:
+            self.address = _bind(socket, address, key)
+        except (ValueError, OSError):
+            socket.close(0)
+            raise
+        self._on_message = on_message
+        super().__init__(socket)
+
+    def _receive_one(self) -> None:
+        receive = self._socket.recv
+        identity = receive(zmq.NOBLOCK)
+        payload = receive(zmq.NOBLOCK)
+        if self._socket.getsockopt(zmq.RCVMORE):
+            payload = b""
+            while self._socket.getsockopt(zmq.RCVMORE):
+                receive(zmq.NOBLOCK)
+        self._on_message(identity, payload)
+
+    def send(self, identity: bytes, payload: bytes) -> bool:
+        """Queue a message. False when the peer does not read and its queue is full; PeerGone when it has vanished."""
+        self._schedule_drain()
+        try:
+            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, errno.ECONNRESET):
+                raise PeerGone(identity.hex()) from None
+            raise
+        return True
+
+
+class DealerSocket(_AsyncSocket):
+    """Connects to `address`; `on_message(payload)` is called on the event loop for each message.
+
+    `on_lost()` is called when an established connection breaks: ZMQ connects again by itself, but what was
+    under way is lost (not on inproc). ValueError for a bad address.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[bytes], None],
+        *,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        socket = _open(zmq.DEALER)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if on_lost else None
+        try:
+            _connect(socket, address)
+        except BaseException:
+            self._close_monitor(socket)
+            socket.close(0)
+            raise
+        super().__init__(socket)
+        if self._monitor:
+            self._loop.add_reader(self._monitor.FD, self._drain_monitor)
+            self._loop.call_soon(self._drain_monitor)
+
+    def _receive_one(self) -> None:
+        payload = self._socket.recv(zmq.NOBLOCK)
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK)
+        self._on_message(payload)
+
+    def _drain_monitor(self) -> None:
+        lost = False
+        while self._monitor and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            recv_monitor_message(self._monitor)
+            lost = True
+        if lost and self._on_lost:
+            self._on_lost()
+
+    def send(self, payload: bytes) -> bool:
+        """Queue a message; False when the queue is full because the router does not read."""
+        self._schedule_drain()
+        try:
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _close_monitor(self, socket: zmq.Socket) -> None:
+        if self._monitor:
+            socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+
+    def close(self) -> None:
+        """Disconnect, dropping what was not sent yet. Idempotent."""
+        if not self._socket.closed:
+            if self._monitor:
+                self._loop.remove_reader(self._monitor.FD)
+            self._close_monitor(self._socket)
+        super().close()
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+class Link:
+    """A blocking connection for one thread (ZMQ sockets are not thread safe: a second thread opens its own).
+
+    `identity` names this end to the router; a newer link of the same identity replaces it.
+    """
+
+    def __init__(self, address: str, identity: bytes | None = None, *, send_timeout: float = 10.0) -> None:
+        self._socket = _open(zmq.DEALER)
+        self._socket.sndtimeo = round(send_timeout * 1000)
+        if identity is not None:
+            self._socket.identity = identity
+        try:
+            _connect(self._socket, address)
+        except BaseException:
+            self._socket.close(0)
+            raise
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message. TimeoutError when the router has read nothing for so long that the queue is full."""
+        try:
+            self._socket.send(payload)
+        except zmq.Again:
+            raise TimeoutError("the router does not read") from None
+
+    def recv(self, timeout: float | None = None) -> bytes | None:
+        """The next message; None when none came within `timeout` seconds (None: wait for ever)."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            if timeout == 0:
+                return None
+        if not self._socket.poll(None if timeout is None else max(1, round(timeout * 1000))):
+            return None
+        return self._socket.recv(zmq.NOBLOCK)
+
+    def drain(self) -> list[bytes]:
+        """Every message that has arrived, without waiting."""
+        messages = []
+        while (message := self.recv(0)) is not None:
+            messages.append(message)
+        return messages
+
+    def close(self, linger: float = 0.0) -> None:
+        """Disconnect; `linger` seconds are given to messages not yet sent. Idempotent."""
+        if not self._socket.closed:
+            self._socket.close(round(linger * 1000))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()

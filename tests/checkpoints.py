@@ -1,0 +1,70 @@
+"""Small checkpoints made on the spot."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+TRAINING_TEXT = (
+    "The quick brown fox jumps over the lazy dog, and then the dog thinks about the question again.",
+    "Thought: I should search for the answer. Action: search[the answer] Observation: nothing was found.",
+    "You are a helpful assistant. Use the tools below; each call is one JSON object with a name and arguments.",
+    "def answer(question: str) -> str:\n    return 'forty-two' if question else ''\n",
+    "Les élèves étaient là; größer als früher; 東京は日本の首都です。 Привет, мир! 🙂👍🏽",
+    "system user assistant tool",
+)
+
+
+def make_tokenizer(folder: Path | str, vocab_size: int = 512) -> Path:
+    """Write `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` into `folder`.
+
+    Byte-level BPE, exactly `vocab_size` tokens (ids 0..2 are `SPECIAL_TOKENS`), any text round-trips, no BOS
+    is added; bos is 0, eos 2 (`<|im_end|>`); ChatML-like chat template with tools. Deterministic.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(_tokenizer_json(vocab_size), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[0],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": [2]}', encoding="utf-8")
+    return folder
+
+
+@cache
+def _tokenizer_json(vocab_size: int) -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=1,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    padding = [f"<|unused_{i}|>" for i in range(vocab_size - tokenizer.get_vocab_size())]
+    tokenizer.add_special_tokens(padding)
+    assert tokenizer.get_vocab_size() == vocab_size
+    return tokenizer.to_str()

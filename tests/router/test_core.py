@@ -1,0 +1,393 @@
+"""The state machine, event by event: what a client and the workers are sent."""
+
+from __future__ import annotations
+
+import pytest
+from sim_workers import continuation, ids, register
+
+from radixrt.config import RouterConfig
+from radixrt.messages import (
+    Abort,
+    Deltas,
+    Error,
+    Generate,
+    Load,
+    Output,
+    Run,
+    Sampling,
+    Score,
+    Scored,
+    Snapshot,
+    StepDone,
+    Stored,
+    TextPrompt,
+    TokenPrompt,
+)
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Order, Reply
+
+PROMPT = ids(5, 6, 7, 8)
+
+
+def core_with(*workers, **config) -> RouterCore:
+    core = RouterCore(RouterConfig(**config))
+    for info in workers:
+        core.register(info, 0.0)
+    return core
+
+
+def generate(id=1, prompt=PROMPT, **fields) -> Generate:
+    sampling = fields.pop("sampling", Sampling(max_tokens=4, seed=3))
+    return Generate(id=id, prompt=TokenPrompt(prompt), sampling=sampling, text=False, **fields)
+
+
+def only_run(effects) -> tuple[str, Run]:
+    (order,) = effects
+    assert isinstance(order, Order) and isinstance(order.message, Run), order
+    return order.name, order.message
+
+
+def error(effects) -> Error:
+    (reply,) = effects
+    assert isinstance(reply, Reply) and isinstance(reply.message, Error), reply
+    return reply.message
+
+
+def step(*outputs, **fields) -> StepDone:
+    return StepDone(list(outputs), fields.pop("load", Load()), **fields)
+
+
+def test_a_stream_from_submit_to_usage():
+    core = core_with(register("w0"))
+    name, run = only_run(core.submit(b"c", generate(), 1.0))
+    assert name == "w0" and run.ids == PROMPT and run.prompt_len == 4 and run.sampling.max_tokens == 4
+    (reply,) = core.step("w0", step(Output(run.id, [9], None, 2)), 1.1)
+    assert reply.client == b"c"
+    (delta,) = reply.message.items
+    assert (delta.id, delta.index, delta.ids, delta.finish, delta.usage) == (1, 0, ids(9), None, None)
+    (reply,) = core.step("w0", step(Output(run.id, [10, 11, 12], "length", 2)), 1.2)
+    (delta,) = reply.message.items
+    assert delta.ids == ids(10, 11, 12) and delta.finish == "length"
+    assert (delta.usage.prompt_tokens, delta.usage.completion_tokens, delta.usage.cached_tokens) == (4, 4, 2)
+    assert delta.usage.worker == "w0"
+    assert core.runs_in_flight == 0 and core.in_flight(b"c") == []
+    assert core.step("w0", step(Output(run.id, [13])), 1.3) == []
+
+
+def test_without_stream_one_delta_at_the_end():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(stream=False), 1.0))
+    assert core.step("w0", step(Output(run.id, [9])), 1.1) == []
+    (reply,) = core.step("w0", step(Output(run.id, [10], "stop", 0, stop=10)), 1.2)
+    (delta,) = reply.message.items
+    assert delta.ids == ids(9, 10) and delta.finish == "stop" and delta.stop == 10
+
+
+def test_outputs_of_a_step_are_one_message_a_client():
+    core = core_with(register("w0"))
+    runs = [only_run(core.submit(client, generate(id), 1.0))[1] for client in (b"a", b"b") for id in (1, 2)]
+    effects = core.step("w0", step(*(Output(run.id, [9]) for run in runs)), 1.1)
+    assert [(e.client, [d.id for d in e.message.items]) for e in effects] == [(b"a", [1, 2]), (b"b", [1, 2])]
+
+
+def test_choices_have_their_own_seeds_and_indices():
+    core = core_with(register("w0"))
+    effects = core.submit(b"c", generate(n=3), 1.0)
+    runs = [effect.message for effect in effects]
+    assert [run.sampling.seed for run in runs] == [3, 4, 5]
+    (reply,) = core.step("w0", step(*(Output(run.id, [9], "length") for run in reversed(runs))), 1.1)
+    assert [delta.index for delta in reply.message.items] == [2, 1, 0]
+    assert core.runs_in_flight == 0
+
+
+def test_the_router_draws_a_missing_seed_and_the_room_left():
+    core = core_with(register("w0", max_model_len=100))
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling()), 1.0))
+    assert run.sampling.seed is not None and run.sampling.max_tokens == 96
+    _, run = only_run(core.submit(b"c", generate(2, sampling=Sampling(max_tokens=10**6)), 1.0))
+    assert run.sampling.max_tokens == 96
+
+
+def test_score_collects_choices_and_sums_usage():
+    core = core_with(register("w0"))
+    choices = [TokenPrompt(ids(1, 2)), TokenPrompt(ids(3))]
+    orders = core.submit(b"c", Score(id=4, prompt=TokenPrompt(PROMPT), choices=choices), 1.0)
+    first, second = (order.message for order in orders)
+    assert first.score_from == 4 and first.sampling.max_tokens == 0 and first.ids == PROMPT + ids(1, 2)
+    assert (
+        core.step("w0", step(Output(first.id, scores=[-1.0]), Output(second.id, [], "length", 3, None, [-3.0])), 1.1)
+        == []
+    )
+    (reply,) = core.step("w0", step(Output(first.id, [], "length", 2, None, [-2.0])), 1.2)
+    assert isinstance(reply.message, Scored)
+    assert reply.message.logprobs == [[-1.0, -2.0], [-3.0]]
+    assert (reply.message.usage.prompt_tokens, reply.message.usage.cached_tokens) == (11, 5)
+
+
+def test_cancel_aborts_every_choice_and_frees_the_id():
+    core = core_with(register("w0"))
+    runs = [e.message.id for e in core.submit(b"c", generate(n=2), 1.0)]
+    assert core.cancel(b"other", 1) == []
+    assert core.cancel(b"c", 1) == [Order("w0", Abort(runs))]
+    assert core.cancel(b"c", 1) == [] and core.runs_in_flight == 0
+    assert core.step("w0", step(*(Output(run, [9]) for run in runs)), 1.1) == []
+    only_run(core.submit(b"c", generate(), 2.0))
+
+
+def test_a_vanished_client_frees_its_work_only():
+    core = core_with(register("w0"))
+    mine = [only_run(core.submit(b"c", generate(id), 1.0))[1].id for id in (1, 2)]
+    _, other = only_run(core.submit(b"d", generate(), 1.0))
+    assert core.drop_client(b"c") == [Order("w0", Abort(mine))]
+    assert core.step("w0", step(Output(other.id, [9])), 1.1)[0].client == b"d"
+
+
+def test_a_choice_stopped_by_its_text_has_usage_and_is_aborted():
+    core = core_with(register("w0"))
+    runs = [e.message.id for e in core.submit(b"c", generate(n=2), 1.0)]
+    core.step("w0", step(Output(runs[0], [9, 10], None, 1)), 1.1)
+    usage, effects = core.stop_choice(b"c", 1, 0)
+    assert usage.completion_tokens == 2 and usage.cached_tokens == 1 and effects == [Order("w0", Abort([runs[0]]))]
+    assert core.stop_choice(b"c", 1, 0) == (None, []) and core.in_flight(b"c") == [1]
+    core.stop_choice(b"c", 1, 1)
+    assert core.in_flight(b"c") == []
+
+
+# ------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "field"),
+    [
+        (generate(model="gpt"), 404, "model"),
+        (generate(prompt=b""), 400, "prompt"),
+        (generate(prompt=b"abcde"), 400, "prompt"),
+        (generate(prompt=ids(1, -2)), 400, "prompt"),
+        (generate(prompt=ids(1, 100)), 400, "prompt"),
+        (generate(prompt=ids(*range(65))), 400, "prompt"),
+        (generate(n=0), 400, "n"),
+        (generate(n=129), 400, "n"),
+        (generate(sampling=Sampling(max_tokens=-1)), 400, "max_tokens"),
+        (generate(sampling=Sampling(temperature=float("nan"))), 400, "temperature"),
+        (generate(sampling=Sampling(stop_token_ids=(100,))), 400, "stop_token_ids"),
+        (Generate(id=1, prompt=TextPrompt("hi")), 400, "prompt"),
+        (Score(id=1, prompt=TokenPrompt(PROMPT), choices=[]), 400, "choices"),
+        (Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(b"")]), 400, "choices[0]"),
+        (Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(ids(*range(61)))]), 400, "prompt"),
+    ],
+)
+def test_refused_with_the_field(request_, code, field):
+    core = core_with(register("w0", max_model_len=64, vocab_size=100))
+    refusal = error(core.submit(b"c", request_, 1.0))
+    assert (refusal.id, refusal.code, refusal.field) == (1, code, field)
+    assert refusal.message and core.runs_in_flight == 0 and core.in_flight(b"c") == []
+
+
+def test_a_prompt_may_fill_the_context_only_where_nothing_follows():
+    core = core_with(register("w0", max_model_len=4))
+    assert error(core.submit(b"c", generate(), 1.0)).field == "prompt"
+    only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=0)), 1.0))
+
+
+def test_a_prompt_that_no_pool_can_hold_is_refused():
+    core = core_with(register("w0", total_pages=2, page_size=2))
+    assert error(core.submit(b"c", generate(prompt=PROMPT + PROMPT), 1.0)).field == "prompt"
+
+
+def test_duplicate_id_leaves_the_first_alone():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    assert error(core.submit(b"c", generate(), 1.0)).field == "id"
+    assert core.step("w0", step(Output(run.id, [9])), 1.1)[0].message.items[0].ids == ids(9)
+
+
+def test_too_many_in_flight_is_429_with_retry_after():
+    core = core_with(register("w0"), max_queued_requests=2)
+    core.submit(b"c", generate(1), 1.0)
+    core.submit(b"c", generate(2), 1.0)
+    refusal = error(core.submit(b"c", generate(3), 1.0))
+    assert refusal.code == 429 and refusal.retry_after >= 1
+
+
+def test_no_worker_is_503_that_says_so():
+    refusal = error(RouterCore(RouterConfig()).submit(b"c", generate(), 1.0))
+    assert refusal.code == 503 and "no worker" in refusal.message and refusal.retry_after > 0
+    core = RouterCore(RouterConfig(served_model_name="m"))
+    assert error(core.submit(b"c", generate(model="m"), 1.0)).code == 503
+    assert error(core.submit(b"c", generate(model="x"), 1.0)).code == 404
+
+
+def test_the_namespace_comes_from_the_key_not_from_the_caller():
+    core = core_with(register("w0"), api_key=["acme:k1", "bolt:k2"])
+    assert error(core.submit(b"c", generate(), 1.0)).code == 401
+    assert error(core.submit(b"c", generate(api_key="acme"), 1.0)).code == 401
+    namespaces = [
+        only_run(core.submit(b"c", generate(i, api_key=key, cache_salt=salt), 1.0))[1].namespace
+        for i, (key, salt) in enumerate([("k1", ""), ("k2", ""), ("k1", "x"), ("k1", "bolt\nm\n")])
+    ]
+    assert len(set(namespaces)) == 4
+    assert [n.split("\n")[0] for n in namespaces] == ["acme", "bolt", "acme", "acme"]
+
+
+@pytest.mark.parametrize("entries", [["nokey"], ["a:"], [":k"], ["a b:k"], ["a:k", "b:k"]])
+def test_bad_api_keys_are_named_without_the_key(entries):
+    with pytest.raises(ValueError, match=f"number {len(entries)}"):
+        RouterCore(RouterConfig(api_key=entries))
+
+
+# ------------------------------------------------------------ workers come and go
+
+
+def test_a_lost_workers_run_goes_on_where_it_was():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    tokens = continuation(PROMPT, 4)
+    core.step("w0", step(Output(run.id, tokens[:2], None, 3)), 1.1)
+    core.register(register("w1"), 1.2)
+    name, again = only_run(core.leave("w0", 1.3))
+    assert name == "w1" and again.id != run.id and again.prompt_len == 4
+    assert again.ids == PROMPT + ids(*tokens[:2]) and again.sampling == run.sampling
+    assert core.step("w0", step(Output(run.id, [tokens[2]])), 1.4) == []
+    (reply,) = core.step("w1", step(Output(again.id, tokens[2:], "length", 0)), 1.5)
+    usage = reply.message.items[0].usage
+    assert (usage.completion_tokens, usage.cached_tokens, usage.worker) == (4, 3, "w1")
+
+
+def test_hits_count_where_the_prompt_was_computed():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.register(register("w1"), 1.2)
+    _, again = only_run(core.leave("w0", 1.3))
+    (reply,) = core.step("w1", step(Output(again.id, [1], "length", 2)), 1.5)
+    assert reply.message.items[0].usage.cached_tokens == 2
+
+
+def test_silence_loses_a_worker_and_a_late_answer_of_it_is_nobodys():
+    core = core_with(register("w0"), worker_timeout=5.0)
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.register(register("w1"), 1.0)
+    for now in range(1, 6):
+        core.heartbeat("w1", now)
+        assert not [e for e in core.tick(now) if isinstance(e, Order)]
+    orders = [e for e in core.tick(6.0) if isinstance(e, Order)]
+    name, again = only_run(orders)
+    assert name == "w1"
+    revived = core.step("w0", step(Output(run.id, [9])), 7.0)
+    assert revived == [Order("w0", Abort([run.id])), Order("w0", Snapshot())]
+    assert core.step("w0", step(Output(run.id, [9])), 7.1) == []
+    assert core.step("w1", step(Output(again.id, [9])), 7.2)[0].message.items[0].ids == ids(9)
+
+
+def test_the_routers_own_pause_loses_nobody():
+    core = core_with(register("w0"), worker_timeout=5.0)
+    core.tick(1.0)
+    core.submit(b"c", generate(), 1.0)
+    assert not [e for e in core.tick(100.0) if isinstance(e, Order)]
+    assert len(core.members) == 1
+
+
+def test_a_new_life_of_a_name_takes_its_runs_over():
+    core = core_with(register("w0", pid=1))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    name, again = only_run(core.register(register("w0", pid=2), 2.0))
+    assert name == "w0" and again.id != run.id
+    assert core.step("w0", step(Output(run.id, [9])), 2.1) == []
+    assert core.register(register("w0", pid=2), 3.0) == [Order("w0", Snapshot())]
+    assert core.step("w0", step(Output(again.id, [9])), 3.1)[0].message.items[0].ids == ids(9)
+
+
+def test_the_last_worker_lost_requests_wait_for_another():
+    core = core_with(register("w0"), worker_timeout=5.0)
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    assert core.leave("w0", 2.0) == []
+    for now in range(2, 12):
+        assert all(e.message == Deltas([]) for e in core.tick(float(now)))
+    name, again = only_run(core.register(register("w9"), 11.5))
+    assert name == "w9" and again.ids == run.ids
+    assert core.leave("w9", 12.0) == []
+    gone = [e for now in range(12, 24) for e in core.tick(float(now)) if e.message != Deltas([])]
+    refusal = error(gone)
+    assert refusal.code == 503 and refusal.id == 1 and refusal.retry_after == 5.0
+    assert core.runs_in_flight == 0
+
+
+def test_waiting_requests_can_be_cancelled():
+    core = core_with(register("w0"))
+    core.submit(b"c", generate(), 1.0)
+    core.leave("w0", 2.0)
+    assert core.cancel(b"c", 1) == [] and core.runs_in_flight == 0
+    assert core.register(register("w1"), 3.0) == []
+
+
+def test_what_kills_its_workers_is_given_up():
+    core = core_with(*(register(f"w{i}") for i in range(5)))
+    (order,) = core.submit(b"c", generate(n=1), 1.0)
+    for _ in range(2):
+        (order,) = core.leave(order.name, 2.0)
+    assert "3 workers were lost" in error(core.leave(order.name, 3.0)).message
+    assert len(core.members) == 2 and core.runs_in_flight == 0
+
+
+def test_a_worker_error_fails_its_request_alone():
+    core = core_with(register("w0"))
+    bad = [e.message for e in core.submit(b"c", generate(1, n=2), 1.0)]
+    _, good = only_run(core.submit(b"c", generate(2), 1.0))
+    effects = core.step("w0", step(Output(bad[0].id, [], "error", error="NaN"), Output(good.id, [9])), 1.1)
+    kinds = [type(e.message) for e in effects]
+    assert kinds == [Deltas, Error, Abort]
+    assert effects[1].message.message == "NaN" and effects[2].message.ids == [bad[1].id]
+    assert core.in_flight(b"c") == [2]
+
+
+def test_a_gap_in_the_events_asks_for_a_snapshot():
+    core = core_with(register("w0"))
+    event = Stored("default\nm\n", 1, 0, 0, 0, PROMPT)
+    assert core.step("w0", step(seq=3, events=[event]), 1.0) == [Order("w0", Snapshot())]
+    assert core.step("w0", step(seq=4, events=[event]), 1.1) == []
+    assert core.step("w0", step(seq=9, events=[event], snapshot=True), 1.2) == []
+    assert core.index.tokens == 4
+
+
+def test_prefixes_pull_requests_to_the_worker_that_holds_or_computes_them():
+    core = core_with(register("w0"), register("w1"))
+    long = ids(*range(1000))
+    first, _ = only_run(core.submit(b"c", generate(1, prompt=long), 1.0))
+    second, _ = only_run(core.submit(b"c", generate(2, prompt=long + ids(1)), 1.0))
+    assert first == second
+    other = "w1" if first == "w0" else "w0"
+    stored = Stored("default\nm\n", 1, 0, 0, 0, ids(*range(5000, 8000)))
+    core.step(other, step(events=[stored]), 1.1)
+    name, _ = only_run(core.submit(b"c", generate(3, prompt=ids(*range(5000, 8001))), 1.2))
+    assert name == other
+
+
+def test_only_workers_of_the_model_are_asked():
+    core = core_with(register("w0", model="a"), register("w1", model="b"))
+    assert only_run(core.submit(b"c", generate(1, model="b"), 1.0))[0] == "w1"
+    assert only_run(core.submit(b"c", generate(2), 1.0))[0] == "w0"
+
+
+class Sink:
+    def __init__(self):
+        self.runs, self.loads = [], []
+
+    def arrived(self, namespace, ids):
+        return len(ids) // 4 - 1
+
+    def finished(self, **fields):
+        self.runs.append(fields)
+
+    def load(self, worker, load):
+        self.loads.append(worker)
+
+
+def test_the_report_hears_of_every_run():
+    sink = Sink()
+    core = RouterCore(RouterConfig(), sink)
+    core.register(register("w0"), 0.0)
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [9], "length", 2)), 1.1)
+    (fields,) = sink.runs
+    assert fields["ids_all"] == PROMPT + ids(9) and fields["tenant"] == "default" and fields["worker"] == "w0"
+    assert [fields[k] for k in ("prompt_tokens", "cached_tokens", "bound_tokens", "completion_tokens")] == [4, 2, 3, 1]
+    assert sink.loads == ["w0"] and core.counters.drift_tokens == 2 and core.counters.finished == 1

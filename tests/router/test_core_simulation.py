@@ -1,0 +1,210 @@
+"""The core among workers that die, fall silent, come back and delay: every stream must be what one worker gives."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import defaultdict
+
+import pytest
+from sim_workers import SimWorker, continuation, ids, register
+
+from radixrt.config import RouterConfig
+from radixrt.messages import Deltas, Error, Generate, Run, Sampling, Score, Scored, TokenPrompt
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Effect, Reply
+from radixrt.tree import RadixTree
+
+
+class World:
+    """Clients, workers and the core, with queues in between that may lag but keep their order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.core = RouterCore(RouterConfig(max_queued_requests=10_000), rng=self.rng)
+        self.workers: dict[str, SimWorker] = {}
+        self.muted: dict[str, float] = {}
+        self.to_router: dict[str, list] = defaultdict(list)
+        self.sent: dict[tuple[bytes, int], Generate | Score] = {}
+        self.got: dict[tuple[bytes, int, int], list] = defaultdict(list)
+        self.ended: set[tuple[bytes, int, int]] = set()
+        self.scored: dict[tuple[bytes, int], Scored] = {}
+        self.cancelled: set[tuple[bytes, int]] = set()
+        self.errors: list[Error] = []
+        self.lives = 0
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Reply):
+                self.receive(effect.client, effect.message)
+            elif effect.name in self.workers:
+                self.workers[effect.name].obey(effect.message)
+
+    def receive(self, client: bytes, message) -> None:
+        match message:
+            case Deltas(items):
+                for delta in items:
+                    key = (client, delta.id, delta.index)
+                    assert key not in self.ended, "a delta after the last one"
+                    assert (client, delta.id) not in self.cancelled, "a delta after the cancel"
+                    self.got[key] += array("i", delta.ids)
+                    if delta.finish:
+                        self.ended.add(key)
+                        assert delta.usage.completion_tokens == len(self.got[key])
+                        assert 0 <= delta.usage.cached_tokens < delta.usage.prompt_tokens
+            case Scored():
+                self.scored[client, message.id] = message
+            case Error():
+                self.errors.append(message)
+
+    def start_worker(self) -> None:
+        name = f"w{self.rng.randrange(4)}"
+        if name in self.workers:
+            return
+        self.lives += 1
+        self.to_router[name].clear()
+        self.workers[name] = SimWorker(name, RadixTree(events=True), pool=400)
+        self.perform(self.core.register(register(name, pid=self.lives, total_pages=400), self.now))
+
+    def kill_worker(self) -> None:
+        if len(self.workers) < 2:
+            return
+        name = self.rng.choice(list(self.workers))
+        del self.workers[name]
+        if self.rng.random() < 0.5:
+            self.perform(self.core.leave(name, self.now))
+
+    def mute_worker(self) -> None:
+        if len(self.workers) > 1:
+            self.muted[self.rng.choice(list(self.workers))] = self.now + 8
+
+    def submit(self) -> None:
+        rng = self.rng
+        client, id = rng.choice((b"a", b"b", b"c")), len(self.sent)
+        prompt = ids(
+            *([rng.randrange(3)] * rng.randrange(1, 40)), *(rng.randrange(4) for _ in range(rng.randrange(1, 9)))
+        )
+        if rng.random() < 0.15:
+            choices = [TokenPrompt(ids(*range(1, rng.randrange(2, 6)))) for _ in range(3)]
+            request = Score(id=id, prompt=TokenPrompt(prompt), choices=choices)
+        else:
+            sampling = Sampling(max_tokens=rng.randrange(1, 25))
+            request = Generate(
+                id=id, prompt=TokenPrompt(prompt), sampling=sampling, n=rng.choice((1, 1, 3)), stream=rng.random() < 0.7
+            )
+        self.sent[client, id] = request
+        self.perform(self.core.submit(client, request, self.now))
+
+    def cancel(self) -> None:
+        client, id = self.rng.choice(list(self.sent)[-4:])
+        if isinstance(self.sent[client, id], Generate):
+            self.cancelled.add((client, id))
+            self.perform(self.core.cancel(client, id))
+
+    def turn(self) -> None:
+        """A quarter of a second: workers step, messages arrive or lag, one of them may be lost on the way."""
+        self.now += 0.25
+        for name, worker in list(self.workers.items()):
+            self.to_router[name].append(worker.step(self.rng))
+        for name in list(self.to_router):
+            if self.now < self.muted.get(name, 0):
+                continue
+            queue = self.to_router[name]
+            for _ in range(self.rng.randrange(len(queue) + 1) if name in self.workers else len(queue)):
+                message = queue.pop(0)
+                if not message.outputs and self.rng.random() < 0.1:
+                    continue
+                self.perform(self.core.step(name, message, self.now))
+        if self.now % 1 == 0:
+            for name in self.workers:
+                if self.now >= self.muted.get(name, 0):
+                    self.perform(self.core.heartbeat(name, self.now))
+            self.perform(self.core.tick(self.now))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_stream_is_what_one_worker_would_have_given(seed, monkeypatch):
+    monkeypatch.setattr("radixrt.router.core.MAX_LOSSES", 1000)
+    world = World(seed)
+    world.start_worker()
+    for _ in range(220):
+        for action, chance in (
+            (world.submit, 0.6),
+            (world.start_worker, 0.2),
+            (world.kill_worker, 0.05),
+            (world.mute_worker, 0.02),
+        ):
+            if world.rng.random() < chance:
+                action()
+        if world.sent and world.rng.random() < 0.1:
+            world.cancel()
+        world.turn()
+    for _ in range(200):
+        world.start_worker()
+        world.turn()
+    assert world.errors == []
+    check_answers(world)
+    assert world.core.runs_in_flight == 0
+    counters = world.core.counters
+    assert counters.redispatched > 0 and counters.workers_lost > 0 and counters.cached_tokens > 0
+    check_nothing_is_left(world)
+
+
+def check_answers(world: World) -> None:
+    for (client, id), request in world.sent.items():
+        if (client, id) in world.cancelled:
+            continue
+        if isinstance(request, Score):
+            expected = [[float(t) for t in array("i", choice.ids)] for choice in request.choices]
+            assert world.scored[client, id].logprobs == expected
+        else:
+            expected = continuation(request.prompt.ids, request.sampling.max_tokens)
+            for index in range(request.n):
+                assert world.got[client, id, index] == expected
+                assert (client, id, index) in world.ended
+
+
+def check_nothing_is_left(world: World) -> None:
+    """What requests leave behind in the core, once they are over: nothing."""
+    core = world.core
+    assert core._requests == {} and core._runs == {} and core._waiting == {}
+    assert core.index._computing.tokens == 0
+    assert all(member.runs == {} for member in core.members)
+    assert all(worker.sequences == {} for worker in world.workers.values())
+
+
+def test_placement_keeps_prefixes_together_and_predictions_true():
+    """Two workers, many conversations that grow: with nothing dying, nearly every prediction is right."""
+    world = World(1)
+    world.core.register(register("w0"), 0.0)
+    world.core.register(register("w1"), 0.0)
+    for name in ("w0", "w1"):
+        world.workers[name] = SimWorker(name, RadixTree(events=True), pool=100_000)
+    rng = random.Random(2)
+    histories = [[rng.randrange(50_000) for _ in range(300)] for _ in range(10)]
+    for turn in range(6):
+        for number, history in enumerate(histories):
+            id = turn * 100 + number
+            request = Generate(id=id, prompt=TokenPrompt(ids(*history)), sampling=Sampling(max_tokens=20), stream=False)
+            world.perform(world.core.submit(b"c", request, world.now))
+        while world.core.runs_in_flight:
+            world.turn()
+        for number, history in enumerate(histories):
+            history += world.got[b"c", turn * 100 + number, 0]
+            history += [rng.randrange(50_000) for _ in range(30)]
+    counters = world.core.counters
+    assert counters.drift_tokens <= 0.02 * counters.predicted_tokens
+    assert counters.cached_tokens > 0.6 * counters.prompt_tokens
+
+
+def test_a_burst_on_one_new_prefix_goes_where_it_is_computed():
+    world = World(3)
+    world.core.register(register("w0", max_running=256), 0.0)
+    world.core.register(register("w1", max_running=256), 0.0)
+    trunk = ids(*range(2000))
+    names = set()
+    for branch in range(5):
+        effects = world.core.submit(b"c", Generate(id=branch, prompt=TokenPrompt(trunk + ids(branch))), 0.0)
+        names |= {effect.name for effect in effects if isinstance(effect.message, Run)}
+    assert len(names) == 1

@@ -1,0 +1,116 @@
+"""The mirror of real radix trees, under random mutations, lost messages and late snapshots."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from sim_workers import EVENTS, ids
+
+from radixrt.messages import Load, Removed, StepDone, Stored
+from radixrt.router.index import Index
+from radixrt.tree import RadixTree
+
+
+def step(events, seq, snapshot=False) -> StepDone:
+    return StepDone([], Load(), seq, [EVENTS[kind](*rest) for kind, *rest in events], snapshot)
+
+
+def random_tokens(rng: random.Random, page: int) -> array:
+    """Short alphabet, so that prefixes are shared, forks abound, and ends fall anywhere."""
+    return array("i", [rng.randrange(3) for _ in range(page * rng.randrange(1, 12))])
+
+
+def mutate(rng: random.Random, tree: RadixTree) -> None:
+    namespace = rng.choice("ab")
+    if rng.random() < 0.7:
+        tokens = random_tokens(rng, tree.page_size)
+        tree.insert(namespace, tokens, array("i", range(len(tokens) // tree.page_size)))
+    elif rng.random() < 0.98:
+        tree.evict(rng.randrange(1, 20))
+    else:
+        tree.clear()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_index_equals_the_trees(seed, page):
+    rng = random.Random(seed)
+    trees = [RadixTree(page, events=True) for _ in range(3)]
+    seqs = [0, 0, 0]
+    index = Index()
+    for worker in range(3):
+        index.add_worker(worker, fresh=True)
+    for _ in range(150):
+        worker = rng.randrange(3)
+        tree = trees[worker]
+        for _ in range(rng.randrange(1, 4)):
+            mutate(rng, tree)
+        events = tree.drain_events()
+        seq, seqs[worker] = seqs[worker], seqs[worker] + len(events)
+        if events and rng.random() < 0.1:
+            continue
+        if not index.apply(worker, step(events, seq)):
+            assert index.apply(worker, step(tree.snapshot(), seqs[worker], snapshot=True))
+        probe = random_tokens(rng, page)
+        hit = index.match("a", probe.tobytes()).get(worker, 0)
+        assert hit // page * page == tree.match("a", probe).length
+        index._cached.check()
+    for worker, tree in enumerate(trees):
+        assert index.apply(worker, step(tree.snapshot(), seqs[worker], snapshot=True))
+        for _ in range(30):
+            probe = random_tokens(rng, page)
+            hit = index.match("b", probe.tobytes()).get(worker, 0)
+            assert hit // page * page == tree.match("b", probe).length
+    for worker in range(3):
+        index.drop_worker(worker)
+    assert index.tokens == 0
+
+
+def test_until_the_snapshot_comes_a_worker_counts_as_empty():
+    index = Index()
+    index.add_worker(0, fresh=False)
+    stored = [("stored", "a", 1, 0, 0, 0, ids(1, 2))]
+    assert index.apply(0, step(stored, 7))
+    assert index.match("a", ids(1, 2)) == {}
+    assert index.apply(0, step([("cleared",), *stored], 9, snapshot=True))
+    assert index.match("a", ids(1, 2)) == {0: 2}
+    assert index.apply(0, step([("removed", 1, 1)], 9))
+    assert index.match("a", ids(1, 2)) == {0: 1}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Stored("a", 1, 5, 0, 0, ids(9)),
+        Stored("a", 1, 0, 0, 0, ids(9)),
+        Stored("a", 7, 3, 0, 0, ids(9)),
+        Stored("a", 2, 0, 1, 3, ids(9)),
+        Stored("a", 2, 0, 8, 1, ids(9)),
+        Removed(5, 0),
+        Removed(1, 3),
+    ],
+)
+def test_an_event_that_fits_nothing_asks_for_a_snapshot(event):
+    index = Index()
+    index.add_worker(0, fresh=True)
+    assert index.apply(0, StepDone([], Load(), 0, [Stored("a", 1, 0, 0, 0, ids(1, 2))]))
+    assert not index.apply(0, StepDone([], Load(), 1, [event]))
+    assert index.match("a", ids(1, 2)) == {} and index.tokens == 0
+
+
+def test_what_is_being_computed_counts_until_it_is():
+    index = Index()
+    for worker in (0, 1):
+        index.add_worker(worker, fresh=True)
+    index.computing(0, "a", ids(1, 2, 3))
+    index.computing(0, "a", ids(1, 2, 3))
+    index.computing(1, "a", ids(1, 9))
+    assert index.match("a", ids(1, 2, 3, 4)) == {0: 3, 1: 1}
+    index.computed(0, "a", ids(1, 2, 3))
+    assert index.match("a", ids(1, 2, 3, 4)) == {0: 3, 1: 1}
+    index.computed(0, "a", ids(1, 2, 3))
+    assert index.match("a", ids(1, 2, 3, 4)) == {1: 1}
+    index.drop_worker(1)
+    assert index.match("a", ids(1, 2, 3, 4)) == {}

@@ -1,0 +1,63 @@
+"""Placement by a table: each row says where a request belongs and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixrt.router.placement import Candidate, place, time_to_first_token
+
+
+def worker(number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01) -> Candidate:
+    return Candidate(number, hit, queued, requests, max_running, free, rate, step)
+
+
+@pytest.mark.parametrize(
+    ("why", "tokens", "workers", "winner"),
+    [
+        ("alone", 100, [worker(0)], 0),
+        ("a long hit wins", 4000, [worker(0), worker(1, hit=3900)], 1),
+        ("a hit worth less than the queue before it loses", 1000, [worker(0, hit=500, queued=9000), worker(1)], 1),
+        ("a hit worth more than the queue wins", 9000, [worker(0, hit=8000, queued=5000), worker(1)], 0),
+        ("a high match ratio of little work pulls nobody", 200, [worker(0, hit=190, queued=2000), worker(1)], 1),
+        ("equal: fewer requests", 100, [worker(0, requests=3), worker(1, requests=1)], 1),
+        ("equal and idle: the emptier cache", 100, [worker(0, free=10), worker(1, free=500)], 1),
+        ("noise of the rates is a tie", 100, [worker(0, requests=3, rate=10_500.0), worker(1)], 1),
+        ("a much faster worker wins", 8000, [worker(0, rate=1000.0), worker(1, rate=10_000.0, requests=3)], 1),
+        ("no place left, and steps are long", 500, [worker(0, hit=450, requests=8, step=0.05), worker(1)], 1),
+        ("no pages left", 5000, [worker(0, hit=1000, free=100, requests=1), worker(1)], 1),
+        ("nobody has measured", 100, [worker(0, rate=0.0, step=0.0, queued=10**4), worker(1, rate=0.0, step=0.0)], 1),
+    ],
+)
+def test_place(why, tokens, workers, winner):
+    assert place(tokens, workers)[0].worker == winner, why
+
+
+def test_estimate_is_the_formula_in_seconds():
+    assert time_to_first_token(1000, worker(0, hit=600, queued=1600)) == pytest.approx(0.2 + 0.01)
+    crowded = worker(0, hit=0, requests=9, max_running=8)
+    assert time_to_first_token(100, crowded) == pytest.approx(0.01 + 0.01 + 2 * 128 * 0.01 / 8)
+    full = worker(0, requests=2, free=40)
+    assert time_to_first_token(100, full) == pytest.approx(0.01 + 0.01 + 60 * 0.01 / 2)
+
+
+def test_more_work_never_looks_sooner():
+    estimates = [time_to_first_token(5000, worker(0, hit=hit, queued=100)) for hit in range(0, 5000, 500)]
+    assert estimates == sorted(estimates, reverse=True)
+    estimates = [time_to_first_token(500, worker(0, requests=n)) for n in range(20)]
+    assert estimates == sorted(estimates)
+
+
+def test_a_shared_trunk_fills_both_workers():
+    """400 requests behind a 2000-token trunk, 100 new tokens each, arriving at once: a queue counts as work."""
+    queued, requests, hits = [0, 0], [0, 0], [2000, 0]
+    for _ in range(400):
+        best, _ = place(2100, [worker(n, hits[n], queued[n], requests[n], max_running=1000) for n in (0, 1)])
+        queued[best.worker] += 2100 - hits[best.worker]
+        requests[best.worker] += 1
+        hits[best.worker] = 2000
+    assert min(requests) > 150
+
+
+def test_no_workers_is_an_error():
+    with pytest.raises(ValueError):
+        place(10, [])

@@ -1,0 +1,268 @@
+"""Chat templates, against transformers' apply_chat_template."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens.chat import ChatTemplates, read_templates
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TEMPLATES = (
+    *(f"chat_templates/{name}.jinja" for name in ("chatml", "gemma-it", "llama-2-chat", "llama-3-instruct")),
+    *(f"chat_templates/{name}.jinja" for name in ("mistral-instruct", "phi-3", "qwen2.5-instruct", "vicuna", "zephyr")),
+    "gpt-oss/chat_template.jinja",
+    *(f"mistral/chat_templates/{v}{kind}.jinja" for v in ("v1", "v2", "v3", "v7") for kind in ("", "_spm")),
+)
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": 'Weather of a place, <b>now</b> & "later" — ça va?',
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "description": "A place"}},
+            "required": ["place"],
+        },
+    },
+}
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    return said("assistant", None, tool_calls=[{"id": "abcdefghi", "type": "function", "function": function}])
+
+
+CALLED = [
+    said("user", "How is it in Zürich?"),
+    called({"place": "Zürich"}),
+    said("tool", '{"weather": "fine"}', tool_call_id="abcdefghi", name="get_weather"),
+]
+CHATS: dict[str, dict[str, Any]] = {
+    "one": {"messages": [said("user", "Hi")]},
+    "odd text": {"messages": [said("user", " <s> {{ x }} 'quotes' \"\n\n🙂 é </s> ")]},
+    "system": {
+        "messages": [said("system", "Be kind."), said("user", "Hi"), said("assistant", " Ho "), said("user", "?")]
+    },
+    "long": {"messages": [said("user", "a"), said("assistant", "b")] * 4 + [said("user", "c")]},
+    "thinking": {"messages": [said("user", "a"), said("assistant", "b", reasoning_content="hm"), said("user", "c")]},
+    "tools": {"messages": [said("system", "Be kind."), said("user", "Weather?")], "tools": [WEATHER]},
+    "called": {"messages": CALLED, "tools": [WEATHER]},
+    "answered": {
+        "messages": [*CALLED, said("assistant", "Fine."), said("user", "Thanks")],
+        "tools": [WEATHER, WEATHER],
+    },
+    "none values": {
+        "messages": [said("user", "a", name=None), said("assistant", "b", tool_calls=None), said("user", "c")]
+    },
+    "two users": {"messages": [said("user", "a"), said("user", "b")]},
+    "no content": {"messages": [{"role": "user"}]},
+    "unknown role": {"messages": [said("wizard", "a")]},
+    "continued": {"messages": [said("user", "Count."), said("assistant", "One, two, ")], "partial": True},
+    "continued bare": {
+        "messages": [said("system", "s"), said("user", "Count."), said("assistant", "One")],
+        "partial": True,
+    },
+    "with arguments": {
+        "messages": [said("user", "a")],
+        "template_args": {"enable_thinking": False, "bos_token": "<B>"},
+    },
+}
+
+
+class Theirs:
+    """transformers' rendering of the same prompt."""
+
+    def __init__(self, template: str) -> None:
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL_TOKENS)
+        self._tokenizer.chat_template = template
+
+    def render(self, prompt: ChatPrompt) -> str:
+        return self._tokenizer.apply_chat_template(
+            copy.deepcopy(prompt.messages),
+            tools=prompt.tools,
+            tokenize=False,
+            add_generation_prompt=not prompt.partial,
+            continue_final_message=prompt.partial,
+            **prompt.template_args,
+        )
+
+
+def ours(template: str | list[dict[str, str]]) -> ChatTemplates:
+    return ChatTemplates(read_templates(Path("/nowhere"), {"chat_template": template}), SPECIAL_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def pairs(shared_data: Path) -> Iterator[dict[str, tuple[ChatTemplates, Theirs]]]:
+    sources = {name: (shared_data / "tokenizers" / name).read_text(encoding="utf-8") for name in TEMPLATES}
+    yield {name: (ours(source), Theirs(source)) for name, source in sources.items()}
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_text_equals_transformers(pairs, chat: str) -> None:
+    """Where transformers raises, ours is a FieldError; no template may fail on all chats, nor all on a plain chat."""
+    prompt = ChatPrompt(**CHATS[chat])
+    rendered = 0
+    for name, (templates, theirs) in pairs.items():
+        try:
+            expected = theirs.render(prompt)
+        except Exception:  # noqa: BLE001 (theirs are of many kinds)
+            with pytest.raises(FieldError) as caught:
+                templates.render(prompt)
+            assert caught.value.field.startswith("messages"), name
+            continue
+        assert templates.render(prompt) == expected, name
+        rendered += 1
+    assert rendered >= {"two users": 5, "called": 7, "answered": 7, "unknown role": 1}.get(chat, 9)
+
+
+def test_every_template_renders_most_chats(pairs) -> None:
+    for name, (templates, _) in pairs.items():
+        done = 0
+        for chat in CHATS.values():
+            try:
+                done += bool(templates.render(ChatPrompt(**chat)))
+            except FieldError:
+                continue
+        assert done >= len(CHATS) // 2, name
+
+
+def test_messages_are_left_as_they_were(pairs) -> None:
+    for chat in CHATS.values():
+        before = copy.deepcopy(chat)
+        for templates, _ in pairs.values():
+            try:
+                templates.render(ChatPrompt(**chat))
+            except FieldError:
+                continue
+        assert chat == before
+
+
+def test_environment_has_what_templates_use() -> None:
+    source = (
+        "{% for m in messages %}\n"
+        "    {% if loop.index > 2 %}{% break %}{% endif %}\n"
+        "    {% generation %}{{ m.content }}{% endgeneration %}\n"
+        "{% endfor %}\n"
+        "{{ strftime_now('%Y') | length }} {{ {'é': '<&'} | tojson }} {{ [1] | tojson(indent=2) }} {{ documents }}"
+    )
+    prompt = ChatPrompt([said("user", "a"), said("user", "b"), said("user", "c")])
+    assert ours(source).render(prompt) == Theirs(source).render(prompt)
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "{% for p in m['content'] %}[{{ p.text }}]{% endfor %}",
+        "{% for p in m.content | list %}[{{ p.text }}]{% endfor %}",
+        "{% set content = m.content %}{% for p in content %}[{{ p.text }}]{% endfor %}",
+    ],
+)
+def test_parts_go_to_templates_that_loop_over_them(loop: str) -> None:
+    source = "{% for m in messages %}" + loop + "{% endfor %}"
+    assert ours(source).render(ChatPrompt([said("user", PARTS)])) == "[one][two]"
+
+
+def test_parts_are_joined_for_other_templates() -> None:
+    source = "{% for m in messages %}{{ m.content }}{% for w in m.content.split() %}.{% endfor %}{% endfor %}"
+    assert ours(source).render(ChatPrompt([said("user", PARTS)])) == "one\ntwo.."
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("{{ a.arguments | tojson }}", '{"x": 1}'),
+        ("{% for k, v in a.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "x=1"),
+        ("{{ '(' + a.arguments + ')' }}", '({"x":1})'),
+        ("{{ a.arguments if a.arguments is string else a.arguments | tojson }}", '{"x":1}'),
+    ],
+)
+def test_argument_strings_become_objects_where_templates_want_them(use: str, expected: str) -> None:
+    source = "{% for m in messages %}{% set a = m.tool_calls[0].function %}" + use + "{% endfor %}"
+    assert ours(source).render(ChatPrompt([called('{"x":1}')])) == expected
+
+
+def test_broken_arguments_reach_the_template_as_they_are() -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert ours(source).render(ChatPrompt([called('{"x":')])) == json.dumps('{"x":')
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (ChatPrompt([]), "messages"),
+        (ChatPrompt([said("user", "a"), "b"]), "messages[1]"),
+        (ChatPrompt([{"content": "a"}]), "messages[0].role"),
+        (ChatPrompt([said("user", 5)]), "messages[0].content"),
+        (ChatPrompt([said("user", ["a"])]), "messages[0].content[0].type"),
+        (ChatPrompt([said("user", [*PARTS, {"type": "image_url"}])]), "messages[0].content[2].type"),
+        (ChatPrompt([said("user", [{"type": "text", "text": 1}])]), "messages[0].content[0].text"),
+        (ChatPrompt([said("assistant", "a", tool_calls="x")]), "messages[0].tool_calls"),
+        (ChatPrompt([said("user", "a")], partial=True), "messages"),
+        (ChatPrompt([said("assistant", "")], partial=True), "messages"),
+        (ChatPrompt([said("user", "a")], template_args={"messages": []}), "template_args"),
+    ],
+)
+def test_bad_messages_name_the_field(prompt: ChatPrompt, field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        ours("{{ messages[0].content }}").render(prompt)
+    assert caught.value.field == field
+    assert field in str(caught.value) or field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "refuses these messages: .*has no attribute 'nothing'"),
+        ("{{ messages[0].content + 1 }}", "fails on these messages"),
+        ("{{ ().__class__.__bases__ }}", "refuses these messages: access to attribute '__class__'"),
+    ],
+)
+def test_refusals_of_the_template_are_told(source: str, message: str) -> None:
+    with pytest.raises(FieldError, match=message) as caught:
+        ours(source).render(ChatPrompt([said("user", "a")]))
+    assert caught.value.field == "messages"
+
+
+def test_no_template_says_how_to_give_one() -> None:
+    with pytest.raises(FieldError, match="--chat-template"):
+        ChatTemplates({}, {}).render(ChatPrompt([said("user", "a")]))
+
+
+def test_template_comes_from_where_transformers_looks(tmp_path: Path) -> None:
+    config = {"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}
+    templates = ChatTemplates(read_templates(tmp_path, config), {})
+    assert templates.render(ChatPrompt([said("user", "a")])) == "d"
+    assert templates.render(ChatPrompt([said("user", "a")], tools=[WEATHER])) == "t"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert read_templates(tmp_path, config) == {"default": "json"}
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert read_templates(tmp_path, config) == {"default": "jinja"}
+    (tmp_path / "given.txt").write_text("given")
+    assert read_templates(tmp_path, config, str(tmp_path / "given.txt")) == {"default": "given"}
+    with pytest.raises(ValueError, match="no chat template in"):
+        read_templates(tmp_path, config, str(tmp_path / "absent"))
+
+
+def test_a_template_that_is_no_jinja_is_refused_at_load() -> None:
+    with pytest.raises(ValueError, match="chat template, line 2"):
+        ours("a\n{% if %}")

@@ -1,0 +1,183 @@
+"""Prompts to ids and ids to text, as the router and the front ends use them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from array import array
+
+import pytest
+
+from radixrt.config import RouterConfig
+from radixrt.messages import ChatPrompt, PartsPrompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens import TextService, TextStream, Tokenizer
+from radixrt.router.tokens.text import INLINE_CHARS
+
+
+def ids_of(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+def to_bytes(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+@pytest.fixture
+def service(made: Tokenizer):
+    with TextService(made) as service:
+        yield service
+
+
+def test_text_is_encoded_short_or_long(service: TextService, made: Tokenizer) -> None:
+    async def encode() -> None:
+        for text in ("a", "x" * INLINE_CHARS, "the question " * 500):
+            assert ids_of(await service.encode(TextPrompt(text))) == made.encode(text)
+
+    asyncio.run(encode())
+
+
+def test_long_text_leaves_the_event_loop_alone(service: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    encode_now = service.encode_now
+    monkeypatch.setattr(service, "encode_now", lambda p: (threads.append(threading.current_thread()), encode_now(p))[1])
+
+    async def encode() -> None:
+        await service.encode(TextPrompt("a"))
+        await service.encode(TextPrompt("a" * (INLINE_CHARS + 1)))
+        await service.encode(ChatPrompt([{"role": "user", "content": "a"}]))
+
+    asyncio.run(encode())
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+
+
+def test_close_ends_the_threads(made: Tokenizer) -> None:
+    before = threading.active_count()
+    with TextService(made, threads=3) as service:
+        asyncio.run(service.encode(TextPrompt("a" * 1000)))
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_chat_is_its_template_without_added_specials(service: TextService, made: Tokenizer) -> None:
+    ids = ids_of(service.encode_now(ChatPrompt([{"role": "user", "content": "hi"}])))
+    assert made.decode(ids, False) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert [i for i in ids if i in made.special_ids] == [1, 2, 1]
+
+
+def test_parts_keep_their_ids(checkpoints) -> None:
+    """Only the first part gets BOS, generated ids stay, and text goes on without a space put before it."""
+    for name in ("mistral-v3", "phi-3-mini", "made"):
+        tokenizer = checkpoints.tokenizer(name)
+        with TextService(tokenizer) as service:
+            generated = tokenizer.encode_continuation("fox")[::-1]
+            parts = [TextPrompt("The quick"), TokenPrompt(to_bytes(generated)), TextPrompt("ly "), TextPrompt("")]
+            ids = ids_of(service.encode_now(PartsPrompt(parts)))
+            first = tokenizer.encode("The quick")
+            assert ids == first + generated + tokenizer.encode_continuation("ly ")
+            assert tokenizer.decode(ids).endswith(tokenizer.decode(generated) + "ly ")
+            assert tokenizer.bos_id is None or ids.count(tokenizer.bos_id) == first.count(tokenizer.bos_id)
+
+
+def test_continuations_are_their_text(tokenizer: Tokenizer, texts: list[str]) -> None:
+    if tokenizer.decode(tokenizer.encode("a\nb")) != "a\nb":
+        pytest.skip("has no line feed: it normalizes white space, and a part of a text is a word to it")
+    first = tokenizer.encode("start")
+    for text in texts:
+        both = tokenizer.decode(first + tokenizer.encode_continuation(text), False)
+        alone = tokenizer.decode(first, False)
+        assert both[: len(alone)] == alone
+        assert both[len(alone) :].strip() == tokenizer.decode(tokenizer.encode(text, False), False).strip()
+        if text[0] not in " \t\u2581" and tokenizer.encode("a", False) != tokenizer.encode(" a", False):
+            assert both[len(alone)] == text[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (TextPrompt(""), "prompt"),
+        (TextPrompt("lone \ud800 surrogate"), "prompt"),
+        (TokenPrompt(b""), "prompt"),
+        (TokenPrompt(b"\0\0\0"), "prompt"),
+        (TokenPrompt(to_bytes([1, -1])), "prompt"),
+        (TokenPrompt(to_bytes([1, 512])), "prompt"),
+        (PartsPrompt([]), "prompt"),
+        (PartsPrompt([TextPrompt("")]), "prompt"),
+        (PartsPrompt([TextPrompt("a"), TokenPrompt(to_bytes([512]))]), "prompt"),
+        (PartsPrompt([TextPrompt("a"), TextPrompt("\udfff")]), "prompt"),
+        (ChatPrompt([]), "messages"),
+        (ChatPrompt([{"role": "user", "content": "\ud800"}]), "messages"),
+    ],
+)
+def test_bad_prompts_name_the_field(service: TextService, prompt, field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        service.encode_now(prompt)
+    assert caught.value.field == field
+
+
+def test_a_choice_is_encoded_as_a_continuation(service: TextService, made: Tokenizer) -> None:
+    assert ids_of(service.encode_part(TextPrompt(" yes"))) == made.encode(" yes", False)
+    with pytest.raises(FieldError, match=r"choices\[1\] is empty"):
+        service.encode_part(TextPrompt(""), "choices[1]")
+
+
+def test_without_a_tokenizer_ids_pass_and_text_does_not() -> None:
+    with TextService.load(RouterConfig(tokenizer="none")) as service:
+        assert not service.has_tokenizer
+        assert service.vocab_size == 0
+        assert asyncio.run(service.encode(TokenPrompt(to_bytes([7, 1 << 30])))) == to_bytes([7, 1 << 30])
+        for prompt in (TextPrompt("a"), ChatPrompt([{"role": "user", "content": "a"}]), PartsPrompt([TextPrompt("a")])):
+            with pytest.raises(FieldError, match="no tokenizer"):
+                service.encode_now(prompt)
+        with pytest.raises(FieldError, match="no tokenizer"):
+            asyncio.run(service.decode(to_bytes([1])))
+        assert TextStream(service, Sampling()).push([1, 2]) == ("", None)
+        with pytest.raises(FieldError) as caught:
+            TextStream(service, Sampling(stop=("x",)))
+        assert caught.value.field == "stop"
+
+
+def test_decode_is_the_text(service: TextService, made: Tokenizer) -> None:
+    for text in ("héllo 🙂", "the question " * 300):
+        assert asyncio.run(service.decode(to_bytes(made.encode(text)))) == text
+    with pytest.raises(FieldError, match="outside"):
+        service.decode_now(to_bytes([-5]))
+
+
+def test_a_stream_takes_ids_or_bytes(service: TextService, made: Tokenizer) -> None:
+    ids = made.encode("Größe 🙂<|im_end|>")
+    for skip, text in ((True, "Größe 🙂"), (False, "Größe 🙂<|im_end|>")):
+        one, other = (TextStream(service, Sampling(skip_special_tokens=skip)) for _ in range(2))
+        assert "".join(one.push([i])[0] for i in ids) + one.flush() == text
+        assert other.push(to_bytes(ids)) == (text, None)
+
+
+def test_a_stop_string_spans_tokens(tokenizer: Tokenizer, texts: list[str]) -> None:
+    """Cut out of the text itself, a stop ends it just there, whatever the tokens are."""
+    rng = random.Random(4)
+    with TextService(tokenizer) as service:
+        for text in texts[9:]:
+            ids = tokenizer.encode(text, False)
+            whole = tokenizer.decode(ids)
+            at = rng.randrange(len(whole) // 2, len(whole) - 10)
+            stop = whole[at : at + rng.randint(1, 9)]
+            stream = TextStream(service, Sampling(stop=(stop, "never to be seen")))
+            parts = []
+            for token in ids:
+                part, found = stream.push([token])
+                parts.append(part)
+                if found:
+                    break
+            assert "".join(parts) == whole[: whole.index(stop)]
+            assert stream.stop == found == stop
+
+
+def test_a_stop_may_come_with_the_flush(checkpoints) -> None:
+    tokenizer = checkpoints.tokenizer("phi-3-mini")
+    ids = [tokenizer.token_id(f"<0x{byte:02X}>") for byte in b"ab\nc"]
+    with TextService(tokenizer) as service:
+        stream = TextStream(service, Sampling(stop=("\n",)))
+        assert stream.push(ids) == ("", None)
+        assert stream.flush() == "ab"
+        assert stream.stop == "\n"

@@ -1,0 +1,212 @@
+"""Sockets: delivery in bursts both ways, vanished and unread peers, keys, addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import uvloop
+
+from radixrt import wire
+
+
+def run(coroutine):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(asyncio.wait_for(coroutine, 10))
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(params=["tcp", "ipc", "inproc"])
+def address(request, tmp_path) -> str:
+    return {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/s", "inproc": f"inproc://{tmp_path}"}[request.param]
+
+
+def test_ten_thousand_messages_each_way_arrive_in_order(address):
+    async def main():
+        got = []
+        server = wire.RouterSocket(address, lambda who, payload: server.send(who, payload))
+        client = wire.DealerSocket(server.address, got.append)
+        for start in range(0, 10_000, 500):
+            for i in range(start, start + 500):
+                assert client.send(b"%d" % i)
+            await until(lambda n=start + 500: len(got) == n)
+        assert got == [b"%d" % i for i in range(10_000)]
+        client.close()
+        server.close()
+        server.close()
+
+    run(main())
+
+
+def test_an_edge_swallowed_by_a_send_is_not_lost(address):
+    """Both ends answer from within callbacks and plain sends interleave: a missed edge would hang this."""
+
+    async def main():
+        seen = 0
+
+        def bounce(payload: bytes) -> None:
+            nonlocal seen
+            seen += 1
+            if seen < 2000:
+                client.send(payload)
+
+        server = wire.RouterSocket(address, lambda who, payload: server.send(who, payload))
+        client = wire.DealerSocket(server.address, bounce)
+        client.send(b"ball")
+        await until(lambda: seen >= 2000)
+        client.close()
+        server.close()
+
+    run(main())
+
+
+def test_sending_to_a_vanished_peer_raises(address):
+    async def main():
+        peers = []
+        server = wire.RouterSocket(address, lambda who, _payload: peers.append(who))
+        client = wire.DealerSocket(server.address, print)
+        client.send(b"hello")
+        await until(lambda: peers)
+        client.close()
+        with pytest.raises(wire.PeerGone):
+            for _ in range(500):
+                server.send(peers[0], b"x")
+                await asyncio.sleep(0.005)
+        with pytest.raises(wire.PeerGone):
+            server.send(b"nobody", b"x")
+        server.close()
+
+    run(main())
+
+
+def test_a_peer_that_does_not_read_is_refused_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(wire, "HIGH_WATER", 10)
+
+    async def main():
+        peers, good = [], []
+        server = wire.RouterSocket(f"ipc://{tmp_path}/s", lambda who, _payload: peers.append(who))
+        with wire.Link(server.address, b"deaf") as deaf:
+            deaf.send(b"hello")
+            reader = wire.DealerSocket(server.address, good.append)
+            reader.send(b"hello")
+            await until(lambda: len(peers) == 2)
+            assert not all(server.send(b"deaf", bytes(100_000)) for _ in range(200))
+            assert server.send(next(p for p in peers if p != b"deaf"), b"still served")
+            await until(lambda: good == [b"still served"])
+            reader.close()
+        server.close()
+
+    run(main())
+
+
+def test_messages_of_several_frames_arrive_as_an_empty_payload(address):
+    async def main():
+        got = []
+        server = wire.RouterSocket(address, lambda who, payload: got.append(payload))
+        with wire.Link(server.address) as link:
+            link._socket.send_multipart([b"a", b"b", b"c"])
+            link.send(b"good")
+            await until(lambda: len(got) == 2)
+        assert got == [b"", b"good"]
+        server.close()
+
+    run(main())
+
+
+def test_link_waits_drains_and_times_out(address):
+    async def main():
+        server = wire.RouterSocket(address, lambda who, payload: [server.send(who, payload) for _ in range(3)])
+        answers = []
+
+        def worker():
+            with wire.Link(server.address, b"w0") as link:
+                assert link.recv(0) is None
+                assert link.recv(0.01) is None
+                link.send(b"x")
+                answers.append(link.recv(5))
+                while len(answers) < 3:
+                    answers.extend(link.drain())
+
+        await asyncio.to_thread(worker)
+        assert answers == [b"x"] * 3
+        server.close()
+
+    run(main())
+
+
+def test_a_broken_connection_is_told(tmp_path):
+    async def main():
+        lost, heard = threading.Event(), []
+        server = wire.RouterSocket(f"ipc://{tmp_path}/s", lambda who, payload: heard.append(payload))
+        client = wire.DealerSocket(server.address, print, on_lost=lost.set)
+        client.send(b"x")
+        await until(lambda: heard)
+        assert not lost.is_set()
+        server.close()
+        await until(lost.is_set)
+        client.close()
+
+    run(main())
+
+
+def test_curve_admits_those_who_know_the_key_and_keeps_roles_apart(tmp_path):
+    path = str(tmp_path / "key")
+    wire.make_secret_key(path)
+    assert (tmp_path / "key").stat().st_mode & 0o77 == 0
+    with pytest.raises(FileExistsError):
+        wire.make_secret_key(path)
+    clients, workers = wire.public_suffix(path, "clients"), wire.public_suffix(path, "workers")
+    assert clients != workers
+
+    async def main():
+        heard = []
+        server = wire.RouterSocket(
+            "tcp://127.0.0.1:*", lambda who, payload: heard.append(payload), key=wire.load_secret_key(path, "clients")
+        )
+        sockets = [wire.DealerSocket(server.address + suffix, print) for suffix in ("", workers, clients)]
+        for name, socket in zip([b"plain", b"wrong", b"right"], sockets, strict=True):
+            socket.send(name)
+        await until(lambda: heard)
+        await asyncio.sleep(0.1)
+        assert heard == [b"right"]
+        for socket in sockets:
+            socket.close()
+        server.close()
+
+    run(main())
+
+
+def test_addresses_that_cannot_be_used_say_why(tmp_path):
+    async def main():
+        for bad, why in [
+            ("127.0.0.1:5555", "expected tcp://"),
+            ("tcp://127.0.0.1", "HOST:PORT"),
+            ("ipc://" + "x" * 120, "107 bytes"),
+            ("tcp://127.0.0.1:1#abc", "64 hex digits"),
+        ]:
+            with pytest.raises(ValueError, match=why):
+                wire.DealerSocket(bad, print)
+        for open_to_all in ("tcp://0.0.0.0:*", "tcp://*:0", "tcp://10.1.2.3:5", "tcp://[::]:*"):
+            with pytest.raises(ValueError, match="curve-secret-key"):
+                wire.RouterSocket(open_to_all, print)
+        first = wire.RouterSocket("tcp://127.0.0.1:*", print)
+        with pytest.raises(OSError, match="cannot listen on"):
+            wire.RouterSocket(first.address, print)
+        first.close()
+        (tmp_path / "bad").write_text("not a key")
+        with pytest.raises(ValueError, match="keygen"):
+            wire.load_secret_key(str(tmp_path / "bad"), "clients")
+
+    run(main())
+
+
+def test_loopback():
+    assert wire.is_loopback("tcp://127.0.0.9:1") and wire.is_loopback("tcp://[::1]:1")
+    assert wire.is_loopback("tcp://localhost:1") and wire.is_loopback("ipc:///tmp/x")
+    assert not wire.is_loopback("tcp://0.0.0.0:1") and not wire.is_loopback("tcp://example.org:1")
