@@ -10,7 +10,6 @@ radixrt keygen FILE            a CURVE key, for ZMQ beyond loopback
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import logging
@@ -115,11 +114,8 @@ def _role(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from radixrt.client import Client
 
-    async def ask() -> Any:
-        async with await Client.connect(args.url, api_key=args.api_key) as client:
-            return await client.ask("report")
-
-    data = asyncio.run(ask())
+    with Client(args.url, api_key=args.api_key) as client:
+        data = client.report()
     print(json.dumps(data, indent=2))
     return 0
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from radixrt import wire
-from radixrt.config import RouterConfig, StackConfig, WorkerConfig, gpu_count, resolve
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, gpu_count, resolve
 from radixrt.messages import Ask, ClientReply, Info
 from radixrt.roles import make_worker, say_leave
 
@@ -280,3 +280,9 @@ class LocalStack:
         for thread in self._threads:
             thread.join()
         self._router_thread.stop()
+
+
+def local_stack(model: str, **worker: Any) -> LocalStack:
+    """A LocalStack of one worker on the checkpoint folder `model`; further fields of WorkerConfig by keyword."""
+    router = resolve(RouterConfig(model=model))
+    return LocalStack(StackConfig(router, WorkerConfig(model=model, **worker), FrontendConfig()))

@@ -196,6 +196,8 @@ class Scored(msgspec.Struct, tag="scored"):
 
 
 class Tokens(msgspec.Struct, tag="tokens"):
+    """`ids` of a Tokenize, with the `text` that the template made of a chat; `text` of a Detokenize."""
+
     id: int
     ids: bytes = b""
     text: str = ""

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +27,7 @@ log = logging.getLogger("radixrt.roles")
 ROLES = {"router": RouterConfig, "worker": WorkerConfig, "frontend": FrontendConfig}
 ORPHAN_SECONDS = 10.0
 """Time that a process has to leave after its parent is gone."""
+FAKE_VOCAB = 32_000
 FAKE_TOKENS = 1 << 20
 """Token slots of a worker without a model, unless said otherwise."""
 
@@ -96,7 +98,14 @@ def make_runner(config: WorkerConfig) -> Runner:
     except ValueError:
         raise ValueError(f"fake: expected PREFILL_TOKENS_PER_S,DECODE_STEP_S, not {config.fake!r}") from None
     num_pages = (config.max_total_tokens or FAKE_TOKENS) // config.page_size + 1
-    return FakeRunner(num_pages, config.page_size, prefill_rate=prefill_rate, decode_step=decode_step)
+    vocab_size = fake_vocab_size(config.model)
+    return FakeRunner(num_pages, config.page_size, vocab_size, prefill_rate=prefill_rate, decode_step=decode_step)
+
+
+def fake_vocab_size(folder: str) -> int:
+    """The vocabulary of the checkpoint that a fake stands for, so that its tokens are text; FAKE_VOCAB without one."""
+    path = Path(folder, "config.json")
+    return msgspec.json.decode(path.read_bytes()).get("vocab_size", FAKE_VOCAB) if path.is_file() else FAKE_VOCAB
 
 
 def say_leave(router: str, name: str, reason: str) -> None:

@@ -181,7 +181,8 @@ class RouterServer:
 
     async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
         if isinstance(message, Tokenize):
-            tokens = Tokens(message.id, ids=await self.text.encode(message.prompt))
+            ids, text = await self.text.encode_shown(message.prompt)
+            tokens = Tokens(message.id, ids, text)
         else:
             tokens = Tokens(message.id, text=await self.text.decode(message.ids))
         self._answer(client, tokens)

@@ -219,6 +219,7 @@ class Worker:
             kv_dtype=self.identity.kv_dtype,
             device=self.identity.device,
             pid=os.getpid(),
+            vocab_size=self.runner.vocab_size,
         )
 
     def _load(self) -> m.Load:

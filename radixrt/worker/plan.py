@@ -1,7 +1,7 @@
 """What the scheduler asks of a runner for one step, and what the runner answers. Integers only.
 
-    tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
-                                      decodes    prefill chunks
+tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
+                                  decodes    prefill chunks
 """
 
 from __future__ import annotations

@@ -73,6 +73,16 @@ class TextService:
             return self.encode_now(prompt)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.encode_now, prompt)
 
+    async def encode_shown(self, prompt: Prompt) -> tuple[bytes, str]:
+        """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts)."""
+        if not isinstance(prompt, ChatPrompt):
+            return await self.encode(prompt), ""
+        return await asyncio.to_thread(self._encode_chat, prompt)
+
+    def _encode_chat(self, prompt: ChatPrompt) -> tuple[bytes, str]:
+        text = self._with_tokenizer("messages").apply_chat(prompt)
+        return self._encode_text(text, False, "messages"), text
+
     def encode_now(self, prompt: Prompt) -> bytes:
         """`encode` in the calling thread."""
         match prompt:
@@ -81,7 +91,7 @@ class TextService:
             case TextPrompt(text=text, add_special_tokens=special):
                 return self._encode_text(text, special, "prompt") if text else _refuse_empty("prompt")
             case ChatPrompt():
-                return self._encode_text(self._with_tokenizer().apply_chat(prompt), False, "messages")
+                return self._encode_chat(prompt)[0]
             case PartsPrompt(parts=parts):
                 return self._encode_parts(parts)
         raise FieldError("prompt", f"prompt of an unknown kind: {type(prompt).__name__}")

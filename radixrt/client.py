@@ -1,0 +1,546 @@
+"""One client over ZMQ, HTTP and in-process, async (`AsyncClient`) and plain (`Client`).
+
+    AsyncClient.connect("tcp://127.0.0.1:5555")     a router's ZMQ socket (or ipc://, inproc://)
+    AsyncClient.connect("http://127.0.0.1:8000")    an HTTP front end
+    AsyncClient.connect("local:FOLDER")             a router and a worker in threads of this process
+
+All three carry the same messages; what differs is the `Transport`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import httpx
+import msgspec
+
+from radixrt import wire
+from radixrt.messages import (
+    Ask,
+    Cancel,
+    ChatPrompt,
+    ClientReply,
+    ClientRequest,
+    Delta,
+    Deltas,
+    Detokenize,
+    Error,
+    FinishReason,
+    Generate,
+    Info,
+    Origin,
+    PartsPrompt,
+    Prompt,
+    Sampling,
+    Score,
+    Scored,
+    TextPrompt,
+    Tokenize,
+    TokenLogprob,
+    TokenPrompt,
+    Tokens,
+    Usage,
+)
+
+CONNECT_SECONDS = 5.0
+NATIVE_PATH = "/v1/native"
+"""Where an HTTP front end takes one ClientRequest as JSON and answers with ClientReplies, one a line."""
+
+Answer = Delta | Scored | Tokens | Info | Error
+OnAnswer = Callable[[Answer], None]
+PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt
+T = TypeVar("T")
+
+
+class ServerError(Exception):
+    """The server refused or failed a request. `code` is an HTTP status, `field` names what is wrong in the request,
+    `retry_after` is in seconds (with 429 and 503) or None."""
+
+    def __init__(self, code: int, message: str, field: str = "", retry_after: float | None = None) -> None:
+        super().__init__(f"{message} ({code})")
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+
+
+class Completion(msgspec.Struct):
+    """One finished choice. `ids` are the generated token ids, int32 little-endian; `logprobs` go with them."""
+
+    text: str = ""
+    ids: bytes = b""
+    finish: FinishReason = "stop"
+    stop: str | int | None = None
+    usage: Usage = Usage()
+    logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return token_list(self.ids)
+
+
+def token_bytes(ids: Sequence[int]) -> bytes:
+    """Token ids as they travel: int32, little-endian. OverflowError for what is no int32."""
+    return array("i", ids).tobytes()
+
+
+def token_list(ids: bytes) -> list[int]:
+    """The inverse of `token_bytes`."""
+    return array("i", ids).tolist()
+
+
+def as_prompt(prompt: PromptLike) -> Prompt:
+    """Text, token ids or chat messages as the message that says which. TypeError for anything else."""
+    match prompt:
+        case str():
+            return TextPrompt(prompt)
+        case TextPrompt() | TokenPrompt() | ChatPrompt() | PartsPrompt():
+            return prompt
+        case [dict(), *_]:
+            return ChatPrompt(list(prompt))
+        case [*ids] if all(isinstance(i, int) for i in ids):
+            return TokenPrompt(token_bytes(ids))
+    raise TypeError(f"a prompt is text, token ids, or chat messages, not {type(prompt).__name__}")
+
+
+# ---------------------------------------------------------------- transports
+
+
+class Transport(Protocol):
+    """Carries requests and their answers. Answers come on the event loop, by request, in order."""
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        """Send a request, which gets an id of its own; `on_answer` is called until the last answer has come."""
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a request, if it is not finished; no further answer comes."""
+
+    async def close(self) -> None: ...
+
+
+class _Pending:
+    """A request whose answers still come, `open` of them to be the last of a choice."""
+
+    __slots__ = ("on_answer", "open")
+
+    def __init__(self, on_answer: OnAnswer, choices: int) -> None:
+        self.on_answer = on_answer
+        self.open = choices
+
+    def give(self, reply: ClientReply) -> None:
+        """Hand on a reply that is about this request alone."""
+        if isinstance(reply, Deltas):
+            for delta in reply.items:
+                self.give_delta(delta)
+        else:
+            self.open = 0
+            self.on_answer(reply)
+
+    def give_delta(self, delta: Delta) -> None:
+        self.open -= delta.finish is not None
+        self.on_answer(delta)
+
+
+def _choices(request: ClientRequest) -> int:
+    return request.n if isinstance(request, Generate) else 1
+
+
+class ZmqTransport:
+    """Any number of requests in flight on one socket. Make it on the event loop that is to use it."""
+
+    _reply = wire.Decoder(ClientReply)
+
+    def __init__(self, address: str) -> None:
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count(1)
+        self._socket = wire.DealerSocket(address, self._receive, on_lost=self._lost)
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        """See Transport. ServerError (503) when the router does not read."""
+        request.id = next(self._ids)
+        if not self._socket.send(wire.encode(request)):
+            raise ServerError(503, "the router does not read its messages", retry_after=1.0)
+        self._pending[request.id] = _Pending(on_answer, _choices(request))
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        if self._pending.pop(request_id, None) is not None:
+            self._socket.send(wire.encode(Cancel(request_id)))
+
+    async def close(self) -> None:
+        self._socket.close()
+        self._fail_all("the connection was closed")
+
+    def _receive(self, payload: bytes) -> None:
+        reply = self._reply.decode(payload)
+        if not isinstance(reply, Deltas):
+            if pending := self._pending.pop(reply.id, None):
+                pending.give(reply)
+            return
+        for delta in reply.items:
+            if pending := self._pending.get(delta.id):
+                if delta.finish is not None and pending.open == 1:
+                    del self._pending[delta.id]
+                pending.give_delta(delta)
+
+    def _lost(self) -> None:
+        self._fail_all("the connection to the router was lost")
+
+    def _fail_all(self, message: str) -> None:
+        pending, self._pending = self._pending, {}
+        for request_id, one in pending.items():
+            one.give(Error(request_id, 503, message, retry_after=1.0))
+
+
+class HttpTransport:
+    """A request of the native protocol is one POST; cancelling it closes the connection."""
+
+    _reply = msgspec.json.Decoder(ClientReply)
+    _encode = msgspec.json.Encoder().encode
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ids = itertools.count(1)
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        request.id = next(self._ids)
+        work = self._post(request.id, self._encode(request), _Pending(on_answer, _choices(request)))
+        self._tasks[request.id] = asyncio.get_running_loop().create_task(work)
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        if task := self._tasks.pop(request_id, None):
+            task.cancel()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await self._client.aclose()
+
+    async def _post(self, request_id: int, body: bytes, pending: _Pending) -> None:
+        problem = "the connection ended before the answer did"
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._client.stream("POST", NATIVE_PATH, content=body, headers=headers) as response:
+                async for line in response.aiter_lines():
+                    if line:
+                        pending.give(self._reply.decode(line))
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._tasks.pop(request_id, None)
+        if pending.open:
+            pending.give(Error(request_id, 503, problem, retry_after=1.0))
+
+
+# ---------------------------------------------------------------- the async client
+
+
+class AsyncClient:
+    """What a program asks of radixrt. Every method raises ServerError when the server refuses or fails.
+
+    A task that is cancelled while it waits cancels its request: the worker stops and frees its pages.
+    """
+
+    def __init__(self, transport: Transport, api_key: str = "", local: Any = None) -> None:
+        self._transport = transport
+        self._api_key = api_key
+        self._local = local
+
+    @classmethod
+    async def connect(cls, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> Self:
+        """Connect and wait until somebody answers there; ConnectionError after `timeout` seconds without.
+
+        ValueError for an address of no known kind, or a folder that holds no model."""
+        if url.startswith("local:"):
+            from radixrt.launch import local_stack
+
+            stack = await asyncio.to_thread(local_stack(url.removeprefix("local:")).__enter__)
+            return cls(ZmqTransport(stack.address), local=stack)
+        web = url.startswith(("http://", "https://"))
+        client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url), api_key)
+        try:
+            await asyncio.wait_for(client.health(), timeout)
+        except (TimeoutError, ServerError) as problem:
+            await client.close()
+            raise ConnectionError(f"nobody answers at {url.partition('#')[0]}") from problem
+        return client
+
+    async def close(self) -> None:
+        """Disconnect; requests in flight fail. Stops the router and worker of a `local:` client."""
+        await self._transport.close()
+        if self._local is not None:
+            local, self._local = self._local, None
+            await asyncio.to_thread(local.__exit__)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------ generation
+
+    async def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
+        """One continuation of a prompt (text, token ids or chat messages). Options as of `generate_n`."""
+        return (await self.generate_n(prompt, 1, sampling, **options))[0]
+
+    async def generate_n(
+        self,
+        prompt: PromptLike,
+        n: int,
+        sampling: Sampling = Sampling(),
+        *,
+        model: str = "",
+        origin: Origin = Origin(),
+        cache_salt: str = "",
+    ) -> list[Completion]:
+        """`n` continuations of one prompt, which is computed once; choice i draws with seed + i."""
+        request = self._generate(prompt, n, sampling, False, model, origin, cache_salt)
+        completions: list[Completion | None] = [None] * n
+        async with self._answers(request) as answers:
+            while None in completions:
+                delta = _expect(Delta, await answers.get())
+                completions[delta.index] = Completion(
+                    delta.text, delta.ids, delta.finish or "stop", delta.stop, delta.usage or Usage(), delta.logprobs
+                )
+        return completions
+
+    async def stream(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling = Sampling(),
+        *,
+        n: int = 1,
+        model: str = "",
+        origin: Origin = Origin(),
+        cache_salt: str = "",
+    ) -> AsyncIterator[Delta]:
+        """Deltas as they come; the last one of a choice has `finish` and `usage`. Closing the iterator cancels."""
+        open_choices = n
+        async with self._answers(self._generate(prompt, n, sampling, True, model, origin, cache_salt)) as answers:
+            while open_choices:
+                delta = _expect(Delta, await answers.get())
+                open_choices -= delta.finish is not None
+                yield delta
+
+    def _generate(
+        self,
+        prompt: PromptLike,
+        n: int,
+        sampling: Sampling,
+        stream: bool,
+        model: str,
+        origin: Origin,
+        cache_salt: str,
+    ) -> Generate:
+        return Generate(
+            id=0,
+            prompt=as_prompt(prompt),
+            sampling=sampling,
+            model=model,
+            n=n,
+            stream=stream,
+            origin=origin,
+            api_key=self._api_key,
+            cache_salt=cache_salt,
+        )
+
+    async def score(
+        self,
+        prompt: PromptLike,
+        choices: Sequence[str | Sequence[int] | TextPrompt | TokenPrompt],
+        *,
+        model: str = "",
+        origin: Origin = Origin(),
+        cache_salt: str = "",
+    ) -> Scored:
+        """Natural log-probability of every token of each choice as a continuation of the prompt, in one round trip."""
+        request = Score(
+            id=0,
+            prompt=as_prompt(prompt),
+            choices=[as_prompt(choice) for choice in choices],
+            model=model,
+            origin=origin,
+            api_key=self._api_key,
+            cache_salt=cache_salt,
+        )
+        return await self._ask_for(Scored, request)
+
+    # ------------------------------------------------------------ tokens and the server itself
+
+    async def tokenize(self, prompt: PromptLike) -> list[int]:
+        """Token ids that the server would compute for a prompt."""
+        request = Tokenize(id=0, prompt=as_prompt(prompt), api_key=self._api_key)
+        return token_list((await self._ask_for(Tokens, request)).ids)
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        """The text that the model's chat template makes of messages."""
+        return (await self._ask_for(Tokens, Tokenize(id=0, prompt=prompt, api_key=self._api_key))).text
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, all at once."""
+        request = Detokenize(id=0, ids=token_bytes(ids), api_key=self._api_key)
+        return (await self._ask_for(Tokens, request)).text
+
+    async def health(self) -> dict[str, Any]:
+        """`serving`, `max_model_len`, `workers`, counters."""
+        return await self._about("health")
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Models that are served now: `id` and `max_model_len` in tokens."""
+        return await self._about("models")
+
+    async def report(self) -> dict[str, Any]:
+        """The cache-hit-rate report; its shape is that of `radixrt.report.Report.to_json`."""
+        return await self._about("report")
+
+    async def metrics(self) -> str:
+        """Figures in Prometheus' text format."""
+        return await self._about("metrics")
+
+    async def _about(self, what: str) -> Any:
+        return (await self._ask_for(Info, Ask(id=0, what=what, api_key=self._api_key))).data
+
+    async def _ask_for(self, kind: type[T], request: ClientRequest) -> T:
+        async with self._answers(request) as answers:
+            return _expect(kind, await answers.get())
+
+    @contextlib.asynccontextmanager
+    async def _answers(self, request: ClientRequest) -> AsyncIterator[asyncio.Queue[Answer]]:
+        """A queue of a request's answers; the request is cancelled when it is left before the last one."""
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        request_id = self._transport.submit(request, answers.put_nowait)
+        try:
+            yield answers
+        finally:
+            self._transport.cancel(request_id)
+
+
+def _expect(kind: type[T], answer: Answer) -> T:
+    if isinstance(answer, Error):
+        raise ServerError(answer.code, answer.message, answer.field, answer.retry_after)
+    if not isinstance(answer, kind):
+        raise ServerError(500, f"the server answered with {type(answer).__name__}, not {kind.__name__}")
+    return answer
+
+
+# ---------------------------------------------------------------- the plain face
+
+
+async def _await(work: Awaitable[T]) -> T:
+    return await work
+
+
+class Portal:
+    """An event loop in a thread of its own, for callers that have none."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="radixrt-client", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Awaitable[T]) -> T:
+        """Await something there; an interrupted wait (Ctrl-C) cancels it."""
+        future = asyncio.run_coroutine_threadsafe(_await(work), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """Items of an async iterator, pulled one by one; closing the generator closes it."""
+        try:
+            while True:
+                try:
+                    yield self.call(anext(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.call(items.aclose())
+
+    def close(self) -> None:
+        self.call(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Client:
+    """`AsyncClient` without async: the same methods, which wait. It may be used by several threads."""
+
+    def __init__(self, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> None:
+        self._portal = Portal()
+        try:
+            self.aio = self._portal.call(AsyncClient.connect(url, api_key=api_key, timeout=timeout))
+        except BaseException:
+            self._portal.close()
+            raise
+
+    def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
+        """See AsyncClient.generate."""
+        return self._portal.call(self.aio.generate(prompt, sampling, **options))
+
+    def generate_n(
+        self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Any
+    ) -> list[Completion]:
+        """See AsyncClient.generate_n."""
+        return self._portal.call(self.aio.generate_n(prompt, n, sampling, **options))
+
+    def stream(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Iterator[Delta]:
+        """See AsyncClient.stream. Leaving the loop early cancels."""
+        return self._portal.iterate(self.aio.stream(prompt, sampling, **options))
+
+    def score(self, prompt: PromptLike, choices: Sequence[Any], **options: Any) -> Scored:
+        """See AsyncClient.score."""
+        return self._portal.call(self.aio.score(prompt, choices, **options))
+
+    def tokenize(self, prompt: PromptLike) -> list[int]:
+        """See AsyncClient.tokenize."""
+        return self._portal.call(self.aio.tokenize(prompt))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """See AsyncClient.detokenize."""
+        return self._portal.call(self.aio.detokenize(ids))
+
+    def health(self) -> dict[str, Any]:
+        """See AsyncClient.health."""
+        return self._portal.call(self.aio.health())
+
+    def models(self) -> list[dict[str, Any]]:
+        """See AsyncClient.models."""
+        return self._portal.call(self.aio.models())
+
+    def report(self) -> dict[str, Any]:
+        """See AsyncClient.report."""
+        return self._portal.call(self.aio.report())
+
+    def metrics(self) -> str:
+        """See AsyncClient.metrics."""
+        return self._portal.call(self.aio.metrics())
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Run a coroutine on the client's event loop and wait for it."""
+        return self._portal.call(work)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._portal.call(self.aio.close())
+        self._portal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
