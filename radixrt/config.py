@@ -39,6 +39,10 @@ class WorkerConfig:
         0, "token budget of a step, the prefill chunk (0: 8192 on a GPU, 512 on a CPU)"
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use")
+    deterministic: bool = setting(
+        False, "results do not depend on the batch, to the last bit (always so with FP8 pages on a CPU; slower)"
+    )
+    cpu_threads: int = setting(0, "threads that compute on a CPU (0: torch's default)")
     load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
     seed: int = setting(0, "seed of dummy weights")
     check: bool = setting(False, "assert the page accounting after every step (slow)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -201,7 +202,7 @@ def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
 
 
 def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:
-    """One configuration a worker: its name, the router's address, and a GPU of its own where there are enough."""
+    """One configuration a worker: its name, the router's address, and its share of the machine: a GPU, or threads."""
     pattern = config.worker
     gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
     if 0 < gpus < config.workers:
@@ -211,6 +212,8 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
         changes = {"name": f"worker-{number}", "router": worker_address}
         if gpus > 1:
             changes["device"] = f"cuda:{number}"
+        if not gpus and not pattern.cpu_threads:
+            changes["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
         configs.append(resolve(dataclasses.replace(pattern, **changes)))
     return configs
 

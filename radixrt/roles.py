@@ -90,7 +90,7 @@ def make_runner(config: WorkerConfig) -> Runner:
     if not config.fake:
         from radixrt.worker.runner import TorchRunner
 
-        return TorchRunner.load(config, log.info)
+        return TorchRunner.load(config)
     from radixrt.worker.fake import FakeRunner
 
     try:

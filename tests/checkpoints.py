@@ -68,3 +68,42 @@ def _tokenizer_json(vocab_size: int) -> str:
     tokenizer.add_special_tokens(padding)
     assert tokenizer.get_vocab_size() == vocab_size
     return tokenizer.to_str()
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | None = None, seed: int = 0, **changes):
+    """Write a small random checkpoint of `family` into `folder` and return the transformers model, float32.
+
+    `changes` are fields of its config; with `shard_bytes` the weights come in several files of that size.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    sizes |= {"head_dim": 32} if family == "qwen3" else {}
+    sizes |= {"sliding_window": None} if family == "mistral" else {}
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(sizes | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.save_pretrained(folder, **limit)
+    return model

@@ -1,0 +1,142 @@
+"""Attention over pages, in plain torch: what a CPU runs, and the reference for every kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.kv import KVPool
+from radixrt.worker.model.decoder import Attend
+from radixrt.worker.plan import Plan
+
+
+class TorchAttention:
+    """Reads the page table in place; one request after the other.
+
+    q positions      start ......... start + count - 1
+    k positions  0 ..................................   a query at p sees (p - window, p]
+    """
+
+    def __init__(self, pool: KVPool, page_size: int, windows: tuple[int | None, ...]) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._windows = windows
+
+    def bind(self, table: np.ndarray) -> None:
+        """`table` is int32[rows, pages], which the scheduler goes on writing."""
+        self._table = table
+
+    def begin(self, plan: Plan, device: torch.device) -> Attend:
+        """The attention of one step."""
+        written = torch.from_numpy(plan.slots).to(device, torch.int64)
+        ends = (plan.starts + plan.counts).tolist()
+        slots = [
+            torch.from_numpy(self._slots(row, end)).to(device)
+            for row, end in zip(plan.rows.tolist(), ends, strict=True)
+        ]
+        counts = plan.counts.tolist()
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._pool.write(layer, written, k, v)
+            parts = [self._one(layer, part, s) for part, s in zip(q.split(counts), slots, strict=True)]
+            return torch.cat(parts)
+
+        return attend
+
+    def _slots(self, row: int, tokens: int) -> np.ndarray:
+        """int64[tokens]: slots of the first tokens of a row."""
+        size = self._page_size
+        pages = self._table[row, : -(-tokens // size)].astype(np.int64)
+        return pages if size == 1 else (pages[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
+
+    def _one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[count, heads, D]: the last `count` tokens of one sequence over all of it."""
+        count, end, window = len(q), len(slots), self._windows[layer]
+        first = first_key(end - count, window)
+        k, v = self._pool.read(layer, slots[first:], q.dtype)
+        mask = None
+        if count > 1:
+            at = torch.arange(end - count, end, device=q.device)[:, None]
+            keys = torch.arange(first, end, device=q.device)
+            mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def first_key(position: int, window: int | None) -> int:
+    """The first position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+class BatchInvariantAttention(TorchAttention):
+    """The same to the last bit for a query, whatever else is computed with it.
+
+    A matrix product rounds by its shape, so all have one shape: queries go in tiles of QUERIES, keys in blocks of KEYS
+    that start at multiples of KEYS, and blocks are merged from left to right as in online softmax (arXiv 1805.02867).
+    What is masked weighs exactly nothing, so a tile may be cut anywhere.
+    """
+
+    QUERIES = 8
+    KEYS = 128
+    MASKED = -1e30
+
+    def _one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        count, heads, dim = q.shape
+        end, window = len(slots), self._windows[layer]
+        start = end - count
+        first = first_key(start, window) // self.KEYS * self.KEYS
+        k, v = (_blocks(x, self.KEYS) for x in self._pool.read(layer, slots[first:], q.dtype))
+        kv_heads = k.shape[1]
+        tiles = _tiles(q, self.QUERIES, kv_heads)
+        at = torch.arange(start, start + len(tiles) * self.QUERIES, device=q.device).view(-1, 1, self.QUERIES, 1)
+        at = at.repeat_interleave(heads // kv_heads, dim=2)
+        state = _Softmax(tiles, self.MASKED)
+        for block in range(len(k)):
+            keys = torch.arange(self.KEYS, device=q.device) + (first + block * self.KEYS)
+            reached = max(0, (first + block * self.KEYS - start) // self.QUERIES)
+            hidden = keys > at[reached:]
+            if window is not None:
+                hidden |= keys <= at[reached:] - window
+            state.add(reached, k[block], v[block], hidden)
+        out = state.result().view(len(tiles), kv_heads, self.QUERIES, -1, dim).transpose(1, 2)
+        return out.reshape(-1, heads, dim)[:count].to(q.dtype)
+
+
+def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[L, kv_heads, D] as [blocks, kv_heads, size, D], zeros after the end."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
+    return x.unflatten(0, (-1, size)).transpose(1, 2).contiguous()
+
+
+def _tiles(q: torch.Tensor, size: int, kv_heads: int) -> torch.Tensor:
+    """[count, heads, D] as [tiles, kv_heads, size * group, D], zeros after the end."""
+    q = F.pad(q, (0, 0, 0, 0, 0, -len(q) % size))
+    q = q.unflatten(0, (-1, size)).unflatten(2, (kv_heads, -1))
+    return q.transpose(1, 2).flatten(2, 3).contiguous()
+
+
+class _Softmax:
+    """Running maximum, sum and weighted values of [tiles, kv_heads, rows], in float32."""
+
+    def __init__(self, q: torch.Tensor, masked: float) -> None:
+        self._q = q
+        self._masked = masked
+        self._scale = q.shape[-1] ** -0.5
+        self._peak = torch.full(q.shape[:-1], masked, device=q.device)
+        self._sum = torch.zeros(q.shape[:-1], device=q.device)
+        self._values = torch.zeros(q.shape, device=q.device)
+
+    def add(self, first: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> None:
+        """One block of keys, [kv_heads, KEYS, D], for the tiles from `first` on."""
+        scores = (self._q[first:] @ k.transpose(-1, -2)).float() * self._scale
+        scores.masked_fill_(hidden, self._masked)
+        peak = torch.maximum(self._peak[first:], scores.amax(-1))
+        weights = (scores - peak[..., None]).exp()
+        keep = (self._peak[first:] - peak).exp()
+        self._peak[first:] = peak
+        self._sum[first:] = self._sum[first:] * keep + weights.sum(-1)
+        self._values[first:] = self._values[first:] * keep[..., None] + (weights.to(v.dtype) @ v).float()
+
+    def result(self) -> torch.Tensor:
+        return self._values / self._sum[..., None]

@@ -1,0 +1,54 @@
+"""The pool of K and V: one slot a token, in the dtype of the pages."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+class KVPool:
+    """K and V of `slots` tokens for every layer, each `[slots, kv_heads, head_dim]`.
+
+    What is read back is what the pages hold, also right after it was written: a request computes the same whether its
+    prefix was cached or not. Beyond the range of FP8 values saturate.
+    """
+
+    def __init__(
+        self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype = dtype
+        self._quantized = dtype.itemsize == 1
+        # torch indexes bytes on every device, FP8 only on some.
+        stored = torch.uint8 if self._quantized else dtype
+        self._values = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=stored, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._values.nbytes
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. Of equal slots any one wins."""
+        keys, values = self._values[layer]
+        keys[slots] = self._encode(k)
+        values[slots] = self._encode(v)
+
+    def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V at int64 slots[L], each [L, kv_heads, head_dim] of `dtype`."""
+        keys, values = self._values[layer]
+        return self._decode(keys[slots], dtype), self._decode(values[slots], dtype)
+
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._quantized:
+            return x.to(self.dtype)
+        limit = torch.finfo(self.dtype).max
+        return x.float().clamp(-limit, limit).to(self.dtype).view(torch.uint8)
+
+    def _decode(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (x.view(self.dtype) if self._quantized else x).to(dtype)

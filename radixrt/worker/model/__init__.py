@@ -1,0 +1,29 @@
+"""Model families, one file each, named as the checkpoint's `model_type`.
+
+A family says in `spec(config)` how its `config.json` reads as a `ModelSpec`; `decoder` computes any of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from radixrt.worker.model.spec import ModelSpec
+
+_PARTS = {"checkpoint", "decoder", "rope", "spec"}
+
+
+def families() -> list[str]:
+    """Every `model_type` that can be served."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _PARTS)
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """The spec of a parsed `config.json`. ValueError names what of it is not served."""
+    family = config.get("model_type", "")
+    if family not in families():
+        raise ValueError(f"model_type {family!r} is not served; {', '.join(families())} are")
+    if config.get("quantization_config"):
+        raise ValueError("quantization_config: quantized weights are not served")
+    return importlib.import_module(f"{__name__}.{family}").spec(config)

@@ -1,0 +1,140 @@
+"""Reading a checkpoint folder: config.json, safetensors in one or many shards, end-of-sequence ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+INDEX = "model.safetensors.index.json"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+
+
+class Weights(Protocol):
+    """Where tensors come from: their names as transformers has them, their dtype and device as the worker wants."""
+
+    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor: ...
+
+
+def find(model: str) -> Path:
+    """The folder of a checkpoint, downloaded if `model` is a hub name. ValueError if there is none."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except Exception as error:  # no network, no such name, not a valid name: all the same to the caller
+        raise ValueError(f"{model} is neither a folder nor a model that the hub gave: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} where there is no such file. ValueError if the file is broken."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return content
+
+
+def eos_ids(folder: Path) -> frozenset[int]:
+    """Ids that end a sequence, of all files that name one: generation_config, config and the tokenizer's."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        ids.update([value] if isinstance(value, int) else value or [])
+    tokenizer = read_json(folder / "tokenizer_config.json")
+    token = tokenizer.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    known = [(int(i), t.get("content")) for i, t in tokenizer.get("added_tokens_decoder", {}).items()]
+    known += [(t["id"], t.get("content")) for t in read_json(folder / "tokenizer.json").get("added_tokens", [])]
+    return frozenset(ids | {i for i, content in known if token and content == token})
+
+
+class SafetensorsWeights:
+    """The weights of a folder. Each tensor is read when it is asked for; a progress bar counts bytes on stderr.
+
+    ValueError for a folder without safetensors, a broken shard, a tensor that is missing or of another shape.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._files: dict[Path, Any] = {}
+        self._places = self._find_tensors(folder)
+        size = sum(path.stat().st_size for path in set(self._places.values()))
+        self._bar = tqdm(
+            total=size, desc="loading weights", unit="B", unit_scale=True, file=sys.stderr, mininterval=0.5
+        )
+
+    def _find_tensors(self, folder: Path) -> dict[str, Path]:
+        """Tensor name -> shard."""
+        if index := read_json(folder / INDEX):
+            return {name: folder / file for name, file in index["weight_map"].items()}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            hint = "; convert its .bin files to safetensors" if list(folder.glob("*.bin")) else ""
+            raise ValueError(f"{folder} holds no safetensors{hint}")
+        return {name: path for path in paths for name in self._open(path).keys()}
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, "pt", device=str(self._device))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} cannot be read: {error}") from error
+        return self._files[path]
+
+    def _name(self, name: str) -> str:
+        """The name in this checkpoint: one saved without its head lacks `model.`."""
+        bare = name.removeprefix("model.")
+        return bare if name not in self._places and bare in self._places else name
+
+    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        name = self._name(name)
+        if name not in self._places:
+            raise ValueError(f"the checkpoint has no tensor {name}")
+        tensor = self._open(self._places[name]).get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        self._bar.update(tensor.nbytes)
+        return tensor.to(self._dtype)
+
+    def close(self) -> None:
+        """Let go of the files, all of them read but for headers and tensors that nobody wants."""
+        self._bar.update(self._bar.total - self._bar.n)
+        self._bar.close()
+        self._files.clear()
+
+
+class RandomWeights:
+    """Weights for measuring speed without a checkpoint: normal with deviation 0.02, norms 1, biases 0; the same for
+    the same seed, whatever the order of loading."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device
+
+    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        if name.endswith("bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if "norm" in name:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(self._seed + zlib.crc32(name.encode()))
+        values = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return values.normal_(0, 0.02, generator=generator)
+
+    def close(self) -> None:
+        """Nothing is held."""

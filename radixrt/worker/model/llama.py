@@ -1,0 +1,13 @@
+"""Llama 2, 3, 3.1, 3.2, 3.3 and what has their shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model.spec import ModelSpec, common
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """All tokens attend to all before them; biases by `attention_bias` and `mlp_bias`."""
+    bias = bool(config.get("attention_bias"))
+    return common(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")))

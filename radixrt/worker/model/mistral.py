@@ -1,0 +1,12 @@
+"""Mistral 7B and its successors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model.spec import ModelSpec, common
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Every layer has the window `sliding_window`, or none where that is null."""
+    return common(config, windows=(config.get("sliding_window"),) * config["num_hidden_layers"])

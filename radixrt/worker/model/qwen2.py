@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model.spec import ModelSpec, common, layer_windows
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """q, k and v always have a bias; windows only with `use_sliding_window`."""
+    config = {"use_sliding_window": False} | config
+    return common(config, qkv_bias=True, windows=layer_windows(config))

@@ -1,0 +1,76 @@
+"""Rotary positions: the frequencies of each kind of scaling, and the rotation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+    """Angles per position, float32[head_dim / 2] in radians, and the factor that cos and sin are scaled by.
+
+    ValueError for a `rope_type` that is not served.
+    """
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rotated != head_dim:
+        raise ValueError("partial_rotary_factor other than 1 is not served")
+    base = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    match rope["rope_type"]:
+        case "default":
+            return base, 1.0
+        case "linear":
+            return base / rope["factor"], 1.0
+        case "llama3":
+            return _llama3(base, rope), 1.0
+        case "yarn":
+            return _yarn(base, rope, head_dim)
+    raise ValueError(f"rope_type {rope['rope_type']!r} is not served; default, linear, llama3 and yarn are")
+
+
+def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched by `factor`, short ones stay, those between are blended.
+
+    Source: meta-llama/llama-models, `apply_scaling`.
+    """
+    factor, context = rope["factor"], rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    waves = 2 * math.pi / base
+    share = ((context / waves - low) / (high - low)).clamp(0, 1)
+    return base * (share + (1 - share) / factor)
+
+
+def _yarn(base: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): as above, blended by dimension, and attention sharpened."""
+    context = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
+    factor = rope["factor"]
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
+    share = 1 - ramp.clamp(0, 1)
+    return base * (share + (1 - share) / factor), _yarn_attention(rope, factor)
+
+
+def _yarn_attention(rope: dict[str, Any], factor: float) -> float:
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1.0)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x[T, heads, D] by cos, sin[T, 1, D / 2]; element i is paired with element i + D / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

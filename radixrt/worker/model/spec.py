@@ -1,0 +1,89 @@
+"""What distinguishes one decoder from another, read from a checkpoint's `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ACTIVATIONS = {"silu", "gelu", "gelu_pytorch_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP. Sizes count elements."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    norm_eps: float
+    rope: dict[str, Any]
+    """`rope_type`, `rope_theta` and what that type needs (see `rope.py`)."""
+    activation: str
+    tied: bool
+    """The output projection is the embedding."""
+    windows: tuple[int | None, ...]
+    """By layer: a token attends to itself and the `window - 1` tokens before it; None: to all before it."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of each head of q and k, before the rotation."""
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V of one token, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def common(config: dict[str, Any], **features: Any) -> ModelSpec:
+    """The fields that all families name alike; `features` are the family's own. ValueError names a bad one."""
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        features.setdefault("windows", (None,) * config["num_hidden_layers"])
+        spec = ModelSpec(
+            vocab_size=config["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            max_model_len=config["max_position_embeddings"],
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope=rope_parameters(config),
+            activation=config.get("hidden_act", "silu"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            **features,
+        )
+    except KeyError as missing:
+        raise ValueError(f"config.json has no {missing.args[0]}") from None
+    if spec.activation not in ACTIVATIONS:
+        raise ValueError(f"hidden_act {spec.activation!r} is not served")
+    if spec.num_heads % spec.num_kv_heads:
+        raise ValueError(f"num_key_value_heads {spec.num_kv_heads} does not divide {spec.num_heads} heads")
+    return spec
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5), or the same from `rope_theta` and `rope_scaling` (before)."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+    parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
+    return parameters
+
+
+def layer_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
+    """By layer, from `layer_types`, or as Qwen's older files say it: the layers from `max_window_layers` on."""
+    layers = config["num_hidden_layers"]
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types")
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = config.get("max_window_layers", 0)
+    return tuple(window if layer >= first else None for layer in range(layers))

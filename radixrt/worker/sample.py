@@ -1,0 +1,164 @@
+"""From logits to tokens.
+
+The order of what is done to a request's logits, where its Sampling asks for it:
+
+    raw logits -> log-probabilities that are reported
+      repetition, presence, frequency penalty -> logit_bias -> stop ids banned below min_tokens
+      temperature 0: the largest
+      else: / temperature -> min_p -> top_k -> top_p -> + Gumbel noise: the largest
+
+Noise depends on (seed, position, token id) alone: not on the batch, the worker, or on what was cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from radixrt.messages import Sampling, TokenLogprob
+from radixrt.worker.request import Request
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it count as 0."""
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """One token a request from float32 logits[B, vocab], which may be overwritten."""
+    for row, request in enumerate(requests):
+        adjust(logits[row], request)
+    drawn = [row for row, request in enumerate(requests) if request.sampling.temperature >= GREEDY_BELOW]
+    tokens = logits.argmax(-1)
+    if drawn:
+        at = torch.tensor(drawn, device=logits.device)
+        tokens[at] = draw(logits[at], [requests[row] for row in drawn])
+    return tokens.tolist()
+
+
+def token_logprobs(logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> list[TokenLogprob | None]:
+    """Natural log-probabilities of drawn tokens and of the likeliest, by the model's raw float32 logits[B, vocab]."""
+    wanted = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
+    found: list[TokenLogprob | None] = [None] * len(requests)
+    if not wanted:
+        return found
+    logprobs = torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)], -1)
+    most = min(max(requests[row].sampling.logprobs or 0 for row in wanted), logits.shape[-1])
+    values, ids = (x.tolist() for x in logprobs.topk(most))
+    for index, row in enumerate(wanted):
+        count = requests[row].sampling.logprobs
+        top = list(zip(ids[index][:count], values[index][:count], strict=True))
+        found[row] = TokenLogprob(tokens[row], float(logprobs[index, tokens[row]]), top)
+    return found
+
+
+# ---------------------------------------------------------------- what changes the logits
+
+
+def adjust(logits: torch.Tensor, request: Request) -> None:
+    """Apply penalties, biases and bans to one request's logits[vocab], in place."""
+    s = request.sampling
+    if s.repetition_penalty != 1.0:
+        _penalize_repetition(logits, request, s.repetition_penalty)
+    if (s.presence_penalty or s.frequency_penalty) and request.generated:
+        ids, counts = np.unique(np.array(request.tokens[request.prompt_len :]), return_counts=True)
+        times = torch.from_numpy(counts).to(logits)
+        logits[_index(ids, logits)] -= s.presence_penalty + s.frequency_penalty * times
+    if s.logit_bias:
+        bias = torch.tensor(list(s.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits[_index(list(s.logit_bias), logits)] += bias
+    if request.generated < s.min_tokens and request.stop_ids:
+        logits[_index(list(request.stop_ids), logits)] = -torch.inf
+
+
+def _penalize_repetition(logits: torch.Tensor, request: Request, penalty: float) -> None:
+    """CTRL (arXiv 1909.05858): tokens of prompt and output lose, whatever the sign of their logit."""
+    at = _index(np.unique(np.array(request.tokens)), logits)
+    seen = logits[at]
+    logits[at] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(ids, dtype=torch.int64, device=logits.device)
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    """int64[B] drawn from logits[B, vocab] by temperature, min_p, top_k, top_p and each request's own noise."""
+    samplings = [r.sampling for r in requests]
+    logits = logits / _column([s.temperature for s in samplings], logits)
+    if any(s.min_p > 0 for s in samplings):
+        logits = keep_min_p(logits, _column([s.min_p for s in samplings], logits))
+    if any(_cuts(s, logits.shape[-1]) for s in samplings):
+        top_k = [s.top_k if s.top_k > 0 else logits.shape[-1] for s in samplings]
+        logits = keep_top(logits, _column(top_k, logits), _column([s.top_p for s in samplings], logits))
+    seeds = [s.seed or 0 for s in samplings]
+    positions = [r.total for r in requests]
+    return (logits + gumbel(seeds, positions, logits.shape[-1], logits.device)).argmax(-1)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _cuts(s: Sampling, vocab_size: int) -> bool:
+    return s.top_p < 1 or 0 < s.top_k < vocab_size
+
+
+def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Drop tokens less probable than `min_p[B, 1]` times the likeliest; for 0 none."""
+    bar = logits.amax(-1, keepdim=True) + min_p.log()
+    return logits.masked_fill(logits < bar, -torch.inf)
+
+
+def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep the `top_k` likeliest tokens, of these the fewest whose probabilities sum to `top_p` at least; both [B, 1].
+
+    Of tokens equally likely those of smaller id go first, so that exactly k are kept."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    # Rounded sums may reach 1 before the last token: top_p 1 keeps all.
+    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1) & (rank > 0), -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """float32[B, vocab] of standard Gumbel noise: argmax(logits + noise) is a draw from softmax(logits).
+
+    The random bits are SplitMix64 (Steele, Lea, Flood 2014) of a counter made of seed, position and token id.
+    """
+    keys = [_mix(_mix(seed & _MASK) ^ position) for seed, position in zip(seeds, positions, strict=True)]
+    start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
+    bits = start + torch.arange(1, vocab_size + 1, device=device) * _signed(_GAMMA)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(_FIRST)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(_SECOND)
+    bits = bits ^ _shifted(bits, 31)
+    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
+    return (-(-uniform.log()).log()).float()
+
+
+_MASK = (1 << 64) - 1
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _mix(value: int) -> int:
+    """One SplitMix64 output of a state."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a uint64: torch multiplies and adds these modulo 2^64."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift to the right (torch's is arithmetic)."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,0 +1,79 @@
+"""A scheduler and a runner without a router: runs in, outputs out, the page accounting checked at each step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from radixrt.messages import Output, Run, Sampling
+from radixrt.worker.cache import PageCache
+from radixrt.worker.plan import Runner
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler import Limits, Scheduler
+
+GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+
+class Engine:
+    """`chunk` is the token budget of a step, `rows` how many requests run at once."""
+
+    def __init__(self, runner: Runner, *, chunk: int = 512, rows: int = 64, max_model_len: int = 1024) -> None:
+        self.runner = runner
+        self.cache = PageCache(runner.num_pages, runner.page_size, rows, max_model_len)
+        self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
+        self.max_model_len = max_model_len
+        self.outputs: dict[int, list[Output]] = {}
+        self._next = 0
+        runner.bind(self.cache.table)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        *,
+        score_from: int | None = None,
+        prompt_len: int | None = None,
+        namespace: str = "",
+    ) -> int:
+        self._next += 1
+        ids, size = array("i", prompt).tobytes(), len(prompt) if prompt_len is None else prompt_len
+        run = Run(
+            id=self._next, namespace=namespace, ids=ids, prompt_len=size, sampling=sampling, score_from=score_from
+        )
+        limit = min(
+            size + (self.max_model_len if sampling.max_tokens is None else sampling.max_tokens), self.max_model_len
+        )
+        self.scheduler.add(Request(run, max(limit, len(prompt)), self.runner.eos_ids))
+        self.outputs[run.id] = []
+        return run.id
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return False
+        for output in self.scheduler.apply(plan, self.runner.launch(plan)()):
+            self.outputs[output.id].append(output)
+        self.cache.check()
+        return True
+
+    def finish(self) -> None:
+        while self.step():
+            pass
+
+    def tokens(self, id: int) -> list[int]:
+        return [token for output in self.outputs[id] for token in output.tokens]
+
+    def last(self, id: int) -> Output:
+        return self.outputs[id][-1]
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+        ids = [self.add(prompt, sampling) for prompt in prompts]
+        self.finish()
+        return [self.tokens(id) for id in ids]
+
+
+def prompts(count: int, shortest: int, longest: int, vocab_size: int = 512, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocab_size, rng.integers(shortest, longest + 1)).tolist() for _ in range(count)]

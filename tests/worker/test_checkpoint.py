@@ -1,0 +1,122 @@
+"""What a checkpoint folder may look like, and what is said of one that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.model import checkpoint as files
+from radixrt.worker.model import families
+from radixrt.worker.runner import TorchRunner
+from tests.checkpoints import FAMILIES, make_tokenizer
+from tests.worker.engine import Engine, prompts
+
+
+def load(folder, **settings) -> TorchRunner:
+    return TorchRunner.load(
+        resolve(WorkerConfig(**{"model": str(folder), "device": "cpu", "max_total_tokens": 512} | settings))
+    )
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    """A copy that a test may break."""
+    shutil.copytree(checkpoint("llama")[0], tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v != "REMOVED"}))
+
+
+def test_families_are_files():
+    assert set(FAMILIES) <= set(families())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not served; llama"),
+        ({"model_type": "REMOVED"}, "model_type '' is not served"),
+        ({"hidden_size": "REMOVED"}, "no hidden_size"),
+        ({"hidden_act": "swish9"}, "hidden_act 'swish9'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"intermediate_size": 256}, "gate_proj.weight has shape"),
+        ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_named(folder, changes, words):
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        load(folder)
+
+
+def test_broken_files_are_named(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+        load(folder)
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no safetensors; convert its .bin"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not JSON"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype 'fp4'"),
+        ({"load_format": "pickle"}, "load_format 'pickle'"),
+        ({"model": "/nowhere/at all"}, "neither a folder nor a model"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_named(folder, settings, words):
+    with pytest.raises(ValueError, match=words):
+        load(**({"folder": folder} | ({"folder": settings.pop("model")} if "model" in settings else {}) | settings))
+
+
+def test_older_config_files(checkpoint, folder):
+    """`rope_theta` and `torch_dtype` where transformers 5 writes `rope_parameters` and `dtype`."""
+    _, model = checkpoint("llama")
+    edit(
+        folder,
+        rope_parameters="REMOVED",
+        rope_theta=10_000.0,
+        dtype="REMOVED",
+        torch_dtype="float32",
+        rope_scaling=None,
+    )
+    prompt = prompts(1, 20, 20)[0]
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert Engine(load(folder)).generate([prompt])[0] == expected[0, 20:].tolist()
+
+
+def test_end_of_sequence_ids_come_from_all_files(folder):
+    make_tokenizer(folder)  # its end of turn is 2
+    edit(folder, eos_token_id=[7, 8])
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert files.eos_ids(folder) == {2, 7, 8, 9}
+    assert load(folder).eos_ids == {2, 7, 8, 9}
+
+
+def test_dummy_weights_need_no_file(folder):
+    (folder / "model.safetensors").unlink()
+    first = Engine(load(folder, load_format="dummy", seed=1)).generate(prompts(2, 9, 9))
+    assert first == Engine(load(folder, load_format="dummy", seed=1)).generate(prompts(2, 9, 9))
+    assert first != Engine(load(folder, load_format="dummy", seed=2)).generate(prompts(2, 9, 9))
+
+
+def test_the_pool_is_sized_by_tokens(folder):
+    runner = load(folder, max_total_tokens=512, page_size=16)
+    assert runner.num_pages == 33 and runner.pool.nbytes == 33 * 16 * 2 * 2 * 2 * 16 * 4

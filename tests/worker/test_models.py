@@ -1,0 +1,208 @@
+"""Every family against transformers: the same logits, the same tokens, however the work is cut."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.runner import TorchRunner
+from tests.checkpoints import FAMILIES
+from tests.worker.engine import GREEDY, Engine, prompts
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+VARIANTS = [
+    *((family, {}) for family in FAMILIES),
+    *((family, {"tie_word_embeddings": True}) for family in FAMILIES),
+    ("llama", {"shard_bytes": 100_000}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}}),
+    ("llama", {"num_key_value_heads": 4, "head_dim": 48}),
+    ("llama", {"num_key_value_heads": 1, "hidden_act": "gelu"}),
+    ("mistral", {"sliding_window": 16}),
+    ("qwen2", WINDOWED),
+    ("qwen2", {"rope_parameters": YARN}),
+    ("qwen3", WINDOWED | {"attention_bias": True}),
+    ("qwen3", {"rope_parameters": YARN}),
+]
+IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
+
+
+def load(folder, **settings) -> TorchRunner:
+    return TorchRunner.load(
+        resolve(WorkerConfig(**{"model": str(folder), "device": "cpu", "max_total_tokens": 4096} | settings))
+    )
+
+
+def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """float32[len(prompt), vocab], computed by however many steps the engine's budget takes."""
+    engine.add(prompt, GREEDY, score_from=1)
+    rows = []
+    while (plan := engine.scheduler.plan()) is not None and plan.counts[0] > 0:
+        logits = engine.runner.logits(plan)
+        rows.append(logits)
+        engine.scheduler.apply(plan, engine.runner.launch(plan)())
+        if sum(map(len, rows)) >= len(prompt):
+            break
+    return torch.cat(rows)[: len(prompt)]
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=IDS)
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 33)])
+def test_logits_are_those_of_transformers(checkpoint, family, changes, page_size, chunk):
+    folder, model = checkpoint(family, **changes)
+    prompt = prompts(1, 150, 150)[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    found = all_logits(Engine(load(folder, page_size=page_size), chunk=chunk), prompt)
+    assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """`expected(family)` -> (folder, 20 prompts, the 64 tokens that transformers gives after each)."""
+    known = {}
+
+    def answer(family):
+        if family not in known:
+            folder, model = checkpoint(family)
+            asked = prompts(20, 5, 80)
+            known[family] = folder, asked, [greedy(model, prompt, 64) for prompt in asked]
+        return known[family]
+
+    return answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestGreedyTokens:
+    """Of 20 prompts, 64 tokens each."""
+
+    def test_alone_cold_and_warm(self, expected, family):
+        folder, asked, answers = expected(family)
+        engine = Engine(load(folder, max_total_tokens=8192))
+        for prompt, answer in zip(asked, answers, strict=True):
+            assert engine.generate([prompt]) == [answer]
+        before = engine.cache.tree.tokens
+        assert engine.generate(asked) == answers, "warm"
+        assert engine.cache.tree.tokens == before, "nothing new was computed"
+
+    @pytest.mark.parametrize("chunk", [512, 24])
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_in_one_batch(self, expected, family, chunk, page_size):
+        folder, asked, answers = expected(family)
+        engine = Engine(load(folder, page_size=page_size), chunk=chunk)
+        assert engine.generate(asked) == answers
+
+    def test_after_preemption(self, expected, family):
+        folder, asked, answers = expected(family)
+        engine = Engine(load(folder, max_total_tokens=400))
+        assert engine.generate(asked) == answers
+        assert engine.scheduler.preemptions > 0
+
+    def test_after_a_fork(self, expected, family):
+        """A prompt that branches in the middle of another's generated text."""
+        folder, asked, answers = expected(family)
+        engine = Engine(load(folder))
+        engine.generate(asked[:3])
+        branches = [asked[i] + answers[i][:k] for i in range(3) for k in (1, 20, 40)]
+        sampling = GREEDY
+        got = engine.generate(branches, sampling)
+        for branch, tokens in zip(branches, got, strict=True):
+            i = next(i for i in range(3) if branch[: len(asked[i])] == asked[i])
+            known = answers[i][len(branch) - len(asked[i]) :]
+            assert tokens[: len(known)] == known
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
+    folder, asked, answers = expected(family)
+    cold = [Engine(load(folder, kv_cache_dtype=kv_dtype)).generate([prompt])[0] for prompt in asked]
+    engine = Engine(load(folder, kv_cache_dtype=kv_dtype, max_total_tokens=8192), chunk=48)
+    assert engine.generate(asked) == cold, "in a batch, chunked"
+    assert engine.generate(asked) == cold, "warm"
+    assert cold != answers or kv_dtype == "bfloat16", "quantized pages are in use"
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("float32", "fp8_e5m2"), ("bfloat16", "auto")])
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 16}), ("qwen3", {})])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_deterministic_to_the_last_bit(checkpoint, family, changes, dtype, kv_dtype, threads):
+    """Logits of a long prompt in one chunk, in many, in company, and after a hit."""
+    folder, _ = checkpoint(family, **changes)
+    torch.set_num_threads(threads)
+    settings = {"dtype": dtype, "kv_cache_dtype": kv_dtype, "deterministic": True, "max_total_tokens": 8192}
+    prompt, *others = prompts(9, 300, 300)
+    whole = all_logits(Engine(load(folder, **settings)), prompt)
+    for chunk in (1, 33, 100):
+        engine = Engine(load(folder, **settings), chunk=chunk)
+        assert torch.equal(all_logits(engine, prompt), whole)
+    engine = Engine(load(folder, **settings))
+    engine.generate([prompt[:137], prompt[:20] + [3], *others])
+    id = engine.add(prompt, GREEDY)
+    plan = engine.scheduler.plan()
+    assert plan.starts[0] == 137 and torch.equal(engine.runner.logits(plan)[0], whole[-1])
+    engine.scheduler.abort(id)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 0.01), ("fp8_e4m3", 0.1), ("fp8_e5m2", 0.2)])
+def test_logit_error_of_quantized_pages(checkpoint, record_property, kv_dtype, bound):
+    """Relative to the norm of the fp32 logits; the figure goes into the test report."""
+    folder, _ = checkpoint("llama")
+    prompt = prompts(1, 200, 200)[0]
+    exact = all_logits(Engine(load(folder)), prompt)
+    error = float((all_logits(Engine(load(folder, kv_cache_dtype=kv_dtype)), prompt) - exact).norm() / exact.norm())
+    record_property("relative_logit_error", error)
+    print(f"relative logit error of {kv_dtype} pages: {error:.4f}")
+    assert 0 < error < bound
+
+
+def test_scores_are_log_probabilities(checkpoint):
+    folder, model = checkpoint("llama")
+    prompt = prompts(1, 60, 60)[0]
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+    expected = [float(logprobs[i - 1, prompt[i]]) for i in range(40, 60)]
+    for chunk in (512, 7):
+        engine = Engine(load(folder), chunk=chunk)
+        for _ in range(2):  # cold, then warm
+            id = engine.add(prompt, GREEDY.__class__(max_tokens=0), score_from=40, prompt_len=60)
+            engine.finish()
+            scores = [s for output in engine.outputs[id] for s in output.scores or []]
+            assert scores == pytest.approx(expected, abs=1e-4)
+
+
+def test_requests_with_poisoned_logits_fail_alone(checkpoint):
+    folder, _ = checkpoint("llama")
+    runner = load(folder)
+    with torch.inference_mode():
+        runner._model._embedding[7] = torch.nan
+    good = [[t for t in prompt if t != 7] for prompt in prompts(3, 20, 30)]
+    answers = Engine(load(folder)).generate(good)
+    engine = Engine(runner)
+    shared = [5, 6, 8, 9, 10]
+    bad = engine.add([*shared, 7, 11], GREEDY)
+    ids = [engine.add(prompt, GREEDY) for prompt in good]
+    engine.finish()
+    assert engine.last(bad).finish == "error" and "not finite" in engine.last(bad).error
+    assert [engine.tokens(id) for id in ids] == answers
+    assert engine.cache.tree.match("", array("i", [*shared, 7, 11])).length <= len(shared)

@@ -1,0 +1,153 @@
+"""Sampling against transformers' processors, against its own formulas, and as a distribution."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from radixrt.messages import Run, Sampling
+from radixrt.worker.request import Request
+from radixrt.worker.sample import adjust, draw, gumbel, keep_min_p, keep_top, sample, token_logprobs
+
+VOCAB = 200
+
+
+def request(sampling: Sampling, tokens=(5, 6, 7), prompt_len: int | None = None, eos=frozenset({2})) -> Request:
+    size = len(tokens) if prompt_len is None else prompt_len
+    return Request(
+        Run(id=1, namespace="", ids=array("i", tokens).tobytes(), prompt_len=size, sampling=sampling), 99, eos
+    )
+
+
+def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def column(value: float) -> torch.Tensor:
+    return torch.tensor([[float(value)]])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.01])
+@pytest.mark.parametrize("top_k", [1, 3, 50, VOCAB])
+@pytest.mark.parametrize("seed", range(3))
+def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, seed):
+    raw = logits(seed=seed)
+    expected = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, raw))
+    assert torch.equal(keep_top(raw, column(top_k), column(top_p)), expected)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])
+def test_min_p_keeps_what_transformers_keeps(min_p):
+    raw = logits()
+    assert torch.equal(keep_min_p(raw, column(min_p)), MinPLogitsWarper(min_p)(None, raw))
+
+
+def test_of_equal_tokens_exactly_k_are_kept():
+    kept = keep_top(torch.zeros(1, VOCAB), column(7), column(1.0))
+    assert kept.isfinite().sum() == 7
+
+
+def test_repetition_penalty_counts_prompt_and_output():
+    raw, tokens = logits()[0], (5, 6, 7, 7, 8)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), raw[None].clone())[0]
+    adjust(raw, request(Sampling(repetition_penalty=1.7), tokens, prompt_len=3))
+    assert torch.equal(raw, expected)
+
+
+def test_presence_and_frequency_count_the_output_only():
+    raw, sampling = logits()[0], Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    expected = raw.clone()
+    expected[7] -= 0.5 + 2 * 0.25
+    expected[8] -= 0.5 + 0.25
+    adjust(raw, request(sampling, (5, 6, 7, 7, 8, 7), prompt_len=3))
+    assert torch.equal(raw, expected)
+
+
+def test_logit_bias_is_added():
+    raw = logits()[0]
+    expected = raw.clone()
+    expected[11] += 4.0
+    expected[12] -= 100.0
+    adjust(raw, request(Sampling(logit_bias={11: 4.0, 12: -100.0})))
+    assert torch.equal(raw, expected)
+
+
+def test_stops_are_banned_below_min_tokens():
+    sampling = Sampling(min_tokens=2, stop_token_ids=(9,))
+    for generated, banned in ((0, True), (1, True), (2, False)):
+        raw = logits()[0]
+        adjust(raw, request(sampling, (5, 6, 7, *range(20, 20 + generated)), prompt_len=3))
+        assert [math.isinf(raw[i]) for i in (2, 9, 10)] == [banned, banned, False]
+
+
+def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
+    raw = logits(2)
+    best = int(raw[0].argmax())
+    plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
+    expected = int(raw[0].topk(2).indices[1])
+    assert sample(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)]) == [best, expected]
+
+
+def test_noise_is_gumbel():
+    """Mean 0.5772 (Euler), variance pi^2 / 6, by 2 million values; and no value repeats."""
+    noise = gumbel(range(20), [7] * 20, 100_000, torch.device("cpu")).double()
+    assert float(noise.mean()) == pytest.approx(0.5772157, abs=0.005)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.01)
+    assert len(torch.unique(gumbel([1], [1], 1000, torch.device("cpu")))) > 990
+    correlation = np.corrcoef(noise[:, :-1].flatten(), noise[:, 1:].flatten())[0, 1]
+    assert abs(correlation) < 0.005
+
+
+def test_draws_follow_the_distribution():
+    """Chi-square over 20,000 draws with temperature and top_k against the exact probabilities."""
+    raw, sampling, count = logits(seed=4), Sampling(temperature=1.3, top_k=12), 20_000
+    kept = TopKLogitsWarper(12)(None, TemperatureLogitsWarper(1.3)(None, raw))
+    expected = kept.softmax(-1)[0].double().numpy() * count
+    many = raw.expand(count, VOCAB)
+    drawn = draw(many, [request(Sampling(temperature=1.3, top_k=12, seed=i)) for i in range(count)])
+    observed = np.bincount(drawn.numpy(), minlength=VOCAB)
+    assert observed[expected == 0].sum() == 0
+    at = expected > 0
+    chi_square = float(((observed[at] - expected[at]) ** 2 / expected[at]).sum())
+    assert chi_square < 33  # 11 degrees of freedom: p = 0.0005
+    assert sampling.top_k == 12
+
+
+def test_noise_depends_on_seed_and_position_alone():
+    raw = logits(4, seed=1)
+    requests = [request(Sampling(seed=i, temperature=2.0), range(5, 15 + i)) for i in range(4)]
+    together = draw(raw, requests).tolist()
+    assert together == [int(draw(raw[i : i + 1], [requests[i]])) for i in range(4)]
+    by_seed = {int(draw(raw[:1], [request(Sampling(seed=s, temperature=2.0))])) for s in range(40)}
+    by_position = {int(draw(raw[:1], [request(Sampling(seed=1, temperature=2.0), range(3, 5 + n))])) for n in range(40)}
+    assert len(by_seed) > 5 and len(by_position) > 5
+
+
+def test_extreme_seeds():
+    for seed in (0, 1, (1 << 63) - 1, (1 << 64) - 1, -1):
+        noise = gumbel([seed], [0], 64, torch.device("cpu"))
+        assert noise.isfinite().all()
+
+
+def test_reported_logprobs_are_the_models_own():
+    raw = logits(3)
+    expected = torch.log_softmax(raw, -1)
+    asked = [Sampling(logprobs=3, temperature=0.5), Sampling(), Sampling(logprobs=0)]
+    found = token_logprobs(raw, [request(s) for s in asked], [4, 5, 6])
+    assert found[1] is None
+    assert found[0].token == 4 and found[0].logprob == pytest.approx(float(expected[0, 4]))
+    best = expected[0].topk(3)
+    assert [t for t, _ in found[0].top] == best.indices.tolist()
+    assert [p for _, p in found[0].top] == pytest.approx(best.values.tolist())
+    assert found[2].logprob == pytest.approx(float(expected[2, 6])) and found[2].top == []
