@@ -27,7 +27,8 @@ class IntBuffer {
     if (*format == '<' || *format == '=' || *format == '@') ++format;
     const bool ints = view_.itemsize == 4 && (*format == 'i' || *format == 'l') && !format[1];
     const bool raw = view_.itemsize == 1 && view_.len % 4 == 0;
-    if (view_.ndim > 1 || !(ints || raw) || reinterpret_cast<uintptr_t>(view_.buf) % alignof(int32_t)) {
+    const bool aligned = !view_.len || reinterpret_cast<uintptr_t>(view_.buf) % alignof(int32_t) == 0;
+    if (view_.ndim > 1 || !(ints || raw) || !aligned) {
       PyErr_Format(PyExc_ValueError, "%s: expected a flat array of int32 or bytes of int32", what);
       return false;
     }

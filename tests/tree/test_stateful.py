@@ -11,9 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from radixrt.tree import OwnerTree, RadixTree
 from tests.tree.oracle import NaiveCache, NaiveOwners
 
-STEPS = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+STEPS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 names = st.sampled_from(["a", "b"])
 tokens = st.lists(st.integers(0, 2), max_size=20)
 

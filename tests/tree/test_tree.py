@@ -1,0 +1,213 @@
+"""The tree by hand: what each call promises, what it refuses, what it costs in memory."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from radixrt.tree import OwnerTree, RadixTree
+
+
+def ints(*values: int) -> array:
+    return array("i", values)
+
+
+def as_list(raw: bytes) -> list[int]:
+    return np.frombuffer(raw, np.int32).tolist()
+
+
+def test_match_gives_the_longest_prefix_and_its_values():
+    tree = RadixTree()
+    tree.insert("a", ints(1, 2, 3, 4), ints(10, 20, 30, 40))
+    match = tree.match("a", ints(1, 2, 9))
+    assert (match.length, match.namespace, as_list(match.values())) == (2, "a", [10, 20])
+    assert tree.match("a", ints(1, 2, 3, 4, 5)).length == 4
+    assert tree.match("a", ints(1, 2, 3, 4), limit=3).length == 3
+    assert tree.match("b", ints(1, 2)).length == 0, "namespaces never share"
+    assert tree.match("a", ints()).length == 0
+
+
+def test_match_does_not_mutate():
+    tree = RadixTree(events=True)
+    tree.insert("", ints(1, 2, 3, 4), ints(1, 2, 3, 4))
+    tree.insert("", ints(5, 6), ints(5, 6))
+    tree.drain_events()
+    before = (tree.nodes, tree.leaves, tree.tokens, tree.snapshot())
+    for _ in range(5):
+        tree.match("", ints(1, 2, 9))
+    assert (tree.nodes, tree.leaves, tree.tokens, tree.snapshot()) == before
+    assert sorted(as_list(tree.evict(2))) == [3, 4], "matching is no use: 1 2 3 4 is still the oldest"
+
+
+def test_insert_hands_duplicates_back():
+    tree = RadixTree()
+    assert tree.insert("", ints(1, 2, 3), ints(10, 20, 30)) == 0
+    assert tree.insert("", ints(1, 2, 7, 8), ints(11, 21, 70, 80)) == 2
+    assert as_list(tree.match("", ints(1, 2, 7, 8)).values()) == [10, 20, 70, 80]
+    assert tree.insert("", ints(1, 2, 3), ints(12, 22, 32)) == 3
+
+
+def test_pages_are_whole():
+    tree = RadixTree(page_size=4)
+    tree.insert("", ints(*range(8)), ints(7, 8))
+    assert tree.match("", ints(*range(7))).length == 4
+    assert tree.insert("", ints(0, 1, 2, 3, 4, 5, 9, 9), ints(1, 2)) == 4, "pages that differ inside are two"
+    with pytest.raises(ValueError, match="page"):
+        tree.insert("", ints(1, 2, 3), ints(1))
+    with pytest.raises(ValueError):
+        tree.insert("", ints(1, 2, 3, 4), ints(1, 2))
+
+
+def test_a_lease_pins_its_path():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2, 3, 4), ints(1, 2, 3, 4))
+    with tree.lease(tree.match("", ints(1, 2))) as lease:
+        assert (lease.length, tree.leased_tokens, tree.evictable_tokens) == (2, 2, 2)
+        assert sorted(as_list(tree.evict(100))) == [3, 4]
+        assert as_list(lease.values()) == [1, 2]
+    assert tree.leased_tokens == 0
+    assert sorted(as_list(tree.evict(100))) == [1, 2]
+    with pytest.raises(ValueError):
+        lease.release()
+
+
+def test_a_lease_grows():
+    tree = RadixTree()
+    lease = tree.lease(tree.match("", ints()))
+    assert tree.insert(lease, ints(1, 2), ints(1, 2)) == 0 and lease.length == 2
+    tree.insert("", ints(1, 2, 3, 4, 5), ints(9, 9, 3, 4, 5))
+    assert lease.extend_match(ints(3, 4, 8)) == 2 and lease.length == 4
+    assert as_list(lease.values()) == [1, 2, 3, 4] and as_list(lease.values(1, 3)) == [2, 3]
+    assert as_list(tree.evict(100)) == [5]
+
+
+def test_a_stale_match_cannot_be_leased():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2, 3), ints(1, 2, 3))
+    match = tree.match("", ints(1, 2, 3))
+    tree.evict(1)
+    with pytest.raises(ValueError):
+        tree.lease(match)
+
+
+def test_the_least_recently_used_leaf_loses_its_tail():
+    tree = RadixTree()
+    tree.insert("", ints(*range(100, 150)), ints(*range(100, 150)))
+    tree.insert("", ints(*range(200, 250)), ints(*range(200, 250)))
+    assert sorted(as_list(tree.evict(10))) == list(range(140, 150))
+    assert tree.match("", ints(*range(100, 150))).length == 40
+    assert tree.match("", ints(*range(200, 250))).length == 50
+
+
+def test_touching_a_path_touches_what_is_above_it():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2, 3), ints(1, 2, 3))
+    tree.insert("", ints(1, 2, 4), ints(1, 2, 4))
+    tree.insert("", ints(9), ints(9))
+    tree.lease(tree.match("", ints(1, 2, 3))).release()
+    assert as_list(tree.evict(1)) == [4] and as_list(tree.evict(1)) == [9] and as_list(tree.evict(1)) == [3]
+
+
+def test_forget_spares_what_others_use():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2, 3, 4), ints(1, 2, 3, 4))
+    tree.insert("", ints(1, 2, 7), ints(1, 2, 7))
+    assert sorted(as_list(tree.forget("", ints(1, 2, 3, 4), 1))) == [3, 4]
+    assert tree.match("", ints(1, 2, 7)).length == 3
+    lease = tree.lease(tree.match("", ints(1, 2, 7)))
+    assert tree.forget("", ints(1, 2, 7), 0) == b""
+    lease.release()
+
+
+def test_clear_needs_no_lease():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2), ints(1, 2))
+    lease = tree.lease(tree.match("", ints(1)))
+    with pytest.raises(ValueError):
+        tree.clear()
+    lease.release()
+    assert sorted(as_list(tree.clear())) == [1, 2] and tree.tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [np.zeros(3, np.int64), np.zeros((2, 2), np.int32), "abc", [1, 2], b"abc", None])
+def test_tokens_of_another_kind_are_refused(tokens):
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        RadixTree().match("", tokens)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError):
+        RadixTree(0)
+    with pytest.raises(ValueError):
+        RadixTree().evict(-1)
+    with pytest.raises(TypeError):
+        RadixTree().insert(7, ints(1), ints(1))
+    other = RadixTree()
+    lease = other.lease(other.match("", ints()))
+    with pytest.raises(ValueError):
+        RadixTree().insert(lease, ints(1), ints(1))
+
+
+def test_a_tree_outlived_by_its_leases():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2), ints(1, 2))
+    lease = tree.lease(tree.match("", ints(1, 2)))
+    match = tree.match("", ints(1))
+    del tree
+    assert as_list(lease.values()) == [1, 2] and as_list(match.values()) == [1]
+    lease.release()
+
+
+def test_memory_is_at_most_17_bytes_a_token_on_long_runs():
+    rng = np.random.default_rng(0)
+    tree = RadixTree(events=False)
+    for _ in range(20):
+        ids = rng.integers(0, 128_000, 20_000, dtype=np.int32)
+        tree.insert("", ids, ids)
+    history = rng.integers(0, 128_000, 6000, dtype=np.int32)
+    for _ in range(40):  # a conversation that grows, each turn resent
+        history = np.concatenate([history, rng.integers(0, 128_000, 800, dtype=np.int32)])
+        tree.insert("chat", history, history)
+    assert tree.memory_bytes / tree.tokens < 17
+
+
+def test_costs_do_not_grow_with_what_is_not_touched():
+    """Node counts, not clocks: evicting a few tokens of many leaves, leasing deep paths."""
+    tree = RadixTree()
+    rng = np.random.default_rng(1)
+    for ids in rng.integers(0, 1000, (3000, 20), dtype=np.int32):
+        tree.insert("", ids, ids)
+    before = tree.leaves
+    assert len(as_list(tree.evict(40))) >= 40
+    assert before - tree.leaves <= 3
+
+
+def test_owners_are_counted():
+    owners = OwnerTree()
+    owners.add("", ints(1, 2, 3), 0)
+    owners.add("", ints(1, 2), 1)
+    owners.add("", ints(1, 2), 1)
+    assert dict(owners.match("", ints(1, 2, 3, 4))) == {0: 3, 1: 2}
+    owners.remove("", ints(1, 2), 1)
+    assert dict(owners.match("", ints(1, 2, 3))) == {0: 3, 1: 2}
+    owners.remove("", ints(1, 2), 1)
+    assert dict(owners.match("", ints(1, 2, 3))) == {0: 3}
+    owners.remove_owner(0)
+    assert owners.match("", ints(1, 2, 3)) == [] and owners.tokens == 0
+
+
+def test_a_policy_orders_evictions():
+    """`policy(last_use, length, tokens, hits) -> int`: leaves with the smallest key go first."""
+    paths = [ints(1), ints(2, 2), ints(3, 3, 3)]
+
+    def evicted(policy) -> list[int]:
+        tree = RadixTree(policy=policy)
+        for path in paths:
+            tree.insert("", path, path)
+        return [as_list(tree.evict(1))[0] for _ in range(3)]
+
+    assert evicted(None) == [1, 2, 2]
+    assert evicted(lambda last_use, length, tokens, hits: last_use) == [1, 2, 2]
+    assert evicted(lambda last_use, length, tokens, hits: -last_use) == [3, 3, 3]
