@@ -1,0 +1,221 @@
+"""The worker's loop over a link in memory: what it says, and what it makes of what it hears."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from array import array
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from radixrt.messages import Abort, Heartbeat, Register, Run, Sampling, Snapshot, StepDone, Stop, Stored, ToRouter
+from radixrt.worker import loop
+from radixrt.worker.fake import FakeRunner, fake_token
+from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.scheduler import Limits
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ToRouter).decode
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+
+
+class MemoryLink:
+    """One end; the test holds the queues."""
+
+    def __init__(self, inbox: queue.Queue, outbox: queue.Queue) -> None:
+        self.inbox, self.outbox, self.closed = inbox, outbox, False
+
+    def send(self, payload: bytes) -> None:
+        assert not self.closed
+        self.outbox.put(_decode(payload))
+
+    def recv(self, timeout: float | None) -> bytes | None:
+        try:
+            return self.inbox.get(block=timeout != 0, timeout=timeout or None)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Router:
+    """The test's side of the link."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.Queue = queue.Queue()
+        self.outbox: queue.Queue = queue.Queue()
+        self.messages: list = []
+
+    def connect(self) -> MemoryLink:
+        return MemoryLink(self.inbox, self.outbox)
+
+    def tell(self, message: object) -> None:
+        self.inbox.put(message if isinstance(message, bytes) else _encode(message))
+
+    def hear(self, until, seconds: float = 5.0) -> list:
+        """Receive until `until(messages so far)`; heartbeats are left out."""
+        deadline = time.monotonic() + seconds
+        while not until(self.messages):
+            message = self.outbox.get(timeout=max(0.01, deadline - time.monotonic()))
+            if not isinstance(message, Heartbeat):
+                self.messages.append(message)
+        return self.messages
+
+    def outputs(self, id: int) -> list:
+        steps = [m for m in self.messages if isinstance(m, StepDone)]
+        return [output for step in steps for output in step.outputs if output.id == id]
+
+    def finished(self, *ids: int) -> None:
+        self.hear(lambda _: all(any(o.finish for o in self.outputs(id)) for id in ids))
+
+
+@contextmanager
+def worker(runner: FakeRunner | None = None, **limits):
+    router = Router()
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | limits
+    runner = runner or FakeRunner(num_pages=400, check=True)
+    serving = Worker(runner, Identity("w", "model"), router.connect, limits=Limits(**sizes), check=True)
+    thread = threading.Thread(target=serving.run)
+    thread.start()
+    try:
+        yield router, serving
+    finally:
+        serving.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def run(id: int, tokens, sampling: Sampling = GREEDY, **changes) -> Run:
+    fields = {"namespace": "n", "ids": array("i", tokens).tobytes(), "prompt_len": len(tokens)} | changes
+    return Run(id=id, sampling=sampling, **fields)
+
+
+def test_it_registers_first_and_serves():
+    with worker() as (router, serving):
+        router.tell(run(1, [5, 6, 7]))
+        router.finished(1)
+        first = router.messages[0]
+        assert isinstance(first, Register)
+        assert (first.name, first.model, first.total_pages, first.vocab_size) == ("w", "model", 399, 32_000)
+        tokens = [t for o in router.outputs(1) for t in o.tokens]
+        expected, last = [], 7
+        for position in range(2, 10):
+            expected.append(last := fake_token(last, position, 32_000))
+        assert tokens == expected
+        assert router.outputs(1)[-1].finish == "length"
+
+
+def test_one_message_a_step():
+    with worker() as (router, serving):
+        for id in range(1, 6):
+            router.tell(run(id, [id] * 5))
+        router.finished(*range(1, 6))
+        steps = [m for m in router.messages if isinstance(m, StepDone) and m.outputs]
+        assert len(steps) <= serving.scheduler.steps and max(len(s.outputs) for s in steps) > 1
+
+
+def test_events_are_numbered_without_gaps():
+    with worker(FakeRunner(num_pages=40, check=True)) as (router, serving):
+        for id in range(1, 12):
+            router.tell(run(id, [id, 2, 3, 4, 5, 6, 7, 8]))
+        router.finished(*range(1, 12))
+        steps = [m for m in router.messages if isinstance(m, StepDone)]
+        expected = 0
+        for step in steps:
+            assert step.seq == expected
+            expected += len(step.events)
+        assert any(not isinstance(e, Stored) for s in steps for e in s.events), "something was evicted"
+        router.tell(Snapshot())
+        answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].snapshot)[-1]
+        stored = sum(len(e.ids) // 4 for e in answer.events if isinstance(e, Stored))
+        assert stored == serving.cache.tree.tokens and answer.seq == serving._seq
+
+
+def test_an_aborted_request_frees_its_pages():
+    slow = FakeRunner(num_pages=400, decode_step=0.002, check=True)
+    with worker(slow) as (router, serving):
+        router.tell(run(1, [5, 6, 7], Sampling(max_tokens=300, temperature=0.0)))
+        router.hear(lambda _: len(router.outputs(1)) > 3)
+        router.tell(Abort([1, 99]))
+        router.tell(run(2, [8, 9]))
+        router.finished(2)
+        assert not any(o.finish for o in router.outputs(1))
+        assert serving.cache.leased_pages == 0 and not serving.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("bad", "word"),
+    [
+        (run(1, []), "ids"),
+        (run(1, [5], ids=b"abc"), "ids"),
+        (run(1, [-1, 5]), "vocabulary"),
+        (run(1, [40_000]), "vocabulary"),
+        (run(1, [5, 6], prompt_len=3), "prompt_len"),
+        (run(1, [5, 6], prompt_len=0), "prompt_len"),
+        (run(1, [5] * 500), "at most 399"),
+        (run(1, [5, 6], score_from=0), "score_from"),
+        (run(1, [5, 6], score_from=3), "score_from"),
+    ],
+)
+def test_a_bad_run_fails_and_others_go_on(bad, word):
+    with worker() as (router, _):
+        router.tell(bad)
+        router.tell(run(2, [5, 6, 7]))
+        router.finished(1, 2)
+        assert router.outputs(1)[-1].finish == "error" and word in router.outputs(1)[-1].error
+        assert router.outputs(2)[-1].finish == "length"
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xc1", b"\x81\xa4type", _encode({"type": "dance"}), _encode([1, 2]), b"x" * 999]
+)
+def test_garbage_is_dropped(garbage):
+    with worker() as (router, _):
+        router.tell(garbage)
+        router.tell(run(1, [5, 6, 7]))
+        router.finished(1)
+        assert router.outputs(1)[-1].finish == "length"
+
+
+class FailingRunner(FakeRunner):
+    """Fails in the steps numbered `failing`."""
+
+    failing = (2,)
+
+    def launch(self, plan):
+        if plan.step in self.failing:
+            raise RuntimeError("out of memory, say")
+        return super().launch(plan)
+
+
+def test_a_step_that_fails_takes_only_its_requests_along():
+    with worker(FailingRunner(num_pages=400, check=True)) as (router, serving):
+        router.tell(run(1, [5, 6, 7]))
+        router.finished(1)
+        assert "out of memory, say" in router.outputs(1)[-1].error
+        router.tell(run(2, [5, 6, 7]))
+        router.finished(2)
+        assert router.outputs(2)[-1].finish == "length"
+        assert serving.cache.leased_pages == 0
+
+
+def test_stop_ends_the_loop():
+    with worker() as (router, serving):
+        router.tell(Stop())
+        deadline = time.monotonic() + 5
+        while not serving._stopped.is_set():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_long_step_does_not_stop_the_heart(monkeypatch):
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.05)
+    with worker(FakeRunner(num_pages=400, decode_step=0.4)) as (router, _):
+        router.tell(run(1, [5, 6, 7]))
+        time.sleep(0.35)
+        beats = [m for m in list(router.outbox.queue) if isinstance(m, Heartbeat)]
+        assert len(beats) >= 3
