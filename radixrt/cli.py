@@ -113,10 +113,11 @@ def _role(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from radixrt.client import Client
+    from radixrt.report import to_text
 
     with Client(args.url, api_key=args.api_key) as client:
         data = client.report()
-    print(json.dumps(data, indent=2))
+    print(json.dumps(data, indent=2) if args.json else to_text(data), end="\n" if args.json else "")
     return 0
 
 

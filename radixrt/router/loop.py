@@ -194,8 +194,8 @@ class RouterServer:
             case "models":
                 return status.models(self.core)
             case "report":
-                self.core.tenant(message.api_key)
-                return self.report.to_json() if self.report else {}
+                tenant = self.core.tenant(message.api_key)
+                return self.report.to_json(tenant if self.config.api_key else None) if self.report else {}
             case "metrics":
                 from radixrt.report.metrics import render
 

@@ -6,11 +6,11 @@ import asyncio
 import signal
 import threading
 from concurrent.futures import Future
-from typing import Any
 
 import uvloop
 
 from radixrt.config import RouterConfig
+from radixrt.report import Report
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 
@@ -24,7 +24,7 @@ def run(config: RouterConfig) -> None:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await server.run(stop)
 
-    server = RouterServer(config, report=make_report(config))
+    server = RouterServer(config, report=Report(config.report_tokens))
     with server.text, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 
@@ -32,8 +32,8 @@ def run(config: RouterConfig) -> None:
 class RouterThread:
     """A router on an event loop of its own thread, serving when made (or raising why it cannot). `stop` ends it."""
 
-    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Any = None) -> None:
-        self.server = RouterServer(config, text, report or make_report(config))
+    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
+        self.server = RouterServer(config, text, report or Report(config.report_tokens))
         self._own_text = text is None
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="router")
@@ -63,11 +63,3 @@ class RouterThread:
         self._thread.join()
         if self._own_text:
             self.server.text.close()
-
-
-def make_report(config: RouterConfig) -> Any:
-    try:
-        from radixrt.report import Report
-    except ImportError:
-        return None
-    return Report(config.report_tokens)

@@ -17,16 +17,18 @@ class ReportSink(Protocol):
 
     def finished(
         self,
+        *,
         namespace: str,
         tenant: str,
         origin: Origin,
         worker: str,
+        page_size: int,
+        ids: bytes,
         prompt_tokens: int,
+        reusable_tokens: int,
         cached_tokens: int,
         bound_tokens: int,
-        best_index_tokens: int,
-        ids_all: bytes,
-        completion_tokens: int,
+        best_tokens: int,
     ) -> None:
         """A run ended: its hits, beside what any worker held and what an infinite cache would."""
 
@@ -82,10 +84,11 @@ class Recorder:
                 tenant=request.tenant,
                 origin=request.origin,
                 worker=run.worker,
+                page_size=run.member.info.page_size if run.member else 1,
+                ids=run.prompt + run.emitted.tobytes(),
                 prompt_tokens=run.prompt_len,
+                reusable_tokens=run.reusable,
                 cached_tokens=run.cached,
                 bound_tokens=run.bound,
-                best_index_tokens=run.best_hit,
-                ids_all=run.prompt + run.emitted.tobytes(),
-                completion_tokens=len(run.emitted),
+                best_tokens=run.best_hit,
             )

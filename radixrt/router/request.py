@@ -100,6 +100,11 @@ class RunState:
         return len(self.prompt) // 4
 
     @property
+    def reusable(self) -> int:
+        """Prompt tokens whose KV may come from a cache: all but the last, and those whose logits are to be scored."""
+        return (self.prompt_len if self.score_from is None else min(self.prompt_len, self.score_from)) - 1
+
+    @property
     def worker(self) -> str:
         return self.member.name if self.member else ""
 

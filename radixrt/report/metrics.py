@@ -1,0 +1,116 @@
+"""Prometheus metrics, read from the report and the router's state at the moment they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from radixrt.report.causes import Misses
+from radixrt.report.report import Report
+
+if TYPE_CHECKING:
+    from radixrt.router.core import RouterCore
+
+
+def render(report: Report, core: RouterCore) -> str:
+    """All metrics in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(report, core))
+    return generate_latest(registry).decode()
+
+
+class _Collector(Collector):
+    def __init__(self, report: Report, core: RouterCore) -> None:
+        self._report = report
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._tokens()
+        yield from self._workers()
+
+    def _requests(self) -> Iterator[Metric]:
+        counters = self._core.counters
+        outcomes = CounterMetricFamily("radixrt_requests", "Requests by how they ended.", labels=["outcome"])
+        for outcome in ("finished", "cancelled", "failed", "refused"):
+            outcomes.add_metric([outcome], getattr(counters, outcome))
+        yield outcomes
+        yield GaugeMetricFamily(
+            "radixrt_sequences_in_flight", "Sequences placed or waiting for a worker.", self._core.runs_in_flight
+        )
+        for name, text in (
+            ("redispatched", "Sequences that went on at another worker."),
+            ("workers_lost", "Workers that left or were lost."),
+            ("snapshots", "Snapshots asked of workers to mend the index."),
+        ):
+            yield CounterMetricFamily(f"radixrt_{name}", text, getattr(counters, name))
+        yield CounterMetricFamily(
+            "radixrt_index_predicted_tokens", "Hits that the index predicted.", counters.predicted_tokens
+        )
+        yield CounterMetricFamily(
+            "radixrt_index_drift_tokens", "Sum of |predicted - actual| hits.", counters.drift_tokens
+        )
+        yield GaugeMetricFamily("radixrt_index_tokens", "Distinct tokens in the index.", self._core.index.tokens)
+
+    def _tokens(self) -> Iterator[Metric]:
+        families = {
+            "prompt_tokens": CounterMetricFamily("radixrt_prompt_tokens", "Prompt tokens.", labels=["tenant"]),
+            "hit_tokens": CounterMetricFamily(
+                "radixrt_cached_prompt_tokens", "Prompt tokens whose KV was reused.", labels=["tenant"]
+            ),
+            "bound_tokens": CounterMetricFamily(
+                "radixrt_infinite_cache_tokens", "Hits that an infinite cache would have given.", labels=["tenant"]
+            ),
+            "generated_tokens": CounterMetricFamily("radixrt_generated_tokens", "Tokens drawn.", labels=["tenant"]),
+        }
+        misses = CounterMetricFamily(
+            "radixrt_missed_prompt_tokens", "Prompt tokens computed, by cause.", labels=["tenant", "cause"]
+        )
+        for tenant, tally in self._report.by_tenant().items():
+            for name, family in families.items():
+                family.add_metric([tenant], getattr(tally, name))
+            for cause, count in zip(Misses._fields, tally.misses, strict=True):
+                misses.add_metric([tenant, cause], count)
+        yield from families.values()
+        yield misses
+
+    def _workers(self) -> Iterator[Metric]:
+        serving = {member.name for member in self._core.members}
+        yield GaugeMetricFamily("radixrt_workers", "Workers that serve.", len(serving))
+        gauges = {
+            name: GaugeMetricFamily(f"radixrt_worker_{name}", text, labels=["worker"])
+            for name, text in (
+                ("running", "Sequences that run."),
+                ("waiting", "Sequences that wait."),
+                ("queued_tokens", "Tokens to be computed before all have caught up."),
+            )
+        }
+        pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])
+        counters = {
+            name: CounterMetricFamily(f"radixrt_worker_{name}", text, labels=["worker"])
+            for name, text in (
+                ("evicted_tokens", "Tokens evicted from the cache."),
+                ("preemptions", "Sequences sent back to wait for want of pages."),
+                ("steps", "Steps computed."),
+            )
+        }
+        for name, state in self._report.workers.items():
+            for counter, family in counters.items():
+                family.add_metric([name], getattr(state, counter))
+            if name in serving:
+                self._add_gauges(name, state.load, gauges, pages)
+        yield from gauges.values()
+        yield pages
+        yield from counters.values()
+
+    @staticmethod
+    def _add_gauges(name: str, load: object, gauges: dict[str, GaugeMetricFamily], pages: GaugeMetricFamily) -> None:
+        for gauge, family in gauges.items():
+            family.add_metric([name], getattr(load, gauge))
+        leased = load.total_pages - load.free_pages - load.evictable_pages
+        for state, count in (("free", load.free_pages), ("evictable", load.evictable_pages), ("leased", leased)):
+            pages.add_metric([name, state], count)

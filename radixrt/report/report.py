@@ -1,0 +1,219 @@
+"""Sums of what was reused, by tenant, program, fork depth and worker."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from radixrt.messages import Load, Origin
+from radixrt.report.causes import Misses, explain
+from radixrt.tree import RadixTree
+
+VERSION = 1
+MOST_PROGRAMS = 256
+"""Names of programs come from callers: each tenant has so many lines, the rest of its programs share one."""
+MOST_DEPTH = 32
+OTHER = "(other)"
+
+
+class Place(NamedTuple):
+    """What a request is counted under."""
+
+    tenant: str
+    program: str
+    depth: int
+    worker: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of some requests. A request for n choices counts n times."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    bound_tokens: int = 0
+    generated_tokens: int = 0
+    misses: list[int] = field(default_factory=lambda: [0] * len(Misses._fields))
+
+    def add(self, prompt: int, hit: int, bound: int, generated: int, misses: Iterable[int]) -> None:
+        self.requests += 1
+        self.prompt_tokens += prompt
+        self.hit_tokens += hit
+        self.bound_tokens += bound
+        self.generated_tokens += generated
+        self.misses = [a + b for a, b in zip(self.misses, misses, strict=True)]
+
+    def merge(self, other: Tally) -> None:
+        """Add all of another tally."""
+        self.requests += other.requests - 1
+        self.add(other.prompt_tokens, other.hit_tokens, other.bound_tokens, other.generated_tokens, other.misses)
+
+    def to_json(self) -> dict[str, Any]:
+        row = asdict(self) | {"misses": dict(zip(Misses._fields, self.misses, strict=True))}
+        tokens = self.prompt_tokens or 1
+        return row | {"hit_rate": self.hit_tokens / tokens, "bound_rate": self.bound_tokens / tokens}
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """A worker's latest load, and its counters summed over its lives."""
+
+    load: Load = Load()
+    evicted_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    def update(self, load: Load) -> None:
+        self.evicted_tokens += _gained(load.evicted_tokens, self.load.evicted_tokens)
+        self.preemptions += _gained(load.preemptions, self.load.preemptions)
+        self.steps += _gained(load.steps, self.load.steps)
+        self.load = load
+
+    def to_json(self) -> dict[str, Any]:
+        load = self.load
+        return {
+            "total_pages": load.total_pages,
+            "used_pages": load.total_pages - load.free_pages,
+            "evictable_pages": load.evictable_pages,
+            "evicted_tokens": self.evicted_tokens,
+            "preemptions": self.preemptions,
+            "steps": self.steps,
+        }
+
+
+def _gained(now: int, before: int) -> int:
+    """What a counter gained; one that fell has started anew."""
+    return now - before if now >= before else now
+
+
+class Report:
+    """Fed by the router. `token_budget` bounds the memory (about 9 bytes a token) of the infinite cache that the hits
+    are compared with: the least recently used prefixes beyond it are forgotten, and the bound is then a lower one."""
+
+    def __init__(self, token_budget: int) -> None:
+        self._budget = token_budget
+        self._seen = RadixTree()
+        self._forgotten = 0
+        self._zeros = memoryview(bytes(4096))
+        self._tallies: dict[Place, Tally] = defaultdict(Tally)
+        self._programs: dict[str, set[str]] = defaultdict(set)
+        self._workers: dict[str, WorkerState] = defaultdict(WorkerState)
+        self._started = time.monotonic()
+
+    # ------------------------------------------------------------ fed by the router
+
+    def arrived(self, namespace: str, ids: bytes) -> int:
+        """A prompt came in: leading tokens of it that came in, or were generated, before. Remembers it."""
+        if len(ids) > len(self._zeros):
+            self._zeros = memoryview(bytes(len(ids) * 2))
+        known = self._seen.insert(namespace, ids, self._zeros[: len(ids)])
+        if (excess := self._seen.tokens - self._budget) > 0:
+            self._seen.evict(excess)
+            self._forgotten += excess
+        return known
+
+    def finished(
+        self,
+        *,
+        namespace: str,
+        tenant: str,
+        origin: Origin,
+        worker: str,
+        page_size: int,
+        ids: bytes,
+        prompt_tokens: int,
+        reusable_tokens: int,
+        cached_tokens: int,
+        bound_tokens: int,
+        best_tokens: int,
+    ) -> None:
+        """A sequence ended. `ids` are prompt and output; `bound_tokens` is what `arrived` said, `best_tokens` the most
+        that any worker held when it was placed."""
+        self.arrived(namespace, ids)
+        misses = explain(prompt_tokens, cached_tokens, reusable_tokens, bound_tokens, best_tokens, page_size)
+        bound = prompt_tokens - misses.never_seen - misses.logits
+        tally = self._tallies[self._place(tenant, origin, worker)]
+        tally.add(prompt_tokens, cached_tokens, bound, len(ids) // 4 - prompt_tokens, misses)
+
+    def load(self, worker: str, load: Load) -> None:
+        """A worker's state after a step."""
+        self._workers[worker].update(load)
+
+    def _place(self, tenant: str, origin: Origin, worker: str) -> Place:
+        programs, program = self._programs[tenant], origin.program
+        if program not in programs:
+            if len(programs) < MOST_PROGRAMS:
+                programs.add(program)
+            else:
+                program = OTHER
+        return Place(tenant, program, max(0, min(origin.depth, MOST_DEPTH)), worker)
+
+    # ------------------------------------------------------------ read by everybody
+
+    def to_json(self, tenant: str | None = None) -> dict[str, Any]:
+        """The report as JSON-like values; of one tenant alone where one is named.
+
+            version, seconds (since start), tenant (or null: all)
+            total      requests, prompt_tokens, hit_tokens, hit_rate, bound_tokens, bound_rate, generated_tokens,
+                       misses {never_seen, elsewhere, evicted, page_rounding, logits}
+            tenants    a list of the same, with `tenant`
+            programs   ... with `program` ("" for none) and `depth` (forks above it)
+            workers    ... with `worker`; for all tenants together also total_pages, used_pages, evictable_pages,
+                       evicted_tokens, preemptions, steps
+            bound      tokens (remembered), forgotten (tokens dropped for the budget; 0: the bound is exact)
+
+        `bound_*` is what an infinite cache would have given on the same requests; rates are shares of prompt tokens.
+        """
+        tallies = {place: t for place, t in self._tallies.items() if tenant in (None, place.tenant)}
+        workers = self._group(tallies, lambda place: {"worker": place.worker})
+        if tenant is None:
+            known = {row["worker"]: row for row in workers}
+            names = sorted(known.keys() | self._workers.keys())
+            empty = Tally().to_json()
+            workers = [
+                {"worker": name} | known.get(name, empty) | self._workers.get(name, WorkerState()).to_json()
+                for name in names
+            ]
+        return {
+            "version": VERSION,
+            "seconds": time.monotonic() - self._started,
+            "tenant": tenant,
+            "total": self.total(tallies.values()).to_json(),
+            "tenants": self._group(tallies, lambda place: {"tenant": place.tenant}),
+            "programs": self._group(tallies, lambda place: {"program": place.program, "depth": place.depth}),
+            "workers": workers,
+            "bound": {"tokens": self._seen.tokens if tenant is None else None, "forgotten": self._forgotten},
+        }
+
+    def total(self, tallies: Iterable[Tally] | None = None) -> Tally:
+        """The sum of some tallies, of all by default."""
+        total = Tally()
+        for tally in self._tallies.values() if tallies is None else tallies:
+            total.merge(tally)
+        return total
+
+    @property
+    def workers(self) -> dict[str, WorkerState]:
+        """By name, also those that are gone."""
+        return self._workers
+
+    def by_tenant(self) -> dict[str, Tally]:
+        """Sums by tenant."""
+        sums: dict[str, Tally] = defaultdict(Tally)
+        for place, tally in self._tallies.items():
+            sums[place.tenant].merge(tally)
+        return sums
+
+    @staticmethod
+    def _group(tallies: dict[Place, Tally], key: Callable[[Place], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Sums by a key, in its order; each row begins with it."""
+        sums: dict[tuple[Any, ...], Tally] = defaultdict(Tally)
+        names: tuple[str, ...] = ()
+        for place, tally in tallies.items():
+            names = tuple(found := key(place))
+            sums[tuple(found.values())].merge(tally)
+        return [dict(zip(names, values, strict=True)) | sums[values].to_json() for values in sorted(sums)]
