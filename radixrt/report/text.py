@@ -36,7 +36,7 @@ def to_text(report: dict[str, Any]) -> str:
 
 
 def _program(row: dict[str, Any]) -> str:
-    name = _cut(row["program"], 24) or "(no program)"
+    name = _cut(row["program"], 20) or "(no program)"
     return f"program {name}" + (f", fork depth {row['depth']}" if row["depth"] else "")
 
 
@@ -86,7 +86,7 @@ def _padded(cell: str, width: int, left: bool) -> str:
     return cell.ljust(width) if left else cell.rjust(width)
 
 
-def _cut(name: str, most: int = 40) -> str:
+def _cut(name: str, most: int = 44) -> str:
     return name if len(name) <= most else name[: most - 1] + "\u2026"
 
 

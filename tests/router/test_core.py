@@ -389,5 +389,5 @@ def test_the_report_hears_of_every_run():
     core.step("w0", step(Output(run.id, [9], "length", 2)), 1.1)
     (fields,) = sink.runs
     assert fields["ids"] == PROMPT + ids(9) and fields["tenant"] == "default" and fields["worker"] == "w0"
-    assert [fields[k] for k in ("prompt_tokens", "cached_tokens", "bound_tokens", "completion_tokens")] == [4, 2, 3, 1]
+    assert [fields[k] for k in ("prompt_tokens", "cached_tokens", "bound_tokens", "page_size")] == [4, 2, 3, 1]
     assert sink.loads == ["w0"] and core.counters.drift_tokens == 2 and core.counters.finished == 1
