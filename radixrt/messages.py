@@ -135,10 +135,12 @@ class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
     cache_salt: str = ""
 
 
-class Cancel(msgspec.Struct, tag="cancel"):
-    """Stop request `id`, all its choices; what it computed stays cached. No reply follows."""
+class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
+    """Stop request `id`; what it computed stays cached. No reply follows, but where one choice of a Generate is named,
+    if it has not ended: then its last Delta, with `finish="stop"` and the usage."""
 
     id: int
+    index: int | None = None
 
 
 class Tokenize(msgspec.Struct, tag="tokenize", kw_only=True):

@@ -41,7 +41,9 @@ def follow_parent() -> None:
     """From now on this process ends when its stdin closes: by SIGTERM, and for good if that is not enough."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not through sys.stdin: its lock, held by a daemon thread, would abort the interpreter's own exit.
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_SECONDS)
         os._exit(1)

@@ -127,12 +127,20 @@ class RouterCore:
     def stop_choice(self, client: Client, request_id: int, index: int) -> tuple[Usage | None, list[Effect]]:
         """End one choice where a stop string was found: its usage (None if it has ended already) and an Abort."""
         request = self._requests.get(client, {}).get(request_id)
-        run = request.runs[index] if request else None
+        run = request.runs[index] if request and 0 <= index < len(request.runs) else None
         if run is None or run.finished:
             return None, []
         self._close(run)
         self.counters.finished += not request.open
         return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
+
+    def end_choice(self, client: Client, request_id: int, index: int) -> list[Effect]:
+        """`stop_choice` for a client that looks for stop strings itself: it gets the last Delta."""
+        usage, effects = self.stop_choice(client, request_id, index)
+        if usage is not None:
+            delta = Delta(request_id, index, finish="stop", usage=usage)
+            effects.append(Reply(client, Deltas([delta])))
+        return effects
 
     # ------------------------------------------------------------ workers
 

@@ -119,8 +119,10 @@ class RouterServer:
             match message:
                 case Generate() | Score():
                     self._take(client, message)
-                case Cancel():
+                case Cancel(index=None):
                     self._cancel(client, message.id)
+                case Cancel():
+                    self._perform(self.core.end_choice(client, message.id, message.index))
                 case Tokenize() | Detokenize():
                     self._start(self._translate, client, message)
                 case Ask():

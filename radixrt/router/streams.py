@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from struct import Struct
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +19,6 @@ from radixrt.router.request import Client
 from radixrt.router.tokens import TextService, TextStream
 
 Request = TypeVar("Request", Generate, Score)
-_pack_token = Struct("<i").pack
 
 
 def is_encoded(request: Generate | Score) -> bool:
@@ -54,7 +52,6 @@ def core_streams(request: Generate, service: TextService) -> bool:
 @dataclass(slots=True)
 class _Choice:
     text: TextStream
-    include_stop: bool
     gathered: Delta | None
     """None for a stream: each delta leaves at once."""
 
@@ -81,7 +78,6 @@ class TextStreams:
         choices = [
             _Choice(
                 TextStream(self._service, request.sampling),
-                request.sampling.include_stop,
                 Delta(request.id, index) if gather else None,
             )
             for index in range(request.n)
@@ -121,13 +117,8 @@ class TextStreams:
         return Deltas(items), effects
 
     def _add_text(self, client: Client, choice: _Choice, delta: Delta) -> list[Effect]:
-        ids = delta.ids
-        if isinstance(delta.stop, int) and not choice.include_stop and ids.endswith(_pack_token(delta.stop)):
-            ids = ids[:-4]
-        delta.text, stop = choice.text.push(ids)
-        if stop is None and delta.finish is not None:
-            delta.text += choice.text.flush()
-            stop = choice.text.stop
+        delta.text = choice.text.take(delta)
+        stop = choice.text.stop
         if stop is None:
             return []
         effects: list[Effect] = []

@@ -6,12 +6,12 @@ import logging
 import os
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from radixrt import messages as m
 from radixrt.worker.cache import PageCache
@@ -172,8 +172,8 @@ class Worker:
         if not run.ids or len(run.ids) % 4:
             raise ValueError("ids: expected int32 token ids, at least one")
         total = len(run.ids) // 4
-        ids = array("i", run.ids)
-        if min(ids) < 0 or max(ids) >= self.runner.vocab_size:
+        ids = np.frombuffer(run.ids, "<i4")
+        if ids.min() < 0 or ids.max() >= self.runner.vocab_size:
             raise ValueError(f"ids: a token id is outside the vocabulary of {self.runner.vocab_size}")
         if not 1 <= run.prompt_len <= total:
             raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")

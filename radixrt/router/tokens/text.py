@@ -6,12 +6,13 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from struct import Struct
 from typing import Self
 
 import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
-from radixrt.messages import ChatPrompt, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.stops import StopFinder
@@ -21,6 +22,7 @@ INLINE_CHARS = 256
 """Up to this many characters, encoding (0.2 µs a character) costs less than handing it to a thread (60-90 µs)."""
 
 TOKEN_BYTES = 4
+_pack_token = Struct("<i").pack
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
 
@@ -180,7 +182,7 @@ class TextStream:
     otherwise before it. Without stop strings text is passed on as soon as its characters are whole.
     """
 
-    __slots__ = ("_detokenizer", "_finder")
+    __slots__ = ("_detokenizer", "_finder", "_include_stop")
 
     def __init__(self, service: TextService, sampling: Sampling) -> None:
         tokenizer = service.tokenizer
@@ -188,6 +190,16 @@ class TextStream:
             raise FieldError("stop", f"stop strings need text, but {NO_TOKENIZER}")
         self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
         self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
+        self._include_stop = sampling.include_stop
+
+    def take(self, delta: Delta) -> str:
+        """Text gained with a delta of the choice, the rest of it with the last one; look at `stop` then. A token that
+        ended the choice is text only with `include_stop`."""
+        ids = delta.ids
+        if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
+            ids = ids[:-TOKEN_BYTES]
+        text, stop = self.push(ids)
+        return text + self.flush() if stop is None and delta.finish is not None else text
 
     @property
     def stop(self) -> str | None:

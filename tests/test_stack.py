@@ -1,0 +1,347 @@
+"""The whole stack as processes, on a checkpoint made on the spot: what users start, and what must survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from radixrt import wire
+from radixrt.client import Client, ServerError
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.launch import LocalStack, Stack, StartError
+from radixrt.messages import Cancel, Generate, Origin, Sampling, TokenPrompt
+from tests.checkpoints import make_model, make_tokenizer
+from tests.worker.engine import prompts
+
+GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path, "llama", num_hidden_layers=2)
+    return make_tokenizer(path)
+
+
+def config(folder: Path, workers: int, *, http: bool = False, **worker) -> StackConfig:
+    settings = {"model": str(folder), "max_total_tokens": 8192, "max_model_len": 2048, "device": "cpu"} | worker
+    router = RouterConfig(
+        model=str(folder),
+        client_address=f"tcp://127.0.0.1:{free_port()}",
+        worker_address=f"tcp://127.0.0.1:{free_port()}",
+        worker_timeout=2.0,
+    )
+    frontend = FrontendConfig(model=str(folder), port=free_port())
+    return StackConfig(
+        resolve(router), WorkerConfig(**settings), resolve(frontend), workers, int(http), ready_timeout=60.0
+    )
+
+
+@contextmanager
+def stack(folder: Path, workers: int, **settings):
+    """A running Stack, watched as `radixrt serve` does."""
+    running = Stack(config(folder, workers, **settings))
+    with running:
+        running.start()
+        watcher = threading.Thread(target=running.watch)
+        watcher.start()
+        try:
+            yield running
+        finally:
+            running.request_stop()
+            watcher.join(10)
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+# ---------------------------------------------------------------- one process a role
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    """(address, Stack) of a router and two CPU workers."""
+    with stack(folder, 2) as running:
+        yield running._client_address, running
+
+
+def test_generates_what_the_model_says(pair, folder):
+    address, _ = pair
+    asked = prompts(4, 10, 30)
+    with LocalStack(config(folder, 1)) as local, Client(local.address) as inside, Client(address) as client:
+        alone = [inside.generate(prompt, GREEDY).token_ids for prompt in asked]
+        assert [client.generate(prompt, GREEDY).token_ids for prompt in asked] == alone
+        streamed = [t for delta in client.stream(asked[0], GREEDY) for t in memoryview(delta.ids).cast("i")]
+        assert streamed == alone[0]
+
+
+def test_text_goes_in_and_comes_out(pair):
+    with Client(pair[0]) as client:
+        whole = client.generate("The quick brown fox", GREEDY)
+        deltas = list(client.stream("The quick brown fox", GREEDY))
+        assert "".join(delta.text for delta in deltas) == whole.text == client.detokenize(whole.token_ids)
+        assert deltas[-1].usage.cached_tokens == deltas[-1].usage.prompt_tokens - 1
+        chat = client.generate([{"role": "user", "content": "hello"}], GREEDY)
+        assert chat.usage.completion_tokens == 64
+
+
+def test_a_second_turn_computes_only_what_is_new(pair):
+    with Client(pair[0]) as client:
+        first = prompts(1, 300, 300, seed=5)[0]
+        answer = client.generate(first, GREEDY, origin=Origin("chat"))
+        second = client.generate([*first, *answer.token_ids, 7, 8, 9], GREEDY, origin=Origin("chat"))
+        assert second.usage.cached_tokens >= len(first) + len(answer.token_ids) - 1
+        assert second.usage.worker == answer.usage.worker
+        rows = [row for row in client.report()["programs"] if row["program"] == "chat"]
+        assert rows[0]["hit_tokens"] == second.usage.cached_tokens
+
+
+def test_scores_and_samples(pair):
+    with Client(pair[0]) as client:
+        scored = client.score("The answer is", [" yes", " no", " perhaps not"])
+        assert len(scored.logprobs) == 3 and all(x < 0 for choice in scored.logprobs for x in choice)
+        sampling = Sampling(max_tokens=12, temperature=1.0, seed=7, top_p=0.9, top_k=50, logprobs=2, ignore_eos=True)
+        three = client.generate_n("Once", 3, sampling)
+        assert len({c.text for c in three}) == 3
+        assert [c.ids for c in client.generate_n("Once", 3, sampling)] == [c.ids for c in three]
+        assert all(len(c.logprobs) == 12 and len(c.logprobs[0].top) == 2 for c in three)
+
+
+def test_a_stop_string_ends_the_text(pair):
+    with Client(pair[0]) as client:
+        whole = client.generate("Tell me", GREEDY).text
+        stop = whole[20:23]
+        cut = client.generate("Tell me", Sampling(max_tokens=64, temperature=0.0, ignore_eos=True, stop=(stop,)))
+        assert cut.text == whole[: whole.index(stop)] and (cut.finish, cut.stop) == ("stop", stop)
+
+
+def test_errors_name_the_field(pair):
+    with Client(pair[0]) as client:
+        for prompt, sampling, field, code in (
+            ([], GREEDY, "prompt", 400),
+            ("", GREEDY, "prompt", 400),
+            ([5, -3], GREEDY, "prompt", 400),
+            ([5, 99_999], GREEDY, "prompt", 400),
+            ([5] * 3000, GREEDY, "prompt", 400),
+            ("x", Sampling(max_tokens=-1), "max_tokens", 400),
+            ("x", Sampling(temperature=-1.0), "temperature", 400),
+            ("x", Sampling(top_p=0.0), "top_p", 400),
+        ):
+            with pytest.raises(ServerError) as caught:
+                client.generate(prompt, sampling)
+            assert (caught.value.field, caught.value.code) == (field, code)
+        with pytest.raises(ServerError) as caught:
+            client.generate("x", GREEDY, model="gpt-9")
+        assert (caught.value.field, caught.value.code) == ("model", 404)
+
+
+def test_garbage_disturbs_nobody(pair):
+    address, running = pair
+    with Client(address) as client, wire.Link(address) as link, wire.Link(running._worker_address, b"evil") as evil:
+        stream = client.stream(prompts(1, 20, 20, seed=3)[0], GREEDY)
+        next(stream)
+        for payload in (b"", b"\xc1", b"\x00" * 5000, wire.encode({"type": "dance", "id": 3}), wire.encode(Cancel(99))):
+            link.send(payload)
+            evil.send(payload)
+        assert sum(len(delta.ids) for delta in stream) // 4 >= 62
+        answers = [wire.Decoder(dict).decode(link.recv(2)) for _ in range(4)]
+        assert all(answer["code"] == 400 for answer in answers)
+        assert answers[-1]["id"] == 3
+
+
+def test_leaving_a_stream_frees_its_pages(pair):
+    with Client(pair[0]) as client:
+        for delta in client.stream([9] * 50, Sampling(max_tokens=1500, ignore_eos=True)):
+            if delta.ids:
+                break
+        deadline = time.monotonic() + 5
+        while True:
+            health = client.health()
+            busy = [w for w in health["workers"] if w["free_pages"] + w["evictable_pages"] < w["total_pages"]]
+            if not busy and not health["runs_in_flight"]:
+                break
+            assert time.monotonic() < deadline, health
+            time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- things that die
+
+
+def test_a_killed_worker_costs_nothing(folder):
+    """kill -9 while requests stream: they finish on the other worker, token for token as without."""
+    long = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
+    drawn = Sampling(max_tokens=400, temperature=1.0, seed=3, ignore_eos=True)
+    asked = prompts(6, 20, 200, seed=8)
+    with stack(folder, 2) as running, Client(running._client_address) as client:
+        samplings = [long, drawn] * 3
+        with LocalStack(config(folder, 1)) as local, Client(local.address) as inside:
+            expected = [inside.generate(p, s).token_ids for p, s in zip(asked, samplings, strict=True)]
+        results: list[list[int]] = [[] for _ in asked]
+        workers: list[str] = ["" for _ in asked]
+
+        def follow(i: int) -> None:
+            for delta in client.stream(asked[i], samplings[i]):
+                results[i].extend(memoryview(delta.ids).cast("i"))
+                if delta.usage:
+                    workers[i] = delta.usage.worker
+
+        threads = [threading.Thread(target=follow, args=(i,)) for i in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        while min(map(len, results)) < 20:
+            time.sleep(0.005)
+        victim = next(child for child in running._children if child.name == "worker-0")
+        served = {w["name"]: w["requests"] for w in client.health()["workers"]}
+        assert served["worker-0"] > 0, "there is something to lose"
+        os.kill(victim.process.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join(60)
+        assert results == expected
+        assert set(workers) == {"worker-1"}
+        health = client.health()
+        assert [w["name"] for w in health["workers"]] == ["worker-1"]
+        assert health["counters"]["redispatched"] >= served["worker-0"]
+
+
+def test_a_worker_may_join_and_leave(folder):
+    settings = config(folder, 1)
+    with stack_of(settings) as running, Client(running._client_address) as client:
+        before = client.generate([5, 6, 7], GREEDY).token_ids
+        extra = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
+        process = subprocess.Popen([*extra, "--name", "guest", "--max-total-tokens", "4096", "--device", "cpu"])
+        try:
+            wait_for(lambda: len(client.health()["workers"]) == 2)
+            process.terminate()
+            assert process.wait(10) == 0
+            wait_for(lambda: len(client.health()["workers"]) == 1)
+            assert client.generate([5, 6, 7], GREEDY).token_ids == before
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def stack_of(settings: StackConfig):
+    running = Stack(settings)
+    with running:
+        running.start()
+        yield running
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def serve(folder: Path, *flags: str) -> tuple[subprocess.Popen, str]:
+    """`radixrt serve` with fake workers; the process and the clients' address."""
+    ports = [free_port() for _ in range(3)]
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    command = [sys.executable, "-m", "radixrt", "serve", str(folder), "--fake", "0,0.001", "--workers", "2"]
+    command += ["--client-address", address, "--worker-address", f"tcp://127.0.0.1:{ports[1]}"]
+    command += ["--port", str(ports[2]), *flags]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True), address
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_stays_behind(folder, how):
+    process, address = serve(folder, "--api-server-count", "0")
+    try:
+        with Client(address, timeout=30) as client:
+            wait_for(lambda: len(client.health()["workers"]) == 2)
+            family = children_of(process.pid)
+            assert len(family) == 3
+            process.send_signal(how)
+            assert process.wait(15) == (0 if how != signal.SIGKILL else -signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive
+        said = process.stderr.read()
+        assert "worker-1 serves" in said and "Traceback" not in said and "Fatal" not in said
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-m", "radixrt", "serve", str(tmp_path), "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode != 0 and str(tmp_path) in process.stderr
+
+
+def test_a_stack_whose_worker_cannot_start_says_so(folder):
+    with pytest.raises(StartError, match="worker-0 ended with code"):
+        with stack_of(config(folder, 1, dtype="int3")):
+            pass
+
+
+# ---------------------------------------------------------------- no worker, too much work
+
+
+def test_no_worker_is_503():
+    from radixrt.router.process import RouterThread
+
+    router = RouterThread(RouterConfig(tokenizer="none", client_address="inproc://lonely", worker_address="inproc://w"))
+    try:
+        with Client("inproc://lonely") as client, pytest.raises(ServerError) as caught:
+            client.generate([1, 2, 3], GREEDY)
+        assert caught.value.code == 503 and caught.value.retry_after
+    finally:
+        router.stop()
+
+
+def test_more_work_than_pages(folder):
+    """Requests wait or are preempted; all finish, with the tokens they have alone. The pool is checked every step."""
+    asked = prompts(24, 40, 120, seed=2)
+    sampling = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
+    with LocalStack(config(folder, 1)) as local, Client(local.address) as client:
+        expected = [client.generate(prompt, sampling).token_ids for prompt in asked]
+    with LocalStack(config(folder, 1, max_total_tokens=600, check=True)) as local, Client(local.address) as client:
+        results: list[list[int]] = [[] for _ in asked]
+
+        def ask(i: int) -> None:
+            results[i] = client.generate(asked[i], sampling).token_ids
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == expected
+        assert client.health()["workers"][0]["total_pages"] == 600
+
+
+def test_too_many_requests_is_429(folder):
+    settings = config(folder, 1, fake="0,0.01")
+    router = RouterConfig(model=str(folder), max_queued_requests=2)
+    with LocalStack(StackConfig(resolve(router), settings.worker, settings.frontend)) as local:
+        with wire.Link(local.address) as link:
+            for i in range(4):
+                link.send(wire.encode(Generate(id=i, prompt=TokenPrompt(b"\5\0\0\0"), sampling=GREEDY, stream=False)))
+            answers = [wire.Decoder(dict).decode(link.recv(5)) for _ in range(3)]
+        refused = [a for a in answers if a["type"] == "error"]
+        assert [(a["code"], a["id"]) for a in refused] == [(429, 2), (429, 3)]
+        assert all(a["retry_after"] > 0 for a in refused)
