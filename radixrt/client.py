@@ -171,7 +171,11 @@ class ZmqTransport:
 
     def cancel(self, request_id: int) -> None:
         if self._pending.pop(request_id, None) is not None:
-            self._socket.send(wire.encode(Cancel(request_id)))
+            self.tell(Cancel(request_id))
+
+    def tell(self, message: Cancel) -> None:
+        """Send a message about a request that is in flight."""
+        self._socket.send(wire.encode(message))
 
     async def close(self) -> None:
         self._socket.close()
@@ -252,9 +256,13 @@ class AsyncClient:
     A task that is cancelled while it waits cancels its request: the worker stops and frees its pages.
     """
 
-    def __init__(self, transport: Transport, api_key: str = "", local: Any = None) -> None:
+    def __init__(
+        self, transport: Transport, api_key: str = "", *, timeout: float = CONNECT_SECONDS, local: Any = None
+    ) -> None:
+        """`timeout` is how many seconds the server has to answer questions about itself."""
         self._transport = transport
         self._api_key = api_key
+        self._timeout = timeout
         self._local = local
 
     @classmethod
@@ -268,10 +276,10 @@ class AsyncClient:
             stack = await asyncio.to_thread(local_stack(url.removeprefix("local:")).__enter__)
             return cls(ZmqTransport(stack.address), local=stack)
         web = url.startswith(("http://", "https://"))
-        client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url), api_key)
+        client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url), api_key, timeout=timeout)
         try:
-            await asyncio.wait_for(client.health(), timeout)
-        except (TimeoutError, ServerError) as problem:
+            await client.health()
+        except ServerError as problem:
             await client.close()
             raise ConnectionError(f"nobody answers at {url.partition('#')[0]}") from problem
         return client
@@ -410,7 +418,12 @@ class AsyncClient:
         return await self._about("metrics")
 
     async def _about(self, what: str) -> Any:
-        return (await self._ask_for(Info, Ask(id=0, what=what, api_key=self._api_key))).data
+        question = Ask(id=0, what=what, api_key=self._api_key)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return (await self._ask_for(Info, question)).data
+        except TimeoutError:
+            raise ServerError(503, "the router does not answer", retry_after=1.0) from None
 
     async def _ask_for(self, kind: type[T], request: ClientRequest) -> T:
         async with self._answers(request) as answers:

@@ -1,0 +1,335 @@
+"""One HTTP request in flight.
+
+    transport --Delta--> Choice (text, stop strings) --> gathered, or bytes in a mailbox --> ASGI send
+
+Answers arrive as callbacks on the event loop; the request's own coroutine wakes up, takes all there is, and sends it
+in one piece. A client that leaves, or that does not read, is cancelled at the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from radixrt.client import Answer, ZmqTransport
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.replies import DONE, Reply, native_line
+from radixrt.messages import (
+    Cancel,
+    ClientRequest,
+    Delta,
+    Error,
+    Generate,
+    TokenLogprob,
+    Usage,
+)
+from radixrt.router.tokens import TextService, TextStream
+
+MAX_BACKLOG = 4 << 20
+"""Bytes that wait for a client that does not read, before its request is cancelled."""
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Disconnected(Exception):
+    """The client has left."""
+
+
+class Mailbox:
+    """Where callbacks leave things for one coroutine."""
+
+    __slots__ = ("_waiter", "failure", "finished")
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self.failure: Exception | None = None
+        self.finished = False
+
+    def wake(self) -> None:
+        """Something is there."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, problem: Exception) -> None:
+        """No more will come."""
+        if self.failure is None and not self.finished:
+            self.failure = problem
+            self.wake()
+
+    async def wait(self) -> None:
+        """Return when `wake` was called; call it only when there is nothing."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
+
+
+class Choice:
+    """One choice of an answer: its text so far, and how it ended."""
+
+    __slots__ = ("chars", "finish", "ids", "index", "logprobs", "stop", "stopping", "stream", "text", "usage")
+
+    def __init__(self, index: int, stream: TextStream) -> None:
+        self.index = index
+        self.stream = stream
+        self.text: list[str] = []
+        self.chars = 0
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish: Any = None
+        self.stop: str | int | None = None
+        self.stopping = False
+        """A stop string was found; the last Delta, with the usage, is on its way."""
+        self.usage = Usage()
+
+    def take(self, delta: Delta) -> tuple[str, bool]:
+        """(text gained, whether the choice must be ended at the router)."""
+        text = "" if self.stopping else self.stream.take(delta)
+        found = self.stream.stop
+        if delta.finish is not None:
+            self.finish, self.stop = delta.finish, delta.stop
+            self.usage = delta.usage or Usage()
+        if found is not None:
+            self.stop = found
+            if delta.finish is not None:
+                self.finish = "stop"
+            elif not self.stopping:
+                self.stopping = True
+                return text, True
+        return text, False
+
+
+class Exchange(Mailbox):
+    """All choices of one HTTP request, which may be several requests of the router's (one a prompt)."""
+
+    def __init__(self, transport: ZmqTransport, service: TextService, reply: Reply, streams: bool, usage: bool) -> None:
+        super().__init__()
+        self.reply = reply
+        self.names: dict[str, str] = {}
+        """How the caller calls the router's fields."""
+        self.choices: list[Choice] = []
+        self.prompts = 0
+        self._transport = transport
+        self._service = service
+        self._ids: list[int] = []
+        self._open = 0
+        self._include_usage = usage
+        self._streams = streams
+        self._out: list[bytes] = []
+        self._backlog = 0
+        self._answered = False
+        """The router has taken the request; until then a stream's opening is held, for it may be refused."""
+        self._head, self._tail = reply.chunk_ends(usage) if streams else (b"", b"")
+
+    def submit(self, request: Generate, echo: str = "") -> None:
+        """Send one request; its choices follow those of the requests before. `echo` is text put before each."""
+        first = len(self.choices)
+        for index in range(first, first + request.n):
+            choice = Choice(index, TextStream(self._service, request.sampling))
+            self.choices.append(choice)
+            if self._streams and (opening := self.reply.first_chunk(index)):
+                self._put(opening)
+            if echo:
+                self._add(choice, echo, None, last=False)
+        self.prompts += 1
+        self._open += request.n
+        self._ids.append(self._transport.submit(request, lambda answer: self._take(answer, first)))
+
+    def cancel(self) -> None:
+        """Stop what is not finished."""
+        for request_id in self._ids:
+            self._transport.cancel(request_id)
+
+    @property
+    def usages(self) -> list[Usage]:
+        return [choice.usage for choice in self.choices]
+
+    # ------------------------------------------------------------ from the router
+
+    def _take(self, answer: Answer, first: int) -> None:
+        if isinstance(answer, Error):
+            self.fail(ApiError.of(answer, self.names))
+        elif isinstance(answer, Delta):
+            self._answered = True
+            choice = self.choices[first + answer.index]
+            text, stops = choice.take(answer)
+            if stops:
+                self._transport.tell(Cancel(answer.id, answer.index))
+            last = answer.finish is not None
+            if text or last or answer.logprobs:
+                self._add(choice, text, None if choice.stopping and not text else answer.logprobs, last)
+            if last:
+                self._open -= 1
+                if not self._open:
+                    self._end()
+
+    def _add(self, choice: Choice, text: str, logprobs: list[TokenLogprob] | None, last: bool) -> None:
+        """Text gained by a choice: into a chunk, or kept for the whole answer."""
+        if not self._streams:
+            choice.text.append(text)
+            if logprobs:
+                choice.logprobs = (choice.logprobs or []) + logprobs
+            return
+        found = self.reply.logprobs(logprobs, choice.chars)
+        choice.chars += len(text)
+        self._put(self.reply.choice_chunk(choice.index, text, found, choice.finish if last else None))
+
+    def _put(self, choice: bytes) -> None:
+        chunk = self._head + choice + self._tail
+        self._backlog += len(chunk)
+        if self._backlog > MAX_BACKLOG:
+            self.fail(Disconnected())
+            return
+        self._out.append(chunk)
+        self.wake()
+
+    def _end(self) -> None:
+        if self._streams:
+            if self._include_usage:
+                self._out.append(self.reply.usage_chunk(self.usages, self.prompts))
+            self._out.append(DONE)
+        self.finished = True
+        self.wake()
+
+    # ------------------------------------------------------------ to the client
+
+    async def whole(self) -> bytes:
+        """The body of the answer, when all choices have ended. ApiError, Disconnected."""
+        while not self.finished:
+            if self.failure:
+                raise self.failure
+            await self.wait()
+        choices = [
+            self.reply.choice(c.index, "".join(c.text), self.reply.logprobs(c.logprobs, 0), c.finish, c.stop)
+            for c in self.choices
+        ]
+        return self.reply.body(choices, self.usages, self.prompts)
+
+    async def part(self) -> bytes | None:
+        """What there is of a stream, at least something; None after the last. ApiError, Disconnected."""
+        while not (self._out and self._answered):
+            if self.failure:
+                raise self.failure
+            if self.finished:
+                return None
+            await self.wait()
+        out, self._out, self._backlog = self._out, [], 0
+        return out[0] if len(out) == 1 else b"".join(out)
+
+
+class NativeExchange(Mailbox):
+    """One message of the native protocol, its answers as lines of JSON."""
+
+    def __init__(self, transport: ZmqTransport, request: ClientRequest) -> None:
+        super().__init__()
+        self._out: list[bytes] = []
+        self._backlog = 0
+        self._asked_id = request.id
+        self._open = request.n if isinstance(request, Generate) else 1
+        self._transport = transport
+        self._id = transport.submit(request, self._take)
+
+    def cancel(self) -> None:
+        self._transport.cancel(self._id)
+
+    def _take(self, answer: Answer) -> None:
+        answer.id = self._asked_id
+        line = native_line(answer)
+        self._backlog += len(line)
+        if self._backlog > MAX_BACKLOG:
+            self.fail(Disconnected())
+            return
+        self._out.append(line)
+        self._open -= not isinstance(answer, Delta) or answer.finish is not None
+        self.finished = self._open <= 0 or isinstance(answer, Error)
+        self.wake()
+
+    async def part(self) -> bytes | None:
+        """See Exchange.part."""
+        while not self._out:
+            if self.failure:
+                raise self.failure
+            if self.finished:
+                return None
+            await self.wait()
+        out, self._out, self._backlog = self._out, [], 0
+        return b"".join(out)
+
+
+class StreamAnswer:
+    """An ASGI response that sends an exchange's parts as they come.
+
+    It begins with the first part, so that a request that is refused gets its status and not a stream."""
+
+    def __init__(self, exchange: Exchange | NativeExchange, content_type: bytes) -> None:
+        self._exchange = exchange
+        self._headers = [
+            (b"content-type", content_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+
+    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
+        watcher = watch(receive, self._exchange)
+        started = False
+        try:
+            while (part := await self._exchange.part()) is not None:
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                    started = True
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Disconnected:
+            return
+        except ApiError as error:
+            if not started:
+                await send_error(send, error)
+                return
+            await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": True})
+        finally:
+            watcher.cancel()
+            self._exchange.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class WholeAnswer:
+    """An ASGI response that sends an exchange's answer when it is complete."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
+        watcher = watch(receive, self._exchange)
+        try:
+            body = await self._exchange.whole()
+        except Disconnected:
+            return
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        finally:
+            watcher.cancel()
+            self._exchange.cancel()
+        await send_body(send, 200, body, {})
+
+
+def watch(receive: Receive, exchange: Mailbox) -> asyncio.Task[None]:
+    """A task that fails the exchange when the client leaves."""
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.fail(Disconnected())
+
+    return asyncio.get_running_loop().create_task(listen())
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    """A JSON response."""
+    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    lines += [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_body(send, error.status, error.body(), error.headers())

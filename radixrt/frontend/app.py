@@ -1,0 +1,227 @@
+"""The HTTP application: routes, keys, the body limit, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from radixrt.client import NATIVE_PATH, AsyncClient, ServerError, ZmqTransport, token_bytes, token_list
+from radixrt.config import FrontendConfig
+from radixrt.frontend import schema
+from radixrt.frontend.answer import Exchange, NativeExchange, StreamAnswer, WholeAnswer
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.replies import ChatReply, Reply, encode
+from radixrt.messages import Cancel, ClientRequest, Error, Generate, Origin, TextPrompt, TokenPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens import TextService
+from radixrt.router.validate import check_choices, parse_api_keys
+
+ROUTER_SECONDS = 5.0
+"""Time that the router has to answer a question about itself."""
+
+_completion = msgspec.json.Decoder(schema.Completion)
+_chat = msgspec.json.Decoder(schema.Chat)
+_tokenize = msgspec.json.Decoder(schema.TokenizeBody)
+_detokenize = msgspec.json.Decoder(schema.DetokenizeBody)
+_native = msgspec.json.Decoder(ClientRequest)
+_CHAT_NAMES = {"prompt": "messages"}
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(data), status, headers, "application/json")
+
+
+class Frontend:
+    """The handlers of one process. `app` is the ASGI application; its lifespan opens the connection to the router."""
+
+    def __init__(self, config: FrontendConfig, text: TextService) -> None:
+        self._config = config
+        self._text = text
+        self._tenants = parse_api_keys(config.api_key)
+        routes = [
+            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", self._guarded(self.models)),
+            Route(NATIVE_PATH, self._guarded(self.native), methods=["POST"]),
+            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
+            Route("/v1/report", self._guarded(self.report)),
+            Route("/metrics", self._guarded(self.metrics)),
+            Route("/health", self.health),
+        ]
+        handlers = {HTTPException: _on_http_error, Exception: _on_crash}
+        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        self._transport = ZmqTransport(self._config.router)
+        try:
+            yield
+        finally:
+            await self._transport.close()
+
+    def _guarded(self, handler: Callable[[Request, str], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
+        """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's."""
+
+        async def guarded(request: Request) -> Any:
+            try:
+                return await handler(request, self._key(request))
+            except ApiError as error:
+                return Response(error.body(), error.status, error.headers(), "application/json")
+            except FieldError as problem:
+                error = ApiError(400, str(problem), problem.field)
+                return Response(error.body(), 400, media_type="application/json")
+            except ServerError as problem:
+                error = ApiError.of(Error(None, problem.code, problem.message, problem.field, problem.retry_after))
+                return Response(error.body(), error.status, error.headers(), "application/json")
+
+        return guarded
+
+    def _key(self, request: Request) -> str:
+        headers = request.headers
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
+            raise ApiError(401, "unknown API key", code="invalid_api_key")
+        return key if self._tenants else ""
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._config.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended early") from None
+        return b"".join(parts)
+
+    # ------------------------------------------------------------ OpenAI's API
+
+    async def completions(self, request: Request, key: str) -> Any:
+        body = schema.parse(_completion, await self._body(request))
+        return await self._generate(request, key, body, Reply)
+
+    async def chat(self, request: Request, key: str) -> Any:
+        body = schema.parse(_chat, await self._body(request))
+        return await self._generate(request, key, body, ChatReply)
+
+    async def _generate(
+        self, request: Request, key: str, body: schema.Completion | schema.Chat, kind: type[Reply]
+    ) -> StreamAnswer | WholeAnswer:
+        sampling, prompts, n = body.sampling(), body.prompts(), body.choices()
+        check_choices(n)
+        ids = [await self._text.encode(prompt) for prompt in prompts]
+        origin = _origin(request)
+        reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
+        streams = bool(body.stream)
+        exchange = Exchange(self._transport, self._text, reply, streams, body.wants_usage())
+        exchange.names = _CHAT_NAMES if kind is ChatReply else {}
+        echo = isinstance(body, schema.Completion) and body.echo
+        for prompt, encoded in zip(prompts, ids, strict=True):
+            message = Generate(
+                id=0,
+                prompt=TokenPrompt(encoded),
+                sampling=sampling,
+                model=body.model or "",
+                n=n,
+                stream=streams or bool(sampling.stop),
+                text=False,
+                origin=origin,
+                api_key=key,
+                cache_salt=body.cache_salt or "",
+            )
+            exchange.submit(message, self._echo(prompt, encoded) if echo else "")
+        if streams:
+            return StreamAnswer(exchange, b"text/event-stream; charset=utf-8")
+        return WholeAnswer(exchange)
+
+    def _echo(self, prompt: Any, ids: bytes) -> str:
+        return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)
+
+    async def models(self, request: Request, key: str) -> Response:
+        models = await self._ask(key).models()
+        data = [
+            {"id": m["id"], "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": m["max_model_len"]}
+            for m in models
+        ]
+        return json_response({"object": "list", "data": data})
+
+    # ------------------------------------------------------------ the native API
+
+    async def native(self, request: Request, key: str) -> StreamAnswer:
+        """One ClientRequest as JSON; its ClientReplies, one a line."""
+        message = schema.parse(_native, await self._body(request))
+        if isinstance(message, Cancel):
+            raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
+        message.api_key = key
+        return StreamAnswer(NativeExchange(self._transport, message), b"application/x-ndjson")
+
+    async def tokenize(self, request: Request, key: str) -> Response:
+        body = schema.parse(_tokenize, await self._body(request))
+        ids = token_list(await self._text.encode(body.to_prompt()))
+        return json_response({"count": len(ids), "tokens": ids})
+
+    async def detokenize(self, request: Request, key: str) -> Response:
+        body = schema.parse(_detokenize, await self._body(request))
+        try:
+            ids = token_bytes(body.tokens)
+        except OverflowError:
+            schema.refuse("tokens", "token ids must be integers of 32 bits")
+        return json_response({"prompt": await self._text.decode(ids, skip_special_tokens=False)})
+
+    # ------------------------------------------------------------ about the server
+
+    def _ask(self, key: str) -> AsyncClient:
+        return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)
+
+    async def report(self, request: Request, key: str) -> Response:
+        return json_response(await self._ask(key).report())
+
+    async def metrics(self, request: Request, key: str) -> Response:
+        return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")
+
+    async def health(self, request: Request) -> Response:
+        """200 while a worker serves, else 503 with the reason."""
+        try:
+            health = await self._ask("").health()
+        except ServerError as problem:
+            return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
+        if not health["serving"]:
+            return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
+        return json_response({"status": "ok", "workers": len(health["workers"])})
+
+
+def _origin(request: Request) -> Origin:
+    """Program, branch and fork depth from headers, for the report."""
+    headers = request.headers
+    depth = headers.get("x-radixrt-depth", "0")
+    if not depth.isdigit():
+        raise ApiError(400, "x-radixrt-depth: expected a number", "x-radixrt-depth")
+    return Origin(headers.get("x-radixrt-program", ""), headers.get("x-radixrt-branch", ""), int(depth[:9]))
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    messages = {404: f"no such route: {request.url.path}", 405: f"{request.method} is not served here"}
+    problem = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    return Response(problem.body(), error.status_code, error.headers, "application/json")
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    problem = ApiError(500, "the server failed on this request; its log says why")
+    return Response(problem.body(), 500, media_type="application/json")

@@ -1,0 +1,42 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from radixrt.messages import Error
+
+_encode = msgspec.json.Encoder().encode
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the field of the request that is wrong; `retry_after` is in seconds."""
+
+    def __init__(
+        self, status: int, message: str, param: str = "", code: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: Error, names: dict[str, str] | None = None) -> ApiError:
+        """What the router says, its fields called as the caller does (`names`)."""
+        field, _, rest = error.field.partition("[")
+        field = (names or {}).get(field, field) + (f"[{rest}" if rest else "")
+        code = "model_not_found" if error.code == 404 else None
+        return cls(error.code, error.message, field, code, error.retry_after)
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code}
+        return _encode({"error": error})
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}

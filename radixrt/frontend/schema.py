@@ -1,0 +1,213 @@
+"""What OpenAI's clients send, checked and turned into messages. Pure; every refusal names the field.
+
+Fields that OpenAI does not have are called as in vLLM and SGLang. Unknown fields are ignored, as those do; a known
+field whose meaning is not served is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from radixrt.frontend.errors import ApiError
+from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of /v1/completions; a chat may use all the room there is."""
+MOST_PROMPTS = 1024
+
+
+def refuse(field: str, message: str) -> NoReturn:
+    raise ApiError(400, f"{field}: {message}", field)
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """Fields of both kinds of request; None is as good as absent."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+
+    def choices(self) -> int:
+        """Choices of each prompt."""
+        n = 1 if self.n is None else self.n
+        if self.best_of not in (None, n):
+            refuse("best_of", "only best_of equal to n is served")
+        return n
+
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            refuse("stream_options", "only with stream")
+        return bool(self.stream_options.include_usage)
+
+    def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
+        if self.response_format and self.response_format.get("type", "text") != "text":
+            refuse("response_format", "only plain text is served")
+        fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        names = {"include_stop_str_in_output": "include_stop"}
+        for name in _PLAIN:
+            if (value := getattr(self, name)) is not None:
+                fields[names.get(name, name)] = value
+        try:
+            bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        except ValueError:
+            refuse("logit_bias", "keys must be token ids")
+        return Sampling(stop=tuple(stop), stop_token_ids=tuple(self.stop_token_ids or ()), logit_bias=bias, **fields)
+
+
+_PLAIN = (
+    "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
+    "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+
+class Completion(Common, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """Text, a list of texts, token ids, or a list of token ids."""
+        special = self.add_special_tokens is not False
+        match self.prompt:
+            case None:
+                refuse("prompt", "is missing")
+            case str() as text:
+                return [TextPrompt(text, special)]
+            case []:
+                refuse("prompt", "is empty: at least one is needed")
+            case [int(), *_]:
+                return [_ids(self.prompt, "prompt")]
+            case [*many] if len(many) > MOST_PROMPTS:
+                refuse("prompt", f"at most {MOST_PROMPTS} prompts")
+            case [str(), *_] if all(isinstance(text, str) for text in self.prompt):
+                return [TextPrompt(text, special) for text in self.prompt]
+            case [list(), *_] if all(isinstance(ids, list) for ids in self.prompt):
+                return [_ids(ids, f"prompt[{i}]") for i, ids in enumerate(self.prompt)]
+        refuse("prompt", "expected text, a list of texts, token ids, or a list of lists of token ids")
+
+    def sampling(self) -> Sampling:
+        if self.suffix:
+            refuse("suffix", "is not served")
+        if self.echo and self.logprobs is not None:
+            refuse("echo", "is not served together with logprobs; POST /v1/native scores a text")
+        return self.base_sampling(
+            DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs
+        )
+
+
+class Chat(Common, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def prompts(self) -> list[Prompt]:
+        partial = bool(self.continue_final_message)
+        if self.functions:
+            refuse("functions", "is not served; use tools")
+        if self.tool_choice not in (None, "none", "auto"):
+            refuse("tool_choice", "only none and auto are served")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == partial:
+            refuse("add_generation_prompt", "must be the opposite of continue_final_message")
+        tools = None if self.tool_choice == "none" else self.tools or None
+        return [ChatPrompt(self.messages, tools, partial, self.chat_template_kwargs or {})]
+
+    def sampling(self) -> Sampling:
+        if self.top_logprobs is not None and not self.logprobs:
+            refuse("top_logprobs", "only with logprobs")
+        limit = self.max_completion_tokens
+        return self.base_sampling(
+            self.max_tokens if limit is None else limit, (self.top_logprobs or 0) if self.logprobs else None
+        )
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: `prompt`, or `messages` of a chat."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+    def to_prompt(self) -> Prompt:
+        if (self.prompt is None) == (self.messages is None):
+            refuse("prompt", "either prompt or messages is needed")
+        if self.messages is not None:
+            return ChatPrompt(self.messages, self.tools)
+        return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+def _ids(ids: list[Any], field: str) -> TokenPrompt:
+    try:
+        return TokenPrompt(array("i", ids).tobytes())
+    except (TypeError, OverflowError):
+        refuse(field, "token ids must be integers of 32 bits")
+
+
+Kind = Literal["completion", "chat"]
+
+
+def parse(decoder: msgspec.json.Decoder, body: bytes) -> Any:
+    """A body by its schema. ApiError (400) names the field that is wrong."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        text = str(problem)
+        path = re.search(r" - at `\$\.?([^`]*)`$", text)
+        missing = re.search(r"required field `([^`]*)`", text)
+        field = (missing or path)[1] if missing or path else ""
+        raise ApiError(400, text, re.sub(r"\[\.\.\.\]", "", field)) from None
+    except msgspec.DecodeError as problem:
+        raise ApiError(400, f"the body is not JSON: {problem}") from None
+    except UnicodeDecodeError as problem:
+        raise ApiError(400, f"the body is not UTF-8: {problem}") from None

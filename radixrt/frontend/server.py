@@ -1,0 +1,90 @@
+"""The front-end process: the application on uvicorn. Several processes may share a port."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import threading
+
+import uvicorn
+
+from radixrt.config import FrontendConfig
+from radixrt.frontend.app import Frontend
+from radixrt.router.tokens import TextService
+
+log = logging.getLogger("radixrt.frontend")
+BACKLOG = 2048
+GRACE_SECONDS = 1
+"""Given to requests in flight when the process is told to stop."""
+
+
+def run(config: FrontendConfig) -> None:
+    """Serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
+    with TextService.load(config) as text, listen(config) as sock:
+        make_server(config, text).run([sock])
+
+
+def make_server(config: FrontendConfig, text: TextService) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            Frontend(config, text).app,
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+
+
+def listen(config: FrontendConfig) -> socket.socket:
+    """A listening socket whose port other front ends of this machine may share. ValueError beyond loopback without
+    keys; OSError if the port is taken by another program."""
+    if not config.api_key and not _is_loopback(config.host):
+        raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((config.host, config.port))
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+    return sock
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class FrontendThread:
+    """A front end in a thread of this process, listening when made; `url` is its address, `stop` ends it.
+
+    With port 0 it takes a free one."""
+
+    def __init__(self, config: FrontendConfig, text: TextService | None = None) -> None:
+        self._text = text or TextService.load(config)
+        self._owns_text = text is None
+        self._socket = listen(config)
+        self.url = f"http://{config.host}:{self._socket.getsockname()[1]}"
+        self._server = make_server(config, self._text)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="frontend")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+        if self._owns_text:
+            self._text.close()
