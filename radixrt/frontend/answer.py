@@ -53,10 +53,14 @@ class Mailbox:
             self._waiter.set_result(None)
 
     def fail(self, problem: Exception) -> None:
-        """No more will come."""
+        """No more will come. The work is cancelled at once: who waits here may be stuck in a send."""
         if self.failure is None and not self.finished:
             self.failure = problem
+            self.cancel()
             self.wake()
+
+    def cancel(self) -> None:
+        """Stop what is not finished at the router."""
 
     async def wait(self) -> None:
         """Return when `wake` was called; call it only when there is nothing."""
@@ -136,7 +140,6 @@ class Exchange(Mailbox):
         self._ids.append(self._transport.submit(request, lambda answer: self._take(answer, first)))
 
     def cancel(self) -> None:
-        """Stop what is not finished."""
         for request_id in self._ids:
             self._transport.cancel(request_id)
 

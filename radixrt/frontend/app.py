@@ -23,7 +23,7 @@ from radixrt.frontend.replies import ChatReply, Reply, encode
 from radixrt.messages import Cancel, ClientRequest, Error, Generate, Origin, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
-from radixrt.router.validate import check_choices, parse_api_keys
+from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
 
 ROUTER_SECONDS = 5.0
 """Time that the router has to answer a question about itself."""
@@ -126,6 +126,7 @@ class Frontend:
     ) -> StreamAnswer | WholeAnswer:
         sampling, prompts, n = body.sampling(), body.prompts(), body.choices()
         check_choices(n)
+        check_sampling(sampling, self._text.vocab_size)
         ids = [await self._text.encode(prompt) for prompt in prompts]
         origin = _origin(request)
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
@@ -133,20 +134,24 @@ class Frontend:
         exchange = Exchange(self._transport, self._text, reply, streams, body.wants_usage())
         exchange.names = _CHAT_NAMES if kind is ChatReply else {}
         echo = isinstance(body, schema.Completion) and body.echo
-        for prompt, encoded in zip(prompts, ids, strict=True):
-            message = Generate(
-                id=0,
-                prompt=TokenPrompt(encoded),
-                sampling=sampling,
-                model=body.model or "",
-                n=n,
-                stream=streams or bool(sampling.stop),
-                text=False,
-                origin=origin,
-                api_key=key,
-                cache_salt=body.cache_salt or "",
-            )
-            exchange.submit(message, self._echo(prompt, encoded) if echo else "")
+        try:
+            for prompt, encoded in zip(prompts, ids, strict=True):
+                message = Generate(
+                    id=0,
+                    prompt=TokenPrompt(encoded),
+                    sampling=sampling,
+                    model=body.model or "",
+                    n=n,
+                    stream=streams or bool(sampling.stop),
+                    text=False,
+                    origin=origin,
+                    api_key=key,
+                    cache_salt=body.cache_salt or "",
+                )
+                exchange.submit(message, self._echo(prompt, encoded) if echo else "")
+        except BaseException:
+            exchange.cancel()
+            raise
         if streams:
             return StreamAnswer(exchange, b"text/event-stream; charset=utf-8")
         return WholeAnswer(exchange)

@@ -1,0 +1,51 @@
+"""A front end over a router and fake workers, all in threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.server import FrontendThread
+from radixrt.launch import LocalStack
+from tests.checkpoints import make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    path = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": 512}))
+    return path
+
+
+@contextmanager
+def serving(folder: Path | None, fake: str = "0,0", workers: int = 2, **settings) -> Iterator[FrontendThread]:
+    """A front end; `settings` are fields of its configuration, `api_key` also of the router's."""
+    names = {"model": str(folder or ""), "served_model_name": "m", "tokenizer": "" if folder else "none"}
+    keys = {"api_key": settings["api_key"]} if "api_key" in settings else {}
+    router = resolve(RouterConfig(**names, **keys))
+    worker = WorkerConfig(model=str(folder or ""), served_model_name="m", fake=fake, max_model_len=8192)
+    with LocalStack(StackConfig(router, worker, FrontendConfig(), workers)) as stack:
+        frontend = FrontendThread(resolve(FrontendConfig(**names, router=stack.address, port=0, **settings)))
+        try:
+            yield frontend
+        finally:
+            frontend.stop()
+
+
+@pytest.fixture(scope="module")
+def url(folder) -> Iterator[str]:
+    """Of a front end with two fast workers."""
+    with serving(folder) as frontend:
+        yield frontend.url
+
+
+@pytest.fixture(scope="module")
+def slow_url(folder) -> Iterator[str]:
+    """Of one whose worker takes 5 ms a step."""
+    with serving(folder, fake="0,0.005", workers=1) as frontend:
+        yield frontend.url

@@ -1,0 +1,257 @@
+"""HTTP beyond OpenAI's API: the native protocol, the server's own routes, clients that misbehave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixrt.client import Client, ServerError
+from radixrt.config import FrontendConfig, RouterConfig, resolve
+from radixrt.frontend.server import FrontendThread, listen
+from radixrt.messages import Origin, Sampling
+from radixrt.router.process import RouterThread
+from tests.frontend.conftest import serving
+
+SHORT = Sampling(max_tokens=8, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def http(url) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=10) as client:
+        yield client
+
+
+def error_of(response: httpx.Response) -> dict:
+    return response.json()["error"]
+
+
+# ---------------------------------------------------------------- the native protocol
+
+
+def test_the_native_client_over_http(url):
+    with Client(url) as client:
+        whole = client.generate("Once upon", SHORT, origin=Origin("story", "0", 1))
+        deltas = list(client.stream("Once upon", SHORT))
+        assert "".join(d.text for d in deltas) == whole.text and deltas[-1].usage.completion_tokens == 8
+        assert len(client.generate_n("Once upon", 3, SHORT)) == 3
+        scored = client.score("The dog", [" barks", " reads"])
+        assert len(scored.logprobs) == 2 and scored.usage.cached_tokens > 0
+        ids = client.tokenize("The dog")
+        assert client.detokenize(ids) == "The dog"
+        assert client.health()["serving"] and client.models()[0]["id"] == "m"
+        assert any(row["program"] == "story" and row["depth"] == 1 for row in client.report()["programs"])
+        assert "radixrt_requests_total" in client.metrics()
+        with pytest.raises(ServerError) as caught:
+            client.generate("x", Sampling(top_p=7.0))
+        assert (caught.value.code, caught.value.field) == (400, "top_p")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"type":"dance"}', b'{"type":"generate","id":"x"}', b"[1]", b"\xff\xfe"])
+def test_native_garbage_is_400(http, body):
+    response = http.post("/v1/native", content=body)
+    assert response.status_code == 400 and error_of(response)["message"]
+
+
+def test_native_cancel_is_refused(http):
+    assert http.post("/v1/native", json={"type": "cancel", "id": 1}).status_code == 400
+
+
+# ---------------------------------------------------------------- own routes
+
+
+def test_tokenize_and_detokenize(http):
+    found = http.post("/tokenize", json={"prompt": "hello dog"}).json()
+    assert found["count"] == len(found["tokens"]) > 0
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "hello dog"}
+    assert http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()["count"] > 3
+    for body in ({}, {"prompt": 3}, {"prompt": "a", "messages": []}):
+        assert http.post("/tokenize", json=body).status_code == 400
+    for tokens in ([-1], [99999], [1 << 40], ["a"]):
+        assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
+
+
+def test_health_metrics_and_report(http):
+    http.post("/v1/completions", json={"model": "m", "prompt": "hi"}, headers={"x-radixrt-program": "p"})
+    assert http.get("/health").json() == {"status": "ok", "workers": 2}
+    metrics = http.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    names = {family.name for family in text_string_to_metric_families(metrics.text)}
+    assert {"radixrt_requests", "radixrt_cached_prompt_tokens", "radixrt_worker_pages"} <= names
+    report = http.get("/v1/report").json()
+    assert report["total"]["requests"] > 0 and any(row["program"] == "p" for row in report["programs"])
+
+
+def test_routes_that_are_none(http):
+    assert (
+        http.get("/v2/nothing").status_code == 404 and "no such route" in error_of(http.get("/v2/nothing"))["message"]
+    )
+    assert http.get("/v1/completions").status_code == 405
+    assert http.delete("/health").status_code == 405
+
+
+@pytest.mark.parametrize("body", [b"", b"{bad", b"[]", b'"text"', b"\xff", b'{"prompt": "\xff"}', b"null"])
+def test_a_body_that_is_no_request(http, body):
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        response = http.post(route, content=body)
+        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_too_large(folder):
+    with serving(folder, max_body_bytes=10_000) as frontend, httpx.Client(base_url=frontend.url) as client:
+        body = json.dumps({"prompt": "x" * 20_000}).encode()
+        assert client.post("/v1/completions", content=body).status_code == 413
+        chunks = client.post("/v1/completions", content=(body[i : i + 1000] for i in range(0, len(body), 1000)))
+        assert chunks.status_code == 413 and "10000 bytes" in error_of(chunks)["message"]
+        assert client.get("/health").status_code == 200
+
+
+def test_without_a_tokenizer_ids_are_served():
+    with serving(None) as frontend, httpx.Client(base_url=frontend.url) as client:
+        fine = client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 3})
+        assert fine.status_code == 200 and fine.json()["usage"]["completion_tokens"] == 3
+        for body in ({"prompt": "text"}, {"prompt": [5], "stop": "x"}):
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == 400 and "tokenizer" in error_of(response)["message"]
+
+
+# ---------------------------------------------------------------- nobody there
+
+
+def test_no_worker_and_no_router(folder):
+    names = {"model": str(folder), "served_model_name": "m"}
+    addresses = {"client_address": "inproc://front-lonely", "worker_address": "inproc://front-lonely-w"}
+    router = RouterThread(resolve(RouterConfig(**names, **addresses)))
+    frontend = FrontendThread(resolve(FrontendConfig(**names, router="inproc://front-lonely", port=0)))
+    try:
+        with httpx.Client(base_url=frontend.url) as client:
+            for response in (
+                client.get("/health"),
+                client.post("/v1/completions", json={"prompt": "x", "stream": True}),
+            ):
+                assert response.status_code == 503 and response.headers["retry-after"]
+                assert "no worker" in response.text
+    finally:
+        frontend.stop()
+        router.stop()
+
+
+def test_beyond_loopback_keys_are_needed():
+    with pytest.raises(ValueError, match="--api-key"):
+        listen(FrontendConfig(host="0.0.0.0", port=0))
+    listen(FrontendConfig(host="0.0.0.0", port=0, api_key=("t:key",))).close()
+
+
+def test_processes_share_a_port():
+    with listen(FrontendConfig(port=0)) as first:
+        port = first.getsockname()[1]
+        with listen(FrontendConfig(port=port)) as second:
+            assert second.getsockname()[1] == port
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="cannot listen on 127.0.0.1"):
+            listen(FrontendConfig(port=taken.getsockname()[1]))
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+def wait_until_idle(url: str, seconds: float = 5.0) -> dict:
+    with Client(url) as client:
+        deadline = time.monotonic() + seconds
+        while True:
+            health = client.health()
+            worker = health["workers"][0]
+            used = worker["total_pages"] - worker["free_pages"] - worker["evictable_pages"]
+            if not (health["runs_in_flight"] or worker["running"] or used):
+                return health
+            assert time.monotonic() < deadline, health
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/native"])
+def test_a_client_that_leaves_cancels(slow_url, stream, route):
+    before = wait_until_idle(slow_url)["counters"]["cancelled"]
+    body = {"prompt": "endless", "max_tokens": 5000, "ignore_eos": True, "stream": stream}
+    if route == "/v1/native":
+        sampling = {"max_tokens": 5000, "ignore_eos": True}
+        body = {
+            "type": "generate",
+            "id": 1,
+            "prompt": {"type": "text", "text": "x"},
+            "sampling": sampling,
+            "stream": stream,
+        }
+    with httpx.Client(base_url=slow_url) as client:
+        if stream:
+            with client.stream("POST", route, json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(route, json=body, timeout=0.2)
+    assert wait_until_idle(slow_url)["counters"]["cancelled"] == before + 1
+
+
+def test_a_stop_string_ends_the_work(slow_url):
+    wait_until_idle(slow_url)
+    with httpx.Client(base_url=slow_url) as client:
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+        head = client.post("/v1/completions", json=body | {"max_tokens": 20}).json()["choices"][0]["text"]
+        began = time.monotonic()
+        cut = client.post("/v1/completions", json=body | {"stop": [head[8:11]], "n": 2}).json()
+        assert time.monotonic() - began < 4, "far from 4000 steps"
+    assert [c["finish_reason"] for c in cut["choices"]] == ["stop", "stop"]
+    assert cut["usage"]["completion_tokens"] < 60
+    assert wait_until_idle(slow_url)
+
+
+def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
+    monkeypatch.setattr("radixrt.frontend.answer.MAX_BACKLOG", 20_000)
+    wait_until_idle(slow_url)
+    host, port = slow_url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 64}).encode()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        assert wait_until_idle(slow_url, 20)
+
+
+def test_many_streams_at_once(slow_url):
+    with httpx.Client(base_url=slow_url) as client:
+        expected = client.post("/v1/completions", json={"prompt": "p", "max_tokens": 40, "temperature": 0}).json()
+    texts: list[str] = []
+
+    def follow() -> None:
+        body = {"prompt": "p", "max_tokens": 40, "temperature": 0, "stream": True}
+        with httpx.Client(base_url=slow_url) as client, client.stream("POST", "/v1/completions", json=body) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        texts.append("".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]))
+
+    threads = [threading.Thread(target=follow) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert texts == [expected["choices"][0]["text"]] * 16
+
+
+def test_stopping_does_not_wait_for_streams(folder):
+    with serving(folder, fake="0,0.01", workers=1) as frontend:
+        body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        with httpx.Client(base_url=frontend.url) as client:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                began = time.monotonic()
+                frontend._server.should_exit = True
+                frontend._thread.join(5)
+                assert not frontend._thread.is_alive() and time.monotonic() - began < 3

@@ -1,0 +1,272 @@
+"""OpenAI's API, by its own client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.frontend.conftest import serving
+
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def client(url) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def complete(client, prompt="Once upon a time", **fields):
+    return client.completions.create(**({"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields))
+
+
+def chat(client, messages=HELLO, **fields):
+    return client.chat.completions.create(**({"model": "m", "messages": messages, "max_tokens": 12} | fields))
+
+
+def cached(usage) -> int:
+    return usage.prompt_tokens_details.cached_tokens
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == "m" and model.max_model_len == 8192
+
+
+@pytest.mark.parametrize("make", [complete, chat])
+def test_a_stream_is_the_whole_in_parts(client, make):
+    whole = make(client)
+    chunks = list(make(client, stream=True))
+    choice = whole.choices[0]
+    if make is chat:
+        assert [c.choices[0].delta.role for c in chunks[:2]] == ["assistant", None]
+        text, parts = choice.message.content, [c.choices[0].delta.content or "" for c in chunks]
+    else:
+        text, parts = choice.text, [c.choices[0].text for c in chunks]
+    assert text and "".join(parts) == text and len([p for p in parts if p]) > 3
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks)
+    assert whole.usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("make", [complete, chat])
+def test_usage_ends_a_stream_that_asks_for_it(client, make):
+    whole = make(client)
+    chunks = list(make(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and all(c.usage is None for c in chunks[:-1])
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, 12)
+    assert cached(usage) == usage.prompt_tokens - 1
+
+
+def test_cached_tokens_are_always_there(client):
+    first = complete(client, "a prompt that nobody has sent before")
+    again = complete(client, "a prompt that nobody has sent before")
+    assert cached(first.usage) == 0
+    assert cached(again.usage) == again.usage.prompt_tokens - 1
+    assert again.radixrt["worker"].startswith("worker-")
+
+
+def test_a_second_turn_hits_the_first(client):
+    first = chat(client, [{"role": "user", "content": "tell me about the dog " * 10}])
+    turn = {"role": "assistant", "content": first.choices[0].message.content}
+    messages = [{"role": "user", "content": "tell me about the dog " * 10}, turn, {"role": "user", "content": "more"}]
+    assert cached(chat(client, messages).usage) >= first.usage.prompt_tokens - 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_batch_of_prompts_keeps_its_order(client, stream):
+    prompts = ["first prompt", "the second", "and a third"]
+    alone = [complete(client, p).choices[0].text for p in prompts]
+    if stream:
+        texts = ["", "", ""]
+        for chunk in complete(client, prompts, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        batch = complete(client, prompts)
+        texts = [choice.text for choice in batch.choices]
+        assert [c.index for c in batch.choices] == [0, 1, 2] and batch.usage.completion_tokens == 36
+    assert texts == alone
+
+
+def test_token_ids_as_prompts(client):
+    one = complete(client, [5, 6, 7])
+    assert one.usage.prompt_tokens == 3
+    two = complete(client, [[5, 6, 7], [8, 9, 10, 11]])
+    assert two.choices[0].text == one.choices[0].text and two.usage.prompt_tokens == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("make", [complete, chat])
+def test_several_choices(client, make, stream):
+    if not stream:
+        found = make(client, n=3)
+        assert [c.index for c in found.choices] == [0, 1, 2]
+        assert found.usage.completion_tokens == 36 and found.usage.prompt_tokens == make(client).usage.prompt_tokens
+        return
+    chunks = list(make(client, n=3, stream=True))
+    ends = [c.choices[0].index for c in chunks if c.choices[0].finish_reason]
+    assert sorted(ends) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_across_tokens(client, stream):
+    whole = complete(client, max_tokens=40).choices[0].text
+    stop = whole[9:13]
+    expected = whole[: whole.index(stop)]
+    if stream:
+        chunks = list(complete(client, max_tokens=40, stop=[stop, "never"], stream=True))
+        assert "".join(c.choices[0].text for c in chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        return
+    cut = complete(client, max_tokens=40, stop=stop)
+    assert cut.choices[0].text == expected
+    assert (cut.choices[0].finish_reason, cut.choices[0].stop_reason) == ("stop", stop)
+    assert 0 < cut.usage.completion_tokens <= 40
+    kept = complete(client, max_tokens=40, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == expected + stop
+
+
+def test_a_stop_token(client):
+    ids = [t["token"] for t in logprobs_of(chat(client, logprobs=True))]
+    assert len(ids) == 12
+    tokens = complete(client, logprobs=0).choices[0].logprobs.tokens
+    assert len(tokens) == 12
+
+
+def logprobs_of(answer) -> list[dict]:
+    return [t.model_dump() for t in answer.choices[0].logprobs.content]
+
+
+def test_log_probabilities_of_a_chat(client):
+    found = logprobs_of(chat(client, logprobs=True, top_logprobs=1))
+    text = chat(client).choices[0].message.content
+    assert b"".join(bytes(t["bytes"]) for t in found).decode("utf-8", "replace") == text
+    assert all(t["logprob"] < 0 and len(t["top_logprobs"]) == 1 for t in found)
+    streamed = [c.choices[0].logprobs for c in chat(client, logprobs=True, stream=True)]
+    assert sum(len(x.content) for x in streamed if x) == 12
+
+
+def test_log_probabilities_of_a_completion(client):
+    found = complete(client, logprobs=1).choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 12
+    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+
+
+def test_echo(client):
+    plain = complete(client, "The dog")
+    echoed = complete(client, "The dog", echo=True)
+    assert echoed.choices[0].text == "The dog" + plain.choices[0].text
+    text = "".join(c.choices[0].text for c in complete(client, "The dog", echo=True, stream=True))
+    assert text == echoed.choices[0].text
+
+
+def test_sampling_parameters_travel(client):
+    extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
+    extra |= {"stop_token_ids": [9], "cache_salt": "s", "skip_special_tokens": False, "unknown_field": 1}
+    found = complete(
+        client, seed=3, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.5, logit_bias={"7": 5}, extra_body=extra
+    )
+    assert found.usage.completion_tokens >= 1
+
+
+def test_a_cache_salt_is_another_namespace(client):
+    text = "salted prompt of some length"
+    complete(client, text)
+    assert cached(complete(client, text).usage) > 0
+    assert cached(complete(client, text, extra_body={"cache_salt": "pepper"}).usage) == 0
+
+
+def test_continuing_the_last_message(client):
+    messages = [*HELLO, {"role": "assistant", "content": "Well, I"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    longer = chat(client, messages, extra_body=extra)
+    assert longer.usage.prompt_tokens < chat(client, messages).usage.prompt_tokens
+
+
+def test_tools_reach_the_template(client):
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+    assert chat(client, tools=tools).usage.prompt_tokens > chat(client).usage.prompt_tokens + 5
+
+
+def test_the_async_client(url):
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
+            calls = [chat(client, [{"role": "user", "content": "why " * (i % 4 + 1)}]) for i in range(24)]
+            return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
+
+    texts = asyncio.run(many())
+    assert all(texts[i] == texts[i % 4] for i in range(24)) and len(set(texts)) > 1
+
+
+# ---------------------------------------------------------------- refusals
+
+
+BAD = [
+    (complete, {"max_tokens": -1}, 400, "max_tokens"),
+    (complete, {"max_tokens": "many"}, 400, "max_tokens"),
+    (complete, {"temperature": -0.5}, 400, "temperature"),
+    (complete, {"temperature": "hot"}, 400, "temperature"),
+    (complete, {"top_p": 0}, 400, "top_p"),
+    (complete, {"n": 0}, 400, "n"),
+    (complete, {"best_of": 3}, 400, "best_of"),
+    (complete, {"suffix": "end"}, 400, "suffix"),
+    (complete, {"logprobs": 99}, 400, "logprobs"),
+    (complete, {"prompt": ""}, 400, "prompt"),
+    (complete, {"prompt": []}, 400, "prompt"),
+    (complete, {"prompt": [1, -5]}, 400, "prompt"),
+    (complete, {"prompt": [1, 99999]}, 400, "prompt"),
+    (complete, {"prompt": [1, 1 << 40]}, 400, "prompt"),
+    (complete, {"prompt": ["a", 3]}, 400, "prompt"),
+    (complete, {"prompt": 7}, 400, "prompt"),
+    (complete, {"prompt": [[5], []]}, 400, "prompt"),
+    (complete, {"prompt": [5] * 9000}, 400, "prompt"),
+    (complete, {"prompt": None}, 400, "prompt"),
+    (complete, {"logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (complete, {"logit_bias": {"7": 101}}, 400, "logit_bias"),
+    (complete, {"stop": [""]}, 400, "stop"),
+    (complete, {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (complete, {"echo": True, "logprobs": 1}, 400, "echo"),
+    (complete, {"model": "gpt-9"}, 404, "model"),
+    (complete, {"extra_body": {"top_k": -7}}, 400, "top_k"),
+    (complete, {"extra_body": {"stop_token_ids": [-1]}}, 400, "stop_token_ids"),
+    (chat, {"messages": []}, 400, "messages"),
+    (chat, {"messages": "hello"}, 400, "messages"),
+    (chat, {"messages": [{"role": "user"}]}, 400, "messages"),
+    (chat, {"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "messages"),
+    (chat, {"max_completion_tokens": -3}, 400, "max_tokens"),
+    (chat, {"top_logprobs": 2}, 400, "top_logprobs"),
+    (chat, {"tool_choice": "required"}, 400, "tool_choice"),
+    (chat, {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (chat, {"functions": [{"name": "f"}]}, 400, "functions"),
+    (chat, {"model": "gpt-9", "stream": True}, 404, "model"),
+    (chat, {"max_tokens": -1, "stream": True}, 400, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("make", "fields", "code", "param"), BAD, ids=[f"{m.__name__}-{f}"[:60] for m, f, _, _ in BAD])
+def test_refusals_name_the_field(client, make, fields, code, param):
+    with pytest.raises(openai.APIStatusError) as caught:
+        make(client, **fields)
+    error = caught.value
+    assert error.status_code == code and (error.param or "").split("[")[0] == param, error.body
+    assert error.body["message"] and error.body["type"]
+
+
+def test_keys(folder):
+    with serving(folder, api_key=("a:key-a", "b:key-b")) as frontend:
+
+        def ask(key: str):
+            with openai.OpenAI(base_url=frontend.url + "/v1", api_key=key, max_retries=0) as client:
+                return complete(client, "the same words for both")
+
+        ask("key-a")
+        assert cached(ask("key-a").usage) > 0
+        assert cached(ask("key-b").usage) == 0, "tenants never share"
+        for key in ("wrong", "key-", "key-a "):
+            if key.strip() != "key-a":
+                with pytest.raises(openai.AuthenticationError):
+                    ask(key)
