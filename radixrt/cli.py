@@ -17,6 +17,7 @@ import runpy
 import sys
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from radixrt import __version__, launch, wire
@@ -122,8 +123,20 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from radixrt.client import Client
+    from radixrt.lang import ProgramError, use_client
+
     sys.argv = [args.program, *args.arguments]
-    runpy.run_path(args.program, run_name="__main__")
+    sys.path.insert(0, str(Path(args.program).resolve().parent))
+    with Client(args.url, api_key=args.api_key) as client:
+        use_client(client)
+        try:
+            runpy.run_path(args.program, run_name="__main__")
+        except ProgramError as error:
+            print(f"{args.program}: {error}", file=sys.stderr)
+            return 1
+        finally:
+            use_client(None)
     return 0
 
 

@@ -1,0 +1,42 @@
+"""Programs that branch: text, roles, `gen`, `select`, `fork`, `join`.
+
+    @program
+    async def debate(s: Branch, question: str) -> str:
+        s += system("You are terse.")
+        s += user(question)
+        s += assistant(gen("plan", max_tokens=64))
+        views = s.fork(3)
+        for i, view in enumerate(views):
+            view += user(f"Take view {i}.")
+            view += assistant(gen("view", temperature=0.8))
+        s += user("\\n".join([await view["view"] for view in views]))
+        s += assistant(select("verdict", ["yes", "no"]))
+        return await s["verdict"]
+
+    debate.run(client, question="...")        # or: await debate(async_client, question="...")
+
+A branch's nodes are worked off in order by one task; `+=` never waits. What was generated stays in the prompt as the
+very token ids, so that the next turn finds all of it in the cache.
+"""
+
+from radixrt.lang.branch import Branch, SyncBranch, Value, join
+from radixrt.lang.errors import ProgramError
+from radixrt.lang.nodes import assistant, gen, role, select, system, user
+from radixrt.lang.program import Program, program, use_client
+
+__all__ = [
+    "Branch",
+    "Program",
+    "ProgramError",
+    "SyncBranch",
+    "Value",
+    "assistant",
+    "gen",
+    "join",
+    "program",
+    "role",
+    "select",
+    "system",
+    "use_client",
+    "user",
+]

@@ -1,0 +1,84 @@
+"""What a program appends to a branch. Frozen; text is a plain string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from radixrt.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Gen:
+    """Generated text, known as `name`. With `stream`, `Branch.stream(name)` gives it as it comes."""
+
+    name: str
+    sampling: Sampling
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """The likeliest of `choices`, known as `name`; by the mean log-probability of its tokens, or by their sum."""
+
+    name: str
+    choices: tuple[str, ...]
+    per_token: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A message of a chat."""
+
+    role: str
+    parts: tuple[str | Gen | Select, ...]
+
+
+Node = str | Gen | Select | Role
+
+
+def gen(name: str, sampling: Sampling = Sampling(), *, stream: bool = False, **overrides: Any) -> Gen:
+    """Generate, as `sampling` says, changed by `overrides` (fields of Sampling; `stop` may be one string).
+
+    TypeError for a field that Sampling does not have."""
+    for field in ("stop", "stop_token_ids"):
+        if field in overrides:
+            value = overrides[field]
+            overrides[field] = (value,) if isinstance(value, str | int) else tuple(value)
+    return Gen(name, msgspec.structs.replace(sampling, **overrides) if overrides else sampling, stream)
+
+
+def select(name: str, choices: Sequence[str], *, per_token: bool = True) -> Select:
+    """Choose among texts, in one round trip. ValueError without choices, or if one is empty."""
+    if not choices or not all(choices):
+        raise ValueError(f"select {name!r}: choices must be texts that are not empty, at least one")
+    return Select(name, tuple(choices), per_token)
+
+
+def role(name: str, *parts: str | Gen | Select) -> Role:
+    """A message of any role. TypeError for parts of another kind; ValueError for gen or select that the assistant does
+    not say."""
+    for part in parts:
+        if not isinstance(part, str | Gen | Select):
+            raise TypeError(f"{name}: expected text, gen or select, not {type(part).__name__}")
+        if not isinstance(part, str) and name != "assistant":
+            raise ValueError(f"{name}: only the assistant generates")
+    return Role(name, parts)
+
+
+def system(*parts: str) -> Role:
+    """A system message."""
+    return role("system", *parts)
+
+
+def user(*parts: str) -> Role:
+    """A message of the user."""
+    return role("user", *parts)
+
+
+def assistant(*parts: str | Gen | Select) -> Role:
+    """A message of the assistant: text, gen and select, in any order."""
+    return role("assistant", *parts)

@@ -1,0 +1,64 @@
+"""A function as a program."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from radixrt.client import AsyncClient, Client
+from radixrt.lang.branch import Branch, SyncBranch, join
+
+_default = threading.local()
+
+
+def use_client(client: Client | None) -> None:
+    """The client of programs that are run without one, in this thread (`radixrt run` sets it)."""
+    _default.client = client
+
+
+class Program:
+    """Calls its function with a new branch and the arguments given. See `program`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = function.__name__
+        functools.update_wrapper(self, function)
+
+    async def __call__(self, client: AsyncClient, *args: Any, **kwargs: Any) -> Any:
+        """Run it: what the function returns, when all its branches have done their work.
+
+        ProgramError for what went wrong at a node; other exceptions are the function's own. Whatever ends it early
+        cancels what its branches still do."""
+        branch = Branch(client, self.name)
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                result = await self.function(branch, *args, **kwargs)
+            else:
+                plain = SyncBranch(branch, asyncio.get_running_loop())
+                result = await asyncio.to_thread(self.function, plain, *args, **kwargs)
+            await join(*branch.family())
+            return result
+        except BaseException:
+            await branch.cancel()
+            raise
+
+    def run(self, *args: Any, client: Client | None = None, **kwargs: Any) -> Any:
+        """Run it and wait, on a plain Client: `client`, the first argument, or that of `use_client`.
+
+        TypeError without any."""
+        if args and isinstance(args[0], Client):
+            client, *args = args
+        client = client or getattr(_default, "client", None)
+        if client is None:
+            raise TypeError(f"{self.name}.run needs a Client, or to be run by `radixrt run`")
+        return client.run(self(client.aio, *args, **kwargs))
+
+
+def program(function: Callable[..., Any]) -> Program:
+    """Make a program of a function whose first parameter is its branch: a Branch for an async function, a SyncBranch
+    for a plain one. Its name is what the hit-rate report calls it."""
+    return Program(function)
