@@ -485,6 +485,7 @@ class Portal:
 
     def close(self) -> None:
         self.call(self._loop.shutdown_asyncgens())
+        self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -237,13 +237,14 @@ def run_stack(config: StackConfig) -> int:
 class LocalStack:
     """A router and workers as threads of this process, for programs and tests that want no other process.
 
-    A context manager: inside, `address` is the ZMQ (inproc) address for clients. ValueError or OSError where the
-    configuration cannot be served.
+    A context manager: inside, `address` is the ZMQ address for clients: inproc, so for threads of this process, unless
+    one is given. ValueError or OSError where the configuration cannot be served.
     """
 
-    def __init__(self, config: StackConfig) -> None:
-        self.address = f"inproc://radixrt-clients-{uuid.uuid4().hex}"
-        worker_address = self.address.replace("clients", "workers")
+    def __init__(self, config: StackConfig, *, client_address: str = "") -> None:
+        unique = uuid.uuid4().hex
+        self.address = client_address or f"inproc://radixrt-clients-{unique}"
+        worker_address = f"inproc://radixrt-workers-{unique}"
         addresses = {"client_address": self.address, "worker_address": worker_address}
         self._router = dataclasses.replace(config.router, **addresses)
         self._worker_configs = worker_configs(config, worker_address)
@@ -283,6 +284,13 @@ class LocalStack:
         for thread in self._threads:
             thread.join()
         self._router_thread.stop()
+
+
+def free_tcp_address() -> str:
+    """A ZMQ address on a port of this machine that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
 
 
 def local_stack(model: str, **worker: Any) -> LocalStack:

@@ -1,0 +1,40 @@
+"""Programs run against two fake workers in threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from radixrt.client import Client
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.launch import LocalStack
+from tests.checkpoints import make_tokenizer
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory):
+    path = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": 512}))
+    return path
+
+
+def stack(folder, fake: str = "0,0", **router) -> LocalStack:
+    worker = WorkerConfig(model=str(folder), fake=fake, served_model_name="m")
+    config = resolve(RouterConfig(model=str(folder), served_model_name="m", **router))
+    return LocalStack(StackConfig(config, worker, FrontendConfig(), workers=2))
+
+
+@pytest.fixture
+def client(folder) -> Iterator[Client]:
+    """A cold cache for every test."""
+    with stack(folder) as running, Client(running.address) as client:
+        yield client
+
+
+@pytest.fixture
+def slow(folder) -> Iterator[Client]:
+    """Workers that take 5 ms a step."""
+    with stack(folder, fake="0,0.005") as running, Client(running.address) as client:
+        yield client

@@ -1,0 +1,462 @@
+"""Programs: what they say, what they share, and where they point when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from radixrt import (
+    Branch,
+    ProgramError,
+    Sampling,
+    ServerError,
+    SyncBranch,
+    assistant,
+    gen,
+    join,
+    program,
+    role,
+    select,
+    system,
+    user,
+)
+from radixrt.lang.history import History
+from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
+
+SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def run(client, function, *args):
+    return program(function).run(client, *args)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_text_and_gen(client):
+    async def story(s: Branch):
+        s += "Once upon"
+        s += " a time"
+        s += gen("middle", SHORT)
+        s += " and then"
+        s += gen("end", SHORT, max_tokens=3)
+        return await s.value("middle"), await s.value("end")
+
+    middle, end = run(client, story)
+    alone = client.generate("Once upon a time", SHORT)
+    assert (middle.text, middle.token_ids) == (alone.text, alone.token_ids)
+    assert len(end.token_ids) == 3 and end.finish == "length"
+    assert end.usage.prompt_tokens == alone.usage.prompt_tokens + 8 + len(client.tokenize(" and then"))
+    assert end.usage.cached_tokens == alone.usage.prompt_tokens + 8 - 1, "all but the last generated token"
+
+
+def test_roles_are_the_template(client):
+    async def chat(s: Branch):
+        s += system("Be brief.")
+        s += user("Hello", " there")
+        s += assistant(gen("answer", SHORT))
+        s += user("More?")
+        s += assistant("Well, ", gen("rest", SHORT))
+        return await s.value("answer"), await s.value("rest"), s._history
+
+    answer, rest, history = run(client, chat)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    assert answer.text == client.generate(messages, SHORT).text
+    assert answer.usage.prompt_tokens == len(client.tokenize(messages))
+    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "More?"}]
+    messages.append({"role": "assistant", "content": "Well, "})
+    rendered = client.run(client.aio.render(ChatPrompt(messages, partial=True)))
+    assert history.text == rendered + rest.text
+    assert history.messages[-1] == {"role": "assistant", "content": "Well, " + rest.text}
+    generated = [part for part, _ in history._parts if isinstance(part, TokenPrompt)]
+    assert [p.ids for p in generated] == [ids_of(answer), ids_of(rest)]
+    assert rest.usage.cached_tokens >= answer.usage.prompt_tokens + 7
+
+
+def ids_of(value) -> bytes:
+    return TokenPrompt(b"".join(i.to_bytes(4, "little") for i in value.token_ids)).ids
+
+
+def test_a_turn_that_ends_itself_is_closed_once(client):
+    """The end-of-turn token that was drawn is the one the template writes: not twice in the prompt."""
+    end = client.tokenize([{"role": "user", "content": "x"}]).count(2)
+    assert end == 1, "<|im_end|> is token 2"
+
+    first = client.generate([{"role": "user", "content": "Hello"}], SHORT).token_ids[0]
+
+    async def chat(s: Branch):
+        s += user("Hello")
+        s += assistant(gen("answer", Sampling(max_tokens=9, stop_token_ids=(first,))))
+        s += user("Go on")
+        s += assistant(gen("next", SHORT))
+        return await s.value("answer"), await s.value("next")
+
+    answer, following = run(client, chat)
+    assert answer.finish == "stop" and len(answer.token_ids) == 1 and answer.text == ""
+    expected = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}]
+    expected.append({"role": "user", "content": "Go on"})
+    assert following.usage.prompt_tokens == len(client.tokenize(expected))
+
+
+def test_select_takes_the_likeliest(client):
+    choices = ["yes", "no", "perhaps so"]
+
+    async def judge(s: Branch, per_token: bool):
+        s += "Is it so? "
+        s += select("verdict", choices, per_token=per_token)
+        s += " because"
+        s += gen("why", SHORT)
+        return await s.value("verdict"), await s.value("why")
+
+    scored = client.score("Is it so? ", choices).logprobs
+    for per_token in (True, False):
+        verdict, why = run(client, judge, per_token)
+        expected = {c: sum(x) / (len(x) if per_token else 1) for c, x in zip(choices, scored, strict=True)}
+        assert verdict.scores == pytest.approx(expected)
+        assert verdict.text == max(expected, key=expected.get)
+        parts = [TextPrompt("Is it so? "), TextPrompt(verdict.text), TextPrompt(" because")]
+        assert why.usage.prompt_tokens == len(client.tokenize(PartsPrompt(parts)))
+    assert client.report()["programs"][-1]["program"] == "judge"
+
+
+def test_streaming(client):
+    async def talk(s: Branch):
+        s += "Tell me"
+        s += gen("tale", SHORT, stream=True)
+        pieces = [piece async for piece in s.stream("tale")]
+        return pieces, await s["tale"]
+
+    pieces, text = run(client, talk)
+    assert "".join(pieces) == text == client.generate("Tell me", SHORT).text and len(pieces) > 1
+
+
+def test_stop_strings_end_the_text(client):
+    whole = client.generate("Tell me", Sampling(max_tokens=40, temperature=0, ignore_eos=True)).text
+    stop = whole[12:15]
+
+    async def talk(s: Branch):
+        s += "Tell me"
+        s += gen("tale", max_tokens=40, temperature=0, ignore_eos=True, stop=stop)
+        s += stop + " and more"
+        s += gen("more", SHORT)
+        await s.wait()
+        return await s["tale"], s._history.text
+
+    tale, text = run(client, talk)
+    assert tale == whole[: whole.index(stop)]
+    assert text.startswith("Tell me" + tale + stop + " and more")
+
+
+def test_a_name_may_be_used_again(client):
+    async def loop(s: Branch):
+        found = []
+        s += "count:"
+        for _ in range(3):
+            s += gen("next", SHORT)
+            found.append(s["next"])
+        return [await text for text in found]
+
+    texts = run(client, loop)
+    assert len(texts) == 3 and len(set(texts)) > 1
+
+
+def test_plain_functions(client):
+    def loop(s: SyncBranch, question: str):
+        s += f"Question: {question}\n"
+        s += gen("a", SHORT)
+        left, right = s.fork(2)
+        left += " left!"
+        left += gen("b", SHORT, stream=True)
+        right += " right"
+        right += gen("b", SHORT)
+        s.join([left, right])
+        return s["a"], "".join(left.stream("b")), left["b"], right["b"], right.path
+
+    a, streamed, b, c, path = run(client, loop, "why?")
+    assert a and streamed == b and b != c and path == "1"
+
+
+def test_overrides_go_into_one_object():
+    base = Sampling(temperature=0.5, top_k=7)
+    node = gen("x", base, max_tokens=3, stop="\n", stop_token_ids=[5])
+    assert node.sampling == Sampling(temperature=0.5, top_k=7, max_tokens=3, stop=("\n",), stop_token_ids=(5,))
+    assert gen("x", base).sampling is base
+    with pytest.raises(TypeError):
+        gen("x", temprature=1.0)
+
+
+# ---------------------------------------------------------------- what is shared
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_fork_computes_its_prefix_once(client, touched):
+    """Five ways off 2,000 tokens, on two workers with nothing cached, all at once."""
+    prefix = "the quick brown fox thinks about the question again, and then the dog: " * 140
+
+    async def fan_out(s: Branch):
+        s += prefix
+        if touched:
+            s += gen("first", SHORT)
+        branches = s.fork(5)
+        for i, branch in enumerate(branches):
+            branch += f" variant {i}"
+            branch += gen("view", SHORT)
+        return [(await branch.value("view")).usage for branch in branches]
+
+    usages = run(client, fan_out)
+    tokens = len(client.tokenize(prefix))
+    assert tokens > 2000
+    computed = sum(u.prompt_tokens - u.cached_tokens for u in usages)
+    tails = sum(u.prompt_tokens - tokens for u in usages)
+    if touched:
+        assert computed <= tails and all(u.cached_tokens >= tokens for u in usages)
+    else:
+        assert computed <= tokens + tails, "the prefix was computed once"
+        assert sum(u.cached_tokens for u in usages) >= 4 * (tokens - 1)
+    assert len({u.worker for u in usages}) == 1
+    total = client.report()["total"]
+    assert total["prompt_tokens"] - total["hit_tokens"] <= tokens + tails + 8
+
+
+def test_forks_go_their_own_ways(client):
+    async def tree(s: Branch):
+        s += "root"
+        s += gen("x", SHORT)
+        a, b = s.fork(2)
+        a += " and"
+        b += " or"
+        (c,) = a.fork(1)
+        for branch in (a, b, c):
+            branch += gen("y", SHORT)
+        s += " trunk"
+        s += gen("y", SHORT)
+        await join(s, a, b, c)
+        paths = [(branch.path, branch.depth) for branch in (s, a, b, c)]
+        return paths, [await branch["y"] for branch in (s, a, b, c)], {await branch["x"] for branch in (s, a, b, c)}
+
+    paths, texts, shared = run(client, tree)
+    assert paths == [("", 0), ("0", 1), ("1", 1), ("0.0", 2)]
+    assert texts[1] == texts[3] and len(shared) == 1
+    rows = {row["depth"]: row["requests"] for row in client.report()["programs"]}
+    assert rows == {0: 2, 1: 2, 2: 1}
+
+
+def test_a_fork_may_come_before_its_parents_work_is_done(slow):
+    async def eager(s: Branch):
+        s += "begin"
+        s += gen("a", SHORT)
+        (child,) = s.fork(1)
+        child += " then"
+        child += gen("b", SHORT)
+        began = time.monotonic()
+        await child["b"]
+        return time.monotonic() - began, await child.value("b"), await s.value("a")
+
+    seconds, b, a = run(slow, eager)
+    assert seconds > 0.07 and b.usage.prompt_tokens > a.usage.prompt_tokens + 8
+
+
+def test_a_template_that_rewrites_history_is_followed():
+    """What still stands keeps its ids; from where it was changed on, it is text."""
+
+    class Rendering:
+        """A client whose template trims what the assistant said."""
+
+        async def render(self, prompt: ChatPrompt) -> str:
+            said = "".join(f"<{m['role']}>{m['content'].strip()}" for m in prompt.messages)
+            return said if prompt.partial else said + "<assistant>"
+
+    class Said:
+        ids, text, stop = b"\5\0\0\0\6\0\0\0", " spaced ", None
+
+    async def talk():
+        history = History()
+        history.add_message("user", "hi")
+        history.open_message()
+        first = await history.prompt(Rendering())
+        history.add_generated(Said)
+        history.close_message()
+        history.add_message("user", "more")
+        history.open_message()
+        return first.parts, (await history.prompt(Rendering())).parts, history.text
+
+    first, second, text = asyncio.run(talk())
+    assert first == [TextPrompt("<user>hi<assistant>", add_special_tokens=False)]
+    assert second[0] == first[0] and text == "<user>hi<assistant>spaced<user>more<assistant>"
+    assert second[1:] == [TextPrompt("spaced<user>more<assistant>", add_special_tokens=False)]
+
+
+# ---------------------------------------------------------------- what fails
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line and "line_of" not in line)
+
+
+def test_an_error_points_to_the_line(client):
+    async def broken(s: Branch):
+        s += "fine"
+        s += gen("good", SHORT)
+        s += gen("bad", SHORT, top_p=7.0)  # the bad line
+        s += gen("later", SHORT)
+        assert await s["good"]
+        return await s["later"]
+
+    with pytest.raises(ProgramError) as caught:
+        run(client, broken)
+    error, line = caught.value, line_of("# the bad line")
+    assert error.site.line == line and str(error).startswith(f"test_programs.py:{line}: top_p must be")
+    assert 'gen("bad", SHORT, top_p=7.0)' in str(error)
+    assert isinstance(error.__cause__, ServerError) and error.problem.field == "top_p"
+
+
+def test_an_error_in_a_branch_surfaces(client):
+    async def broken(s: Branch):
+        s += "fine"
+        a, b = s.fork(2)
+        a += gen("x", SHORT)
+        b += gen("x", SHORT, temperature=-1.0)  # the bad branch
+        (below,) = b.fork(1)
+        below += gen("y", SHORT)
+        for branch in (b, below):
+            with pytest.raises(ProgramError):
+                await branch.wait()
+        with pytest.raises(ProgramError):
+            await below["y"]
+        return await a["x"]
+
+    with pytest.raises(ProgramError) as caught:
+        run(client, broken)
+    assert caught.value.branch == "1" and caught.value.site.line == line_of("# the bad branch")
+    assert "in branch 1" in str(caught.value)
+
+
+def test_an_error_that_nobody_awaits_surfaces_at_the_end(client):
+    async def careless(s: Branch):
+        s += gen("x", SHORT)  # nothing was said before
+        return 7
+
+    with pytest.raises(ProgramError, match="prompt is empty"):
+        run(client, careless)
+
+
+def test_errors_of_plain_functions_point_to_the_line_too(client):
+    def broken(s: SyncBranch):
+        s += "fine"
+        s += gen("x", SHORT, min_p=9.0)  # the plain bad line
+        return s["x"]
+
+    with pytest.raises(ProgramError) as caught:
+        run(client, broken)
+    assert caught.value.site.line == line_of("# the plain bad line")
+
+
+def test_misuse(client):
+    async def wrong(s: Branch, what: str):
+        if what == "name":
+            return await s["nothing"]
+        if what == "kind":
+            s += 7
+        if what == "count":
+            s.fork(0)
+        if what == "stream":
+            s += "x"
+            s += gen("x", SHORT)
+            return [piece async for piece in s.stream("x")]
+
+    for what, error in (("name", KeyError), ("kind", TypeError), ("count", ValueError), ("stream", ValueError)):
+        with pytest.raises(error):
+            run(client, wrong, what)
+    for bad in (lambda: user(gen("x")), lambda: select("x", []), lambda: select("x", ["a", ""])):
+        with pytest.raises(ValueError):
+            bad()
+    with pytest.raises(TypeError):
+        role("user", 3)
+    with pytest.raises(TypeError, match="needs a Client"):
+        program(wrong).run()
+
+
+def test_roles_and_bare_text_do_not_mix(client):
+    async def text_after(s: Branch):
+        s += user("hi")
+        s += "bare text"
+        await s.wait()
+
+    async def role_after(s: Branch):
+        s += "bare text"
+        s += user("hi")
+        await s.wait()
+
+    for mixed in (text_after, role_after):
+        with pytest.raises(ProgramError, match="outside of"):
+            run(client, mixed)
+
+
+def test_gen_after_a_message_is_the_assistants(client):
+    async def loose(s: Branch):
+        s += user("hi")
+        s += gen("a", SHORT)
+        return await s["a"]
+
+    assert run(client, loose) == client.generate([{"role": "user", "content": "hi"}], SHORT).text
+
+
+# ---------------------------------------------------------------- leaving early
+
+
+def wait_until_idle(client) -> dict:
+    deadline = time.monotonic() + 5
+    while (health := client.health())["runs_in_flight"]:
+        assert time.monotonic() < deadline, health
+        time.sleep(0.01)
+    return health
+
+
+def test_leaving_a_program_cancels_its_branches(slow):
+    endless = Sampling(max_tokens=100_000, ignore_eos=True)
+
+    async def impatient(s: Branch):
+        s += "fine"
+        for branch in s.fork(3):
+            branch += gen("x", endless)
+        s += gen("x", endless)
+        await asyncio.sleep(0.1)
+        raise RuntimeError("no patience")
+
+    with pytest.raises(RuntimeError, match="no patience"):
+        run(slow, impatient)
+    assert wait_until_idle(slow)["counters"]["cancelled"] == 4
+
+
+def test_cancelling_a_program_cancels_its_requests(slow):
+    async def endless(s: Branch):
+        s += "fine"
+        s += gen("x", max_tokens=100_000, ignore_eos=True)
+        return await s["x"]
+
+    async def give_up():
+        task = asyncio.create_task(program(endless)(slow.aio))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    slow.run(give_up())
+    assert wait_until_idle(slow)["counters"]["cancelled"] == 1
+
+
+def test_a_hundred_branches_at_once(client):
+    async def wide(s: Branch):
+        s += "wide"
+        branches = s.fork(100)
+        for i, branch in enumerate(branches):
+            branch += f" {i}"
+            branch += gen("x", SHORT)
+        return [await branch["x"] for branch in branches]
+
+    texts = run(client, wide)
+    assert len(texts) == 100 and len(set(texts)) >= 20

@@ -1,0 +1,81 @@
+"""Who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import radixrt
+
+ROOT = Path(radixrt.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TORCH = ("worker/runner.py", "worker/kv.py", "worker/attention.py", "worker/sample.py", "worker/model/")
+ALONE = {"tree", "messages", "config"}
+ONLY_IN = {
+    "zmq": ("wire.py",),
+    "torch": TORCH,
+    "safetensors": TORCH,
+    "flashinfer": ("worker/attention.py",),
+    "transformers": ("router/tokens/",),
+    "tokenizers": ("router/tokens/",),
+    "sentencepiece": ("router/tokens/",),
+    "jinja2": ("router/tokens/",),
+    "starlette": ("frontend/",),
+    "uvicorn": ("frontend/",),
+    "prometheus_client": ("report/",),
+}
+FORBIDDEN = {
+    "router": {"worker", "frontend", "lang", "client", "launch", "cli"},
+    "worker": {"router", "frontend", "lang", "client", "launch", "cli", "report", "wire"},
+    "report": {"router", "worker", "frontend", "lang", "client", "launch", "cli"},
+    "lang": {"worker", "frontend", "launch", "cli", "wire"},
+    "frontend": {"worker", "lang", "launch", "cli"},
+    "wire": {"worker", "router", "frontend", "lang", "client", "launch", "cli", "report", "messages"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules imported anywhere in a file, but for type checking alone."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downward(path):
+    place = path.relative_to(ROOT).as_posix()
+    part = place.split("/")[0].removesuffix(".py")
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top in ONLY_IN:
+            assert place.startswith(ONLY_IN[top]), f"{place} imports {top}"
+        if top == "radixrt" and rest:
+            other = rest.split(".")[0]
+            assert other not in FORBIDDEN.get(part, ()), f"{place} imports {name}"
+            assert part not in ALONE or other == part, f"{place} imports {name}"
+
+
+def test_the_scheduler_runs_without_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, radixrt.worker.loop, radixrt.worker.fake; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    code = "import sys, radixrt, radixrt.tree; sys.exit('radixrt.lang' in sys.modules or 'zmq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
