@@ -59,6 +59,8 @@ class TorchRunner:
             torch.set_num_threads(config.cpu_threads)
         folder = checkpoint.find(config.model)
         hf_config = checkpoint.read_json(folder / "config.json")
+        if not hf_config:
+            raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
         spec = read_spec(hf_config)
         device = torch.device(config.device)
         dtype = choose_dtype(config.dtype, hf_config, device)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 INDEX = "model.safetensors.index.json"
+tqdm.monitor_interval = 0  # no thread of its own
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 
 
