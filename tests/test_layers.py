@@ -15,11 +15,11 @@ TORCH = ("worker/runner.py", "worker/kv.py", "worker/attention.py", "worker/samp
 ALONE = {"tree", "messages", "config"}
 ONLY_IN = {
     "zmq": ("wire.py",),
-    "torch": TORCH,
+    "torch": (*TORCH, "demo/checkpoint.py"),
     "safetensors": TORCH,
     "flashinfer": ("worker/attention.py",),
-    "transformers": ("router/tokens/",),
-    "tokenizers": ("router/tokens/",),
+    "transformers": ("router/tokens/", "demo/checkpoint.py"),
+    "tokenizers": ("router/tokens/", "demo/checkpoint.py"),
     "sentencepiece": ("router/tokens/",),
     "jinja2": ("router/tokens/",),
     "starlette": ("frontend/",),
