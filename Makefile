@@ -2,7 +2,7 @@
 # make test   what the tests need, the linter, all tests
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
-SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h)
+SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp)
 
 .PHONY: demo test test-slow lint bench clean
 
@@ -19,7 +19,7 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf .venv build .demo *.egg-info radixrt/tree/*.so
+	rm -rf .venv build .demo *.egg-info radixrt/tree/*.so radixrt/router/tokens/*.so
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 1; }

@@ -1,18 +1,28 @@
-"""The compiled core of `radixrt.tree`; everything else is in pyproject.toml."""
+"""The compiled parts; everything else is in pyproject.toml."""
 
 from setuptools import Extension, setup
 
+
+def extension(name: str, source: str, *headers: str) -> Extension:
+    """One for all versions of Python from 3.11 on."""
+    return Extension(
+        name,
+        sources=[source],
+        depends=list(headers),
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        py_limited_api=True,
+        extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden"],
+        language="c++",
+    )
+
+
+TREE = "radixrt/tree/"
 setup(
     ext_modules=[
-        Extension(
-            "radixrt.tree._radix",
-            sources=["radixrt/tree/module.cpp"],
-            depends=["radixrt/tree/structure.h", "radixrt/tree/cache.h", "radixrt/tree/owners.h"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            py_limited_api=True,
-            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden"],
-            language="c++",
-        )
+        extension(
+            "radixrt.tree._radix", TREE + "module.cpp", TREE + "structure.h", TREE + "cache.h", TREE + "owners.h"
+        ),
+        extension("radixrt.router.tokens._ids", "radixrt/router/tokens/ids.cpp"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -63,7 +63,7 @@ class RouterConfig:
     worker_timeout: float = setting(5.0, "seconds of silence after which a worker is lost")
     max_queued_requests: int = setting(4096, "requests in flight, all workers; more get 429")
     tokenizer_threads: int = setting(2, "threads that tokenize")
-    report_tokens: int = setting(16_000_000, "tokens remembered for the infinite-cache bound, 9 bytes each")
+    report_tokens: int = setting(16_000_000, "tokens remembered for the infinite-cache bound, 5 bytes each")
     curve_secret_key: str = setting("", "file with a CURVE secret key; needed beyond loopback")
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from array import array
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from radixrt.frontend.errors import ApiError
 from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.router.tokens import parse_ids
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use all the room there is."""
@@ -96,29 +97,35 @@ _PLAIN = (
 class Completion(Common, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Any = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
     def prompts(self) -> list[Prompt]:
         """Text, a list of texts, token ids, or a list of token ids."""
+        if (ids := parse_ids(self.prompt)) is not None:
+            return [TokenPrompt(ids)]
         special = self.add_special_tokens is not False
-        match self.prompt:
+        try:
+            prompt = msgspec.json.decode(self.prompt)
+        except UnicodeDecodeError:
+            refuse("prompt", "is not UTF-8")
+        match prompt:
             case None:
                 refuse("prompt", "is missing")
             case str() as text:
                 return [TextPrompt(text, special)]
             case []:
                 refuse("prompt", "is empty: at least one is needed")
-            case [int(), *_]:
-                return [_ids(self.prompt, "prompt")]
+            case [int(), *_] as ids:
+                return [_ids(ids, "prompt")]
             case [*many] if len(many) > MOST_PROMPTS:
                 refuse("prompt", f"at most {MOST_PROMPTS} prompts")
-            case [str(), *_] if all(isinstance(text, str) for text in self.prompt):
-                return [TextPrompt(text, special) for text in self.prompt]
-            case [list(), *_] if all(isinstance(ids, list) for ids in self.prompt):
-                return [_ids(ids, f"prompt[{i}]") for i, ids in enumerate(self.prompt)]
+            case [str(), *_] as texts if all(isinstance(text, str) for text in texts):
+                return [TextPrompt(text, special) for text in texts]
+            case [list(), *_] as lists if all(isinstance(ids, list) for ids in lists):
+                return [_ids(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
         refuse("prompt", "expected text, a list of texts, token ids, or a list of lists of token ids")
 
     def sampling(self) -> Sampling:
@@ -192,9 +199,6 @@ def _ids(ids: list[Any], field: str) -> TokenPrompt:
         return TokenPrompt(array("i", ids).tobytes())
     except (TypeError, OverflowError):
         refuse(field, "token ids must be integers of 32 bits")
-
-
-Kind = Literal["completion", "chat"]
 
 
 def parse(decoder: msgspec.json.Decoder, body: bytes) -> Any:

@@ -91,14 +91,13 @@ def _gained(now: int, before: int) -> int:
 
 
 class Report:
-    """Fed by the router. `token_budget` bounds the memory (about 9 bytes a token) of the infinite cache that the hits
+    """Fed by the router. `token_budget` bounds the memory (about 5 bytes a token) of the infinite cache that the hits
     are compared with: the least recently used prefixes beyond it are forgotten, and the bound is then a lower one."""
 
     def __init__(self, token_budget: int) -> None:
         self._budget = token_budget
-        self._seen = RadixTree()
+        self._seen = RadixTree(values=False)
         self._forgotten = 0
-        self._zeros = memoryview(bytes(4096))
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
         self._programs: dict[str, set[str]] = defaultdict(set)
         self._workers: dict[str, WorkerState] = defaultdict(WorkerState)
@@ -108,9 +107,7 @@ class Report:
 
     def arrived(self, namespace: str, ids: bytes) -> int:
         """A prompt came in: leading tokens of it that came in, or were generated, before. Remembers it."""
-        if len(ids) > len(self._zeros):
-            self._zeros = memoryview(bytes(len(ids) * 2))
-        known = self._seen.insert(namespace, ids, self._zeros[: len(ids)])
+        known = self._seen.insert(namespace, ids)
         if (excess := self._seen.tokens - self._budget) > 0:
             self._seen.evict(excess)
             self._forgotten += excess

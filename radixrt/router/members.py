@@ -60,6 +60,7 @@ class Member:
             free_tokens=(load.free_pages + load.evictable_pages) * info.page_size,
             prefill_rate=load.prefill_rate,
             step_seconds=load.step_seconds,
+            empty_tokens=load.free_pages * info.page_size,
         )
 
 

@@ -29,6 +29,8 @@ class Candidate(NamedTuple):
     """Token slots that are free or hold evictable pages."""
     prefill_rate: float = 0.0
     step_seconds: float = 0.0
+    empty_tokens: int = 0
+    """Token slots that hold nothing."""
 
 
 def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
@@ -62,7 +64,7 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
     """The worker for a request of `tokens`, and its estimate in seconds. ValueError without workers.
 
     The smallest estimate wins. Among near ties: most hits (in sixteenths of the request, so that a few tokens that
-    everything begins with decide nothing), then fewest requests, then most free slots, then the lowest number, so that
+    everything begins with decide nothing), then fewest requests, then most empty slots, then the lowest number, so that
     idle workers fill their caches evenly.
     """
     if not workers:
@@ -75,6 +77,6 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
 
     def rank(pair: tuple[Candidate, float]) -> tuple[int, ...]:
         worker = pair[0]
-        return -(16 * worker.hit_tokens // max(tokens, 1)), worker.requests, -worker.free_tokens, worker.worker
+        return -(16 * worker.hit_tokens // max(tokens, 1)), worker.requests, -worker.empty_tokens, worker.worker
 
     return min(near, key=rank)

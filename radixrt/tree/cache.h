@@ -47,9 +47,10 @@ class Cache {
   // last use, length of the leaf, tokens from the root, leases that ended here -> order of eviction
   using Policy = std::function<double(uint64_t, size_t, size_t, uint32_t)>;
 
-  Cache(size_t page_size, bool events) : tree(page_size), with_events_(events) {}
+  Cache(size_t page_size, bool events, bool values) : tree(page_size), with_values(values), with_events_(events) {}
 
   S tree;
+  const bool with_values;
   Policy policy;  // none: least recently used
   uint64_t version = 0;
   size_t live_leases = 0;
@@ -199,7 +200,8 @@ class Cache {
     size_t evictable_leaves = 0, pinned = 0;
     tree.each([&](const std::string&, N* node) {
       const CacheExtra& x = node->extra;
-      require(node->run->values.size() * tree.page_size == node->run->tokens.size(), "there is a value for each page");
+      const size_t values = with_values ? node->run->tokens.size() / tree.page_size : 0;
+      require(node->run->values.size() == values, "there is a value for each page");
       require((x.heap_at != kNowhere) == evictable(node), "the heap holds exactly the unpinned leaves");
       require(x.heap_at == kNowhere || heap_[x.heap_at] == node, "a leaf knows its place in the heap");
       require((x.pins > 0) == (x.pinned_at != kNowhere), "pinned nodes are listed");
@@ -219,7 +221,9 @@ class Cache {
 
  private:
   static bool evictable(const N* node) { return !node->is_root() && node->children.empty() && node->extra.pins == 0; }
-  const int32_t* page(const int32_t* values, size_t token) const { return values + token / tree.page_size; }
+  const int32_t* page(const int32_t* values, size_t token) const {
+    return values ? values + token / tree.page_size : nullptr;
+  }
 
   N* grow(N* node, bool pinned_by_caller, const Token* data, size_t n, const int32_t* values) {
     const bool extend = node->children.empty() && node->ends_its_run() &&
@@ -240,6 +244,7 @@ class Cache {
     if (evictable(node)) enter_heap(node);
   }
   void append_values(N* node, size_t keep, Values* freed) const {
+    if (!with_values) return;
     const size_t p = tree.page_size;
     const int32_t* values = node->run->values.data();
     freed->insert(freed->end(), values + (node->begin + keep) / p, values + node->end / p);

@@ -153,6 +153,10 @@ PyObject* match_namespace(PyObject* self, void*) {
 }
 
 PyObject* read_values(Cache* cache, Cache::N* node, size_t offset, size_t start, size_t stop) {
+  if (!cache->with_values) {
+    PyErr_SetString(PyExc_ValueError, "values: this tree holds none");
+    return nullptr;
+  }
   const size_t pages = (stop - start) / cache->tree.page_size;
   PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(pages * 4));
   if (out && pages) cache->read_values(node, offset, start, stop, reinterpret_cast<int32_t*>(PyBytes_AsString(out)));
@@ -273,11 +277,12 @@ void install_policy(TreeObject* tree) {
 }
 
 PyObject* tree_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"page_size", "policy", "events", nullptr};
+  static const char* names[] = {"page_size", "policy", "events", "values", nullptr};
   Py_ssize_t page_size = 1;
   PyObject* policy = Py_None;
-  int events = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|n$Op:RadixTree", const_cast<char**>(names), &page_size, &policy, &events))
+  int events = 0, values = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|n$Opp:RadixTree", const_cast<char**>(names), &page_size, &policy,
+                                   &events, &values))
     return nullptr;
   if (page_size < 1) {
     PyErr_SetString(PyExc_ValueError, "page_size: must be at least 1");
@@ -289,7 +294,7 @@ PyObject* tree_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   }
   auto* self = reinterpret_cast<TreeObject*>(reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0));
   if (!self) return nullptr;
-  self->cache = new Cache(static_cast<size_t>(page_size), events);
+  self->cache = new Cache(static_cast<size_t>(page_size), events, values);
   if (policy != Py_None) {
     Py_INCREF(policy);
     self->policy = policy;
@@ -382,18 +387,23 @@ PyObject* tree_insert(PyObject* self, PyObject* const* given, Py_ssize_t n, PyOb
   PyObject* args[3];
   IntBuffer tokens, values;
   auto* tree = reinterpret_cast<TreeObject*>(self);
-  if (!arguments(given, n, keywords, 3, 3, "values", args) || !idle(tree)) return nullptr;
+  if (!arguments(given, n, keywords, 2, 3, "values", args) || !idle(tree)) return nullptr;
   auto* lease = Py_TYPE(args[0]) == lease_type ? reinterpret_cast<LeaseObject*>(args[0]) : nullptr;
   std::string name;
   if (lease ? !live(lease) : !load_name(args[0], &name)) return nullptr;
-  if (!tokens.load(args[1], "tokens") || !values.load(args[2], "values")) return nullptr;
   Cache* cache = tree->cache;
   const size_t p = cache->tree.page_size;
+  const bool given_values = args[2] && args[2] != Py_None;
+  if (!tokens.load(args[1], "tokens") || (given_values && !values.load(args[2], "values"))) return nullptr;
+  if (given_values != cache->with_values) {
+    PyErr_SetString(PyExc_ValueError, given_values ? "insert: this tree holds no values" : "insert: values are missing");
+    return nullptr;
+  }
   if (lease && lease->tree != tree) {
     PyErr_SetString(PyExc_ValueError, "insert: the lease is of another tree");
     return nullptr;
   }
-  if (tokens.size() % p || values.size() * p != tokens.size()) {
+  if (tokens.size() % p || (given_values && values.size() * p != tokens.size())) {
     PyErr_SetString(PyExc_ValueError, "insert: expected whole pages of tokens and one value for each");
     return nullptr;
   }
@@ -401,7 +411,8 @@ PyObject* tree_insert(PyObject* self, PyObject* const* given, Py_ssize_t n, PyOb
   return guarded([&]() -> PyObject* {
     Cache::N* from = lease ? lease->node : cache->tree.make_root(name);
     Cache::N* end = nullptr;
-    size_t present = cache->insert(from, lease != nullptr, tokens.data(), tokens.size(), values.data(), &end);
+    size_t present = cache->insert(from, lease != nullptr, tokens.data(), tokens.size(),
+                                  given_values ? values.data() : nullptr, &end);
     if (lease) {
       lease->node = end;
       lease->length += tokens.size();
@@ -671,7 +682,7 @@ PyMethodDef tree_methods[] = {
     {"match", method(tree_match), kNamed, "match(namespace, tokens, limit=None) -> Match: the longest held prefix; changes nothing."},
     {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError on a stale match."},
     {"insert", method(tree_insert), kNamed,
-     "insert(namespace or lease, tokens, values) -> int: how many leading tokens were there; their values are the caller's to free."},
+     "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were there; their values are the caller's to free."},
     {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: values freed, at least that many tokens' unless nothing more may go."},
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the path beyond `keep` tokens as far as nobody leases or continues it."},
@@ -681,7 +692,7 @@ PyMethodDef tree_methods[] = {
     {"values", tree_values, METH_NOARGS, "values() -> bytes: every value held, int32, in no order."},
     {"check", tree_check, METH_NOARGS, "check(): assert every invariant; AssertionError names the one that does not hold."},
     {}};
-PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>("RadixTree(page_size=1, *, policy=None, events=False)")},
+PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>("RadixTree(page_size=1, *, policy=None, events=False, values=True)")},
                             {Py_tp_new, reinterpret_cast<void*>(tree_new)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(tree_dealloc)},
                             {Py_tp_traverse, reinterpret_cast<void*>(tree_traverse)},

@@ -124,6 +124,13 @@ class PageCache:
         page, offset = np.divmod(positions, self.page_size)
         return self.table[rows, page] * self.page_size + offset.astype(np.int32)
 
+    def row_slots(self, row: int, start: int, stop: int) -> np.ndarray:
+        """int32 slots of positions [start, stop) of one running request."""
+        if self.page_size == 1:
+            return self.table[row, start:stop].copy()
+        positions = np.arange(start, stop)
+        return self.slots(np.full(len(positions), row), positions)
+
     def publish(self, request: Request, tokens: int) -> None:
         """Put the whole pages of the first `tokens` tokens, which the step being planned completes, into the tree."""
         start, stop = request.lease.length, tokens - tokens % self.page_size

@@ -307,8 +307,7 @@ class _Builder:
     def add(self, request: Request, count: int) -> None:
         """Plan `count` tokens of a request whose pages are reserved, and publish them."""
         start, stop = request.computed, request.computed + count
-        positions = np.arange(start, stop)
-        slots = self.cache.slots(np.full(count, request.row), positions)
+        slots = self.cache.row_slots(request.row, start, stop)
         slots[: max(0, request.lease.length - start)] = 0
         self.cache.publish(request, stop)
         self.requests.append(request)

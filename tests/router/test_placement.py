@@ -7,8 +7,10 @@ import pytest
 from radixrt.router.placement import Candidate, place, time_to_first_token
 
 
-def worker(number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01) -> Candidate:
-    return Candidate(number, hit, queued, requests, max_running, free, rate, step)
+def worker(
+    number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01, empty=0
+) -> Candidate:
+    return Candidate(number, hit, queued, requests, max_running, free, rate, step, empty)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,8 @@ def worker(number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, 
         ("a hit worth more than the queue wins", 9000, [worker(0, hit=8000, queued=5000), worker(1)], 0),
         ("a high match ratio of little work pulls nobody", 200, [worker(0, hit=190, queued=2000), worker(1)], 1),
         ("equal: fewer requests", 100, [worker(0, requests=3), worker(1, requests=1)], 1),
-        ("equal and idle: the emptier cache", 100, [worker(0, free=10), worker(1, free=500)], 1),
+        ("equal and idle: the emptier cache", 100, [worker(0, empty=10), worker(1, empty=500)], 1),
+        ("a beginning that all share decides nothing", 100, [worker(0, hit=4, requests=2), worker(1)], 1),
         ("noise of the rates is a tie", 100, [worker(0, requests=3, rate=10_500.0), worker(1)], 1),
         ("a much faster worker wins", 8000, [worker(0, rate=1000.0), worker(1, rate=10_000.0, requests=3)], 1),
         ("no place left, and steps are long", 500, [worker(0, hit=450, requests=8, step=0.05), worker(1)], 1),

@@ -211,3 +211,17 @@ def test_a_policy_orders_evictions():
     assert evicted(None) == [1, 2, 2]
     assert evicted(lambda last_use, length, tokens, hits: last_use) == [1, 2, 2]
     assert evicted(lambda last_use, length, tokens, hits: -last_use) == [3, 3, 3]
+
+
+def test_a_tree_without_values():
+    tree = RadixTree(values=False)
+    assert tree.insert("", ints(1, 2, 3)) == 0 and tree.insert("", ints(1, 2, 4), None) == 2
+    assert tree.match("", ints(1, 2, 4, 5)).length == 3 and tree.tokens == 4
+    assert tree.evict(2) == b"" and tree.tokens == 2 and tree.values() == b""
+    tree.check()
+    with pytest.raises(ValueError, match="holds none"):
+        tree.match("", ints(1)).values()
+    with pytest.raises(ValueError, match="holds no values"):
+        tree.insert("", ints(1), ints(1))
+    with pytest.raises(ValueError, match="missing"):
+        RadixTree().insert("", ints(1))

@@ -5,8 +5,9 @@
 The only folder that imports tokenizers, sentencepiece and transformers.
 """
 
+from radixrt.router.tokens._ids import parse_ids
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.text import TextService, TextStream
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Detokenizer", "TextService", "TextStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["Detokenizer", "TextService", "TextStream", "Tokenizer", "load_tokenizer", "parse_ids"]

@@ -1,0 +1,167 @@
+"""CPU time of the way to a worker and back, over HTTP and ZMQ, all processes summed; the workers are fakes.
+
+    python -m bench.front [--quick]
+
+A request: 4,096 token ids, half of them shared by all, one token back, 64 at a time, caches full and evicting. A token:
+64 streams of 400 tokens. The worker makes a step every 5 ms. The client's CPU is not counted. The references, in the
+same run: a Starlette StreamingResponse that yields the same bytes token by token, and a ZMQ relay that passes one
+message a token. Before anything is timed, streamed text is compared with what the worker's formula says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.common import save, table
+from bench.load import prompt_ids
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.demo.checkpoint import make_checkpoint
+from radixrt.launch import Stack, free_tcp_address
+from radixrt.router.tokens import load_tokenizer
+from radixrt.worker.fake import fake_token
+
+STREAMS, TOKENS, PROMPT, VOCAB = 64, 400, 64, 512
+LONG = 4096
+STEP = 0.005
+CACHE = 1 << 19
+"""Tokens that the worker and the report hold."""
+
+
+class Load:
+    """The load generator's process."""
+
+    def __init__(self, kind: str, address: str) -> None:
+        command = [sys.executable, "-m", "bench.load", kind, address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, **work: Any) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps(work | {"vocab": VOCAB}) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def cpu_seconds(processes: dict[str, int]) -> dict[str, float]:
+    """User and system time so far, by role."""
+    times = {role: psutil.Process(pid).cpu_times() for role, pid in processes.items()}
+    return {role: t.user + t.system for role, t in times.items()}
+
+
+@contextmanager
+def stack(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """(HTTP address, ZMQ address, process ids by role) of a router, a fake worker and a front end."""
+    addresses = {"client_address": free_tcp_address(), "worker_address": free_tcp_address()}
+    router = RouterConfig(model=str(folder), report_tokens=CACHE, **addresses)
+    worker = WorkerConfig(model=str(folder), fake=f"0,{STEP}", max_total_tokens=CACHE, max_num_batched_tokens=1 << 16)
+    frontend = FrontendConfig(model=str(folder), port=int(free_tcp_address().rpartition(":")[2]))
+    with Stack(StackConfig(resolve(router), worker, resolve(frontend))) as running:
+        running.start()
+        roles = {child.role: child.process.pid for child in running._children}
+        yield f"http://127.0.0.1:{frontend.port}", router.client_address, roles
+
+
+def expected_digest(folder: Path) -> str:
+    """Of the text of all streams, by the fake's formula and the tokenizer alone."""
+    tokenizer, texts = load_tokenizer(folder), []
+    for number in range(STREAMS):
+        last, ids = int(prompt_ids(number, PROMPT, VOCAB)[-1]), []
+        for position in range(PROMPT - 1, PROMPT - 1 + TOKENS):
+            last = fake_token(last, position, tokenizer.model_vocab_size)
+            ids.append(last)
+        texts.append(tokenizer.decode(ids))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def measure(load: Load, roles: dict[str, int], units: int, **work: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    """(what the load saw, microseconds of CPU a unit, by role and in sum)."""
+    before = cpu_seconds(roles)
+    seen = load.run(**work)
+    time.sleep(0.05)
+    spent = {role: (after - before[role]) / units * 1e6 for role, after in cpu_seconds(roles).items()}
+    return seen, spent | {"sum": sum(spent.values())}
+
+
+def measure_stack(folder: Path, scale: float) -> list[dict[str, Any]]:
+    rows = []
+    requests = max(128, int(2048 * scale))
+    digest = expected_digest(folder)
+    with stack(folder) as (http, zmq, roles):
+        for kind, address, text in (("http", http, True), ("zmq", zmq, True), ("zmq", zmq, False)):
+            load = Load(kind, address)
+            name = f"{kind}, text" if text else f"{kind}, ids only"
+            try:
+                work = {"streams": STREAMS, "tokens": TOKENS, "prompt": PROMPT, "text": text}
+                warm = load.run(**work)
+                assert not text or warm["digest"] == digest, "the text is not what the worker generated"
+                seen, token = measure(load, roles, STREAMS * TOKENS, **work)
+                assert not text or seen["digest"] == digest
+                rows.append({"what": "a streamed token", "over": name} | token | {"seconds": seen["seconds"]})
+            finally:
+                load.close()
+    with stack(folder) as (http, zmq, roles):
+        for kind, address in (("http", http), ("zmq", zmq)):
+            load = Load(kind, address)
+            try:
+                work = {"requests": requests, "concurrency": 64, "tokens": 1, "prompt": LONG, "text": False}
+                load.run(**work | {"requests": 448, "first": 10**6})
+                seen, request = measure(load, roles, requests, **work)
+                assert seen.get("requests", requests) == requests
+                rows.append({"what": f"a request of {LONG} ids", "over": kind} | request | {"seconds": seen["seconds"]})
+            finally:
+                load.close()
+    return rows
+
+
+def measure_references() -> list[dict[str, Any]]:
+    rows = []
+    for kind in ("http", "zmq"):
+        address = free_tcp_address()
+        shown = address.replace("tcp", "http") if kind == "http" else address
+        process = subprocess.Popen([sys.executable, "-m", "bench.plain_front", kind, address], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        load = Load(kind, shown)
+        try:
+            work = {"streams": STREAMS, "tokens": TOKENS, "prompt": PROMPT, "text": False}
+            load.run(**work)
+            seen, token = measure(load, {"plain": process.pid}, STREAMS * TOKENS, **work)
+            what = "Starlette StreamingResponse" if kind == "http" else "relay, a message a token"
+            rows.append({"what": "a streamed token", "over": f"{kind}: {what}"} | token | {"seconds": seen["seconds"]})
+        finally:
+            load.close()
+            process.terminate()
+            process.wait()
+            process.stdout.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer requests, to see that it runs")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        rows = measure_stack(Path(folder), 0.1 if args.quick else 1.0)
+    rows += measure_references()
+    print("microseconds of CPU, by process\n", table(rows), sep="\n")
+    if not args.quick:
+        save("front", rows, streams=STREAMS, tokens=TOKENS, unit="us of CPU")
+
+
+if __name__ == "__main__":
+    main()
