@@ -1,5 +1,6 @@
 # make demo   environment, installation, a branching agent program on two CPU workers, the hit-rate report
 # make test   what the tests need, the linter, all tests
+# make bench  tree, scheduler and front, each beside a reference; JSON in bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp)
@@ -14,6 +15,11 @@ test: .venv/installed-test lint
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+bench: .venv/installed-test
+	$(BIN)/python -m bench.tree
+	$(BIN)/python -m bench.scheduler
+	$(BIN)/python -m bench.front
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

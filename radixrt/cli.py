@@ -26,7 +26,13 @@ from radixrt.roles import ROLES, follow_parent, read_config, run_role
 
 INTERNAL = {"router", "name"}
 """Fields that `serve` sets itself."""
-ALIASES = {"workers": ["--data-parallel-size"]}
+ALIASES = {
+    "workers": ["--data-parallel-size", "--dp-size"],
+    "max_model_len": ["--context-length"],
+    "max_num_seqs": ["--max-running-requests"],
+    "gpu_memory_utilization": ["--mem-fraction-static"],
+}
+"""Names that users of vLLM and SGLang know."""
 DEFAULT_URL = "tcp://127.0.0.1:5555"
 
 

@@ -68,7 +68,7 @@ class TorchRunner:
         exact = config.deterministic or (device.type == "cpu" and kv_dtype.itemsize == 1)
         model = Decoder(spec, weights := open_weights(config, folder, dtype, device), exact)
         weights.close()
-        tokens = config.max_total_tokens or default_pool_tokens(spec, kv_dtype)
+        tokens = config.max_total_tokens or pool_tokens(spec, kv_dtype, device, config.gpu_memory_utilization)
         num_pages = tokens // config.page_size + 1
         runner = cls(model, num_pages, config.page_size, kv_dtype, checkpoint.eos_ids(folder), exact)
         log.info(
@@ -182,7 +182,16 @@ def open_weights(
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
 
 
-def default_pool_tokens(spec: ModelSpec, kv_dtype: torch.dtype) -> int:
-    """Token slots for a CPU: a share of the free memory, no more than CPU_MOST_TOKENS."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(CPU_MEMORY_SHARE * free) // (spec.kv_elements * kv_dtype.itemsize), CPU_MOST_TOKENS)
+def pool_tokens(spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device, gpu_share: float) -> int:
+    """Token slots for the memory that is left beside the weights: on a GPU up to `gpu_share` of it, on a CPU
+    CPU_MEMORY_SHARE of what is free, at most CPU_MOST_TOKENS. ValueError if nothing is left."""
+    each = spec.kv_elements * kv_dtype.itemsize
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        tokens = int(free - (1 - gpu_share) * total) // each
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        tokens = min(int(CPU_MEMORY_SHARE * free) // each, CPU_MOST_TOKENS)
+    if tokens < 1:
+        raise ValueError(f"no memory is left for KV pages: {free / 1e9:.1f} GB free; see --gpu-memory-utilization")
+    return tokens
