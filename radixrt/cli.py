@@ -119,11 +119,15 @@ def _role(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from radixrt.client import Client
-    from radixrt.report import to_text
+    from radixrt.client import Client, ServerError
+    from radixrt.report.text import to_text
 
-    with Client(args.url, api_key=args.api_key) as client:
-        data = client.report()
+    try:
+        with Client(args.url, api_key=args.api_key) as client:
+            data = client.report()
+    except ServerError as error:
+        print(f"radixrt report: {error}", file=sys.stderr)
+        return 1
     print(json.dumps(data, indent=2) if args.json else to_text(data), end="\n" if args.json else "")
     return 0
 

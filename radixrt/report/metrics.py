@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from radixrt.messages import Load
 from radixrt.report.causes import Misses
 from radixrt.report.report import Report
 
@@ -16,17 +17,19 @@ if TYPE_CHECKING:
     from radixrt.router.core import RouterCore
 
 
-def render(report: Report, core: RouterCore) -> str:
-    """All metrics in Prometheus' text format."""
+def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:
+    """The metrics in Prometheus' text format. Those with tenants are of one alone where one is named; sums over all
+    that name nobody, and the workers' loads, are shown always."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(report, core))
+    registry.register(_Collector(report, core, tenant))
     return generate_latest(registry).decode()
 
 
 class _Collector(Collector):
-    def __init__(self, report: Report, core: RouterCore) -> None:
+    def __init__(self, report: Report, core: RouterCore, tenant: str | None) -> None:
         self._report = report
         self._core = core
+        self._tenant = tenant
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
@@ -71,6 +74,8 @@ class _Collector(Collector):
             "radixrt_missed_prompt_tokens", "Prompt tokens computed, by cause.", labels=["tenant", "cause"]
         )
         for tenant, tally in self._report.by_tenant().items():
+            if self._tenant not in (None, tenant):
+                continue
             for name, family in families.items():
                 family.add_metric([tenant], getattr(tally, name))
             for cause, count in zip(Misses._fields, tally.misses, strict=True):
@@ -82,11 +87,11 @@ class _Collector(Collector):
         serving = {member.name for member in self._core.members}
         yield GaugeMetricFamily("radixrt_workers", "Workers that serve.", len(serving))
         gauges = {
-            name: GaugeMetricFamily(f"radixrt_worker_{name}", text, labels=["worker"])
-            for name, text in (
-                ("running", "Sequences that run."),
-                ("waiting", "Sequences that wait."),
-                ("queued_tokens", "Tokens to be computed before all have caught up."),
+            name: GaugeMetricFamily(f"radixrt_worker_{metric}", text, labels=["worker"])
+            for name, metric, text in (
+                ("running", "running_requests", "Sequences that run."),
+                ("waiting", "waiting_requests", "Sequences that wait."),
+                ("queued_tokens", "queued_tokens", "Tokens to be computed before all have caught up."),
             )
         }
         pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])
@@ -108,7 +113,7 @@ class _Collector(Collector):
         yield from counters.values()
 
     @staticmethod
-    def _add_gauges(name: str, load: object, gauges: dict[str, GaugeMetricFamily], pages: GaugeMetricFamily) -> None:
+    def _add_gauges(name: str, load: Load, gauges: dict[str, GaugeMetricFamily], pages: GaugeMetricFamily) -> None:
         for gauge, family in gauges.items():
             family.add_metric([name], getattr(load, gauge))
         leased = load.total_pages - load.free_pages - load.evictable_pages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from radixrt.messages import Load, Origin
@@ -14,8 +14,11 @@ from radixrt.tree import RadixTree
 
 VERSION = 1
 MOST_PROGRAMS = 256
-"""Names of programs come from callers: each tenant has so many lines, the rest of its programs share one."""
+"""Names of programs come from callers: each tenant has so many lines of a program and a depth; the rest of its programs
+share one line a depth. (Tenants and workers are named by who runs the router.)"""
 MOST_DEPTH = 32
+MOST_NAME = 120
+"""Characters of a program's name that are kept."""
 OTHER = "(other)"
 
 
@@ -37,25 +40,37 @@ class Tally:
     hit_tokens: int = 0
     bound_tokens: int = 0
     generated_tokens: int = 0
+    predicted_tokens: int = 0
+    drift_tokens: int = 0
     misses: list[int] = field(default_factory=lambda: [0] * len(Misses._fields))
 
-    def add(self, prompt: int, hit: int, bound: int, generated: int, misses: Iterable[int]) -> None:
+    def add(self, *, prompt: int, hit: int, generated: int, predicted: int, misses: Misses) -> None:
+        """One request more. The bound is all that had been seen: prompt - never_seen - logits."""
         self.requests += 1
         self.prompt_tokens += prompt
         self.hit_tokens += hit
-        self.bound_tokens += bound
+        self.bound_tokens += prompt - misses.never_seen - misses.logits
         self.generated_tokens += generated
-        self.misses = [a + b for a, b in zip(self.misses, misses, strict=True)]
+        self.predicted_tokens += predicted
+        self.drift_tokens += abs(predicted - hit)
+        self._add_misses(misses)
 
     def merge(self, other: Tally) -> None:
         """Add all of another tally."""
-        self.requests += other.requests - 1
-        self.add(other.prompt_tokens, other.hit_tokens, other.bound_tokens, other.generated_tokens, other.misses)
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._add_misses(other.misses)
+
+    def _add_misses(self, misses: Iterable[int]) -> None:
+        self.misses = [a + b for a, b in zip(self.misses, misses, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         row = asdict(self) | {"misses": dict(zip(Misses._fields, self.misses, strict=True))}
         tokens = self.prompt_tokens or 1
         return row | {"hit_rate": self.hit_tokens / tokens, "bound_rate": self.bound_tokens / tokens}
+
+
+_SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 
 @dataclass(slots=True)
@@ -78,6 +93,7 @@ class WorkerState:
         return {
             "total_pages": load.total_pages,
             "used_pages": load.total_pages - load.free_pages,
+            "free_pages": load.free_pages,
             "evictable_pages": load.evictable_pages,
             "evicted_tokens": self.evicted_tokens,
             "preemptions": self.preemptions,
@@ -99,19 +115,16 @@ class Report:
         self._seen = RadixTree(values=False)
         self._forgotten = 0
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
-        self._programs: dict[str, set[str]] = defaultdict(set)
+        self._lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self._workers: dict[str, WorkerState] = defaultdict(WorkerState)
         self._started = time.monotonic()
 
     # ------------------------------------------------------------ fed by the router
 
     def arrived(self, namespace: str, ids: bytes) -> int:
-        """A prompt came in: leading tokens of it that came in, or were generated, before. Remembers it."""
-        known = self._seen.insert(namespace, ids)
-        if (excess := self._seen.tokens - self._budget) > 0:
-            self._seen.evict(excess)
-            self._forgotten += excess
-        return known
+        """A prompt came in: the tokens that an infinite cache would give it, which are its leading ones that came in,
+        or were generated, before; less one at least, for its last token is computed always. Remembers it."""
+        return min(self._remember(namespace, ids), len(ids) // 4 - 1)
 
     def finished(
         self,
@@ -126,28 +139,50 @@ class Report:
         reusable_tokens: int,
         cached_tokens: int,
         bound_tokens: int,
+        predicted_tokens: int,
         best_tokens: int,
     ) -> None:
-        """A sequence ended. `ids` are prompt and output; `bound_tokens` is what `arrived` said, `best_tokens` the most
-        that any worker held when it was placed."""
-        self.arrived(namespace, ids)
-        misses = explain(prompt_tokens, cached_tokens, reusable_tokens, bound_tokens, best_tokens, page_size)
-        bound = prompt_tokens - misses.never_seen - misses.logits
-        tally = self._tallies[self._place(tenant, origin, worker)]
-        tally.add(prompt_tokens, cached_tokens, bound, len(ids) // 4 - prompt_tokens, misses)
+        """A sequence ended. `ids` are prompt and output; `bound_tokens` is what `arrived` said; when it was placed, the
+        index said that its worker held `predicted_tokens` and that no worker held more than `best_tokens`."""
+        self._remember(namespace, ids)
+        misses = explain(
+            prompt=prompt_tokens,
+            hit=cached_tokens,
+            reusable=reusable_tokens,
+            bound=bound_tokens,
+            predicted=predicted_tokens,
+            best=best_tokens,
+            page_size=page_size,
+        )
+        self._tallies[self._place(tenant, origin, worker)].add(
+            prompt=prompt_tokens,
+            hit=cached_tokens,
+            generated=len(ids) // 4 - prompt_tokens,
+            predicted=predicted_tokens,
+            misses=misses,
+        )
 
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
         self._workers[worker].update(load)
 
+    def _remember(self, namespace: str, ids: bytes) -> int:
+        """Put a path into the infinite cache: leading tokens of it that were there."""
+        known = self._seen.insert(namespace, ids)
+        if (excess := self._seen.tokens - self._budget) > 0:
+            self._seen.evict(excess)
+            self._forgotten += excess
+        return known
+
     def _place(self, tenant: str, origin: Origin, worker: str) -> Place:
-        programs, program = self._programs[tenant], origin.program
-        if program not in programs:
-            if len(programs) < MOST_PROGRAMS:
-                programs.add(program)
+        lines = self._lines[tenant]
+        line = program, depth = origin.program[:MOST_NAME], max(0, min(origin.depth, MOST_DEPTH))
+        if line not in lines:
+            if len(lines) < MOST_PROGRAMS:
+                lines.add(line)
             else:
                 program = OTHER
-        return Place(tenant, program, max(0, min(origin.depth, MOST_DEPTH)), worker)
+        return Place(tenant, program, depth, worker)
 
     # ------------------------------------------------------------ read by everybody
 
@@ -156,14 +191,17 @@ class Report:
 
             version, seconds (since start), tenant (or null: all)
             total      requests, prompt_tokens, hit_tokens, hit_rate, bound_tokens, bound_rate, generated_tokens,
-                       misses {never_seen, elsewhere, evicted, page_rounding, logits}
+                       predicted_tokens, drift_tokens, misses {never_seen, elsewhere, evicted, page_rounding, logits}
             tenants    a list of the same, with `tenant`
-            programs   ... with `program` ("" for none) and `depth` (forks above it)
-            workers    ... with `worker`; for all tenants together also total_pages, used_pages, evictable_pages,
-                       evicted_tokens, preemptions, steps
-            bound      tokens (remembered), forgotten (tokens dropped for the budget; 0: the bound is exact)
+            programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (forks above it)
+            workers    ... with `worker` ("" for none); for all tenants together also total_pages, used_pages (of them
+                       evictable_pages), free_pages, evicted_tokens, preemptions, steps
+            bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
+                       tokens (remembered) and forgotten, else null
 
-        `bound_*` is what an infinite cache would have given on the same requests; rates are shares of prompt tokens.
+        `bound_*` is what an infinite cache would have given on the same requests, `predicted_tokens` the hits that the
+        index foretold, `drift_tokens` the sum of |predicted - hit|; rates are shares of prompt tokens, 0 to 1.
+        The misses sum to prompt_tokens - hit_tokens in every row; see `causes.explain`.
         """
         tallies = {place: t for place, t in self._tallies.items() if tenant in (None, place.tenant)}
         workers = self._group(tallies, lambda place: {"worker": place.worker})
@@ -183,7 +221,11 @@ class Report:
             "tenants": self._group(tallies, lambda place: {"tenant": place.tenant}),
             "programs": self._group(tallies, lambda place: {"program": place.program, "depth": place.depth}),
             "workers": workers,
-            "bound": {"tokens": self._seen.tokens if tenant is None else None, "forgotten": self._forgotten},
+            "bound": {
+                "exact": not self._forgotten,
+                "tokens": self._seen.tokens if tenant is None else None,
+                "forgotten": self._forgotten if tenant is None else None,
+            },
         }
 
     def total(self, tallies: Iterable[Tally] | None = None) -> Tally:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+WIDTH = 100
+MOST_ROWS = 24
+"""Lines of a group that are shown: those with the most prompt tokens. The JSON has all."""
 CAUSES = {
     "never_seen": "never seen before",
     "elsewhere": "held by another worker",
@@ -12,32 +16,42 @@ CAUSES = {
     "logits": "computed for their logits",
 }
 FIGURES = ("requests", "prompt", "hit", "hit rate", "infinite", "generated")
+PAGES = ("pages", "used", "evictable", "evicted tokens", "preemptions", "steps")
 
 
 def to_text(report: dict[str, Any]) -> str:
     """A report (`Report.to_json`) as lines of at most 100 columns, ending with a line feed."""
     total = report["total"]
-    whose = "" if report["tenant"] is None else f" of {report['tenant']}"
-    lines = [f"Cache-hit-rate report{whose}, {_duration(report['seconds'])}", ""]
-    groups = [[("total", total)]]
-    groups.append([(f"tenant {row['tenant']}", row) for row in report["tenants"]])
-    groups.append([(_program(row), row) for row in report["programs"]])
-    groups.append([(f"worker {row['worker'] or '(none)'}", row) for row in report["workers"]])
-    rows = [("", *FIGURES)]
-    for group in groups:
-        rows += [(_cut(name), *_figures(row)) for name, row in group]
+    whose = "" if report["tenant"] is None else f" of {_printable(report['tenant'])}"
+    rows = [("", *FIGURES), ("total", *_figures(total)), ()]
+    for key, name in (
+        ("tenants", lambda row: f"tenant {row['tenant']}"),
+        ("programs", _program),
+        ("workers", lambda row: f"worker {row['worker'] or '(none)'}"),
+    ):
+        shown = _largest(report[key])
+        rows += [(name(row), *_figures(row)) for row in shown]
+        if left := len(report[key]) - len(shown):
+            rows.append((f"and {left} more, see --json",))
         rows.append(())
-    lines += _aligned(rows)
+    lines = [f"Cache-hit-rate report{whose}, {_duration(report['seconds'])}", "", *_aligned(rows)]
     lines += _misses(total)
     lines += _pages(report["workers"])
-    if report["bound"]["forgotten"]:
+    lines += _drift(total)
+    if not report["bound"]["exact"]:
         lines.append("infinite: a lower bound, for the oldest prompts were forgotten (--report-tokens)")
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the most prompt tokens, in the order they have."""
+    ranked = sorted(range(len(rows)), key=lambda i: rows[i]["prompt_tokens"], reverse=True)
+    return [rows[i] for i in sorted(ranked[:MOST_ROWS])]
+
+
 def _program(row: dict[str, Any]) -> str:
-    name = _cut(row["program"], 20) or "(no program)"
-    return f"program {name}" + (f", fork depth {row['depth']}" if row["depth"] else "")
+    name = f"program {row['program']}" if row["program"] else "no program"
+    return f"{name}, fork depth {row['depth']}" if row["depth"] else name
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:
@@ -59,35 +73,46 @@ def _misses(total: dict[str, Any]) -> list[str]:
 
 
 def _pages(workers: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        (
-            f"worker {row['worker']}",
-            *(f"{row[name]:,}" for name in ("used_pages", "total_pages", "evicted_tokens", "preemptions", "steps")),
-        )
-        for row in workers
-        if row.get("total_pages")
-    ]
-    if not rows:
+    names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "preemptions", "steps")
+    known = [row for row in workers if row.get("total_pages")]
+    rows = [(f"worker {row['worker']}", *(f"{row[name]:,}" for name in names)) for row in _largest(known)]
+    return [*_aligned([("", *PAGES), *rows]), ""] if rows else []
+
+
+def _drift(total: dict[str, Any]) -> list[str]:
+    predicted, drift = total["predicted_tokens"], total["drift_tokens"]
+    if not predicted and not drift:
         return []
-    return [*_aligned([("", "pages used", "of", "tokens evicted", "preemptions", "steps"), *rows]), ""]
+    share = drift / max(total["prompt_tokens"], 1)
+    return [f"index: {predicted:,} hit tokens predicted, off by {drift:,} ({share:.1%} of the prompt tokens)", ""]
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, the others to the right."""
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The first column to the left, cut to what `WIDTH` leaves it, the others to the right."""
     columns = max(map(len, rows))
-    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(columns)]
+    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(1, columns)]
+    room = WIDTH - sum(widths) - 2 * len(widths)
+    rows = [(_cut(_printable(row[0]), room), *row[1:]) if row else row for row in rows]
+    first = max(len(row[0]) for row in rows if row)
     return [
-        "  ".join(_padded(cell, w, left=i == 0) for i, (cell, w) in enumerate(zip(row, widths, strict=False)))
+        "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], widths, strict=False))]).rstrip()
+        if row
+        else ""
         for row in rows
     ]
 
 
-def _padded(cell: str, width: int, left: bool) -> str:
-    return cell.ljust(width) if left else cell.rjust(width)
+def _cut(name: str, most: int) -> str:
+    """`name` in at most `most` characters: its middle is left out, for its end may hold the fork depth."""
+    if len(name) <= most:
+        return name
+    tail = (most - 1) // 2
+    return f"{name[: most - 1 - tail]}\u2026{name[len(name) - tail :]}"
 
 
-def _cut(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else name[: most - 1] + "\u2026"
+def _printable(name: str) -> str:
+    """Without what a terminal would obey: names come from callers."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in name)
 
 
 def _duration(seconds: float) -> str:

@@ -35,6 +35,7 @@ from radixrt.messages import (
     Tokens,
     ToRouter,
 )
+from radixrt.report import Report, render
 from radixrt.router import status
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
@@ -60,11 +61,11 @@ class RouterServer:
     one Error for each as soon as it reads again. One that vanished is forgotten.
     """
 
-    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Any = None) -> None:
+    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
         self.config = config = resolve(config)
         self.text = text or TextService.load(config)
-        self.report = report
-        self.core = RouterCore(config, report, vocab_size=self.text.vocab_size)
+        self.report = report or Report(config.report_tokens)
+        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size)
         self.client_address = config.client_address
         self.worker_address = config.worker_address
         self._streams = TextStreams(self.text, self.core)
@@ -196,12 +197,14 @@ class RouterServer:
             case "models":
                 return status.models(self.core)
             case "report":
-                tenant = self.core.tenant(message.api_key)
-                return self.report.to_json(tenant if self.config.api_key else None) if self.report else {}
+                return self.report.to_json(self._visible(message.api_key))
             case "metrics":
-                from radixrt.report.metrics import render
+                return render(self.report, self.core, self._visible(message.api_key))
 
-                return render(self.report, self.core)
+    def _visible(self, api_key: str) -> str | None:
+        """The tenant whose figures a key may see; None, all of them, where no keys are configured."""
+        tenant = self.core.tenant(api_key)
+        return tenant if self.config.api_key else None
 
     def _cancel(self, client: bytes, request_id: int) -> None:
         if task := self._tasks.pop((client, request_id), None):

@@ -24,7 +24,7 @@ def run(config: RouterConfig) -> None:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await server.run(stop)
 
-    server = RouterServer(config, report=Report(config.report_tokens))
+    server = RouterServer(config)
     with server.text, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 
@@ -33,7 +33,7 @@ class RouterThread:
     """A router on an event loop of its own thread, serving when made (or raising why it cannot). `stop` ends it."""
 
     def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
-        self.server = RouterServer(config, text, report or Report(config.report_tokens))
+        self.server = RouterServer(config, text, report)
         self._own_text = text is None
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="router")

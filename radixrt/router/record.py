@@ -28,9 +28,11 @@ class ReportSink(Protocol):
         reusable_tokens: int,
         cached_tokens: int,
         bound_tokens: int,
+        predicted_tokens: int,
         best_tokens: int,
     ) -> None:
-        """A run ended: its hits, beside what any worker held and what an infinite cache would."""
+        """A run ended: its hits, beside what the index said of its worker and of the best one, and what an infinite
+        cache would have given."""
 
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
@@ -90,5 +92,6 @@ class Recorder:
                 reusable_tokens=run.reusable,
                 cached_tokens=run.cached,
                 bound_tokens=run.bound,
+                predicted_tokens=run.hit,
                 best_tokens=run.best_hit,
             )

@@ -1,0 +1,78 @@
+"""What the README says can be done, done."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.server import FrontendThread
+from radixrt.launch import LocalStack, free_tcp_address
+from tests.checkpoints import make_tokenizer
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(?:python)?\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory):
+    """(ZMQ, HTTP) of a running stack."""
+    folder = make_tokenizer(tmp_path_factory.mktemp("checkpoint"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 512}))
+    names = {"model": str(folder), "served_model_name": "checkpoint"}
+    stack = StackConfig(resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0"), FrontendConfig())
+    with LocalStack(stack, client_address=free_tcp_address()) as running:
+        frontend = FrontendThread(resolve(FrontendConfig(**names, router=running.address, port=0)))
+        yield running.address, frontend.url
+        frontend.stop()
+
+
+def run(code: str, *command: str, addresses: tuple[str, str]) -> str:
+    zmq, http = addresses
+    code = code.replace("tcp://127.0.0.1:5555", zmq).replace("http://localhost:8000", http)
+    path = ROOT / ".demo" / "readme.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(code)
+    done = subprocess.run(
+        [sys.executable, *command, str(path), "Is tea better?"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def block(part: str) -> str:
+    return next(b for b in BLOCKS if part in b)
+
+
+def test_the_openai_client(addresses):
+    assert run(block("import OpenAI"), addresses=addresses).split()[-1].isdigit()
+
+
+def test_the_native_client(addresses):
+    assert "worker-0" in run(block("import Client"), addresses=addresses)
+
+
+def test_the_program(addresses):
+    code = block("@program")
+    said = run(code, "-m", "radixrt", "run", "--url", addresses[0], addresses=addresses)
+    assert said.strip() in ("yes", "no")
+
+
+def test_curl(addresses):
+    import httpx
+
+    route = re.search(r"curl localhost:8000(\S+)", README)[1]
+    body = re.search(r"-d '(.*?)'", README)[1]
+    answer = httpx.post(addresses[1] + route, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\((?!http)([^)]+)\)", README)
+    assert len(links) > 15 and all((ROOT / link).exists() for link in links)
