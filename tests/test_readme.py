@@ -26,7 +26,9 @@ def addresses(tmp_path_factory):
     folder = make_tokenizer(tmp_path_factory.mktemp("checkpoint"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": 512}))
     names = {"model": str(folder), "served_model_name": "checkpoint"}
-    stack = StackConfig(resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0"), FrontendConfig())
+    stack = StackConfig(
+        resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0", max_model_len=256), FrontendConfig()
+    )
     with LocalStack(stack, client_address=free_tcp_address()) as running:
         frontend = FrontendThread(resolve(FrontendConfig(**names, router=running.address, port=0)))
         yield running.address, frontend.url
