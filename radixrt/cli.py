@@ -120,7 +120,7 @@ def _role(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from radixrt.client import Client, ServerError
-    from radixrt.report.text import to_text
+    from radixrt.report import to_text
 
     try:
         with Client(args.url, api_key=args.api_key) as client:

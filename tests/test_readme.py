@@ -27,7 +27,7 @@ def addresses(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps({"vocab_size": 512}))
     names = {"model": str(folder), "served_model_name": "checkpoint"}
     stack = StackConfig(
-        resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0", max_model_len=256), FrontendConfig()
+        resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0", max_model_len=2048), FrontendConfig()
     )
     with LocalStack(stack, client_address=free_tcp_address()) as running:
         frontend = FrontendThread(resolve(FrontendConfig(**names, router=running.address, port=0)))

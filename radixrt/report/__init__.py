@@ -4,8 +4,7 @@ router core --arrived, finished, load--> Report --to_json--> HTTP, ZMQ, `radixrt
                                                 --render---> Prometheus
 """
 
-from radixrt.report.metrics import render
 from radixrt.report.report import Report
 from radixrt.report.text import to_text
 
-__all__ = ["Report", "render", "to_text"]
+__all__ = ["Report", "to_text"]

@@ -91,7 +91,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """The first column to the left, cut to what `WIDTH` leaves it, the others to the right."""
     columns = max(map(len, rows))
     widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(1, columns)]
-    room = WIDTH - sum(widths) - 2 * len(widths)
+    room = max(8, WIDTH - sum(widths) - 2 * len(widths))
     rows = [(_cut(_printable(row[0]), room), *row[1:]) if row else row for row in rows]
     first = max(len(row[0]) for row in rows if row)
     return [

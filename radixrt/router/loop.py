@@ -35,7 +35,8 @@ from radixrt.messages import (
     Tokens,
     ToRouter,
 )
-from radixrt.report import Report, render
+from radixrt.report import Report
+from radixrt.report.metrics import render
 from radixrt.router import status
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
