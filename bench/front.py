@@ -35,6 +35,7 @@ from radixrt.worker.fake import fake_token
 STREAMS, TOKENS, PROMPT, VOCAB = 64, 400, 64, 512
 LONG = 4096
 STEP = 0.005
+REQUESTS, REQUEST = 2048, f"a request of {LONG} ids"
 CACHE = 1 << 19
 """Tokens that the worker and the report hold."""
 
@@ -99,7 +100,7 @@ def measure(load: Load, roles: dict[str, int], units: int, **work: Any) -> tuple
 
 def measure_stack(folder: Path, scale: float) -> list[dict[str, Any]]:
     rows = []
-    requests = max(128, int(2048 * scale))
+    requests = max(128, int(REQUESTS * scale))
     digest = expected_digest(folder)
     with stack(folder) as (http, zmq, roles):
         for kind, address, text in (("http", http, True), ("zmq", zmq, True), ("zmq", zmq, False)):
@@ -122,7 +123,7 @@ def measure_stack(folder: Path, scale: float) -> list[dict[str, Any]]:
                 load.run(**work | {"requests": 448, "first": 10**6})
                 seen, request = measure(load, roles, requests, **work)
                 assert seen.get("requests", requests) == requests
-                rows.append({"what": f"a request of {LONG} ids", "over": kind} | request | {"seconds": seen["seconds"]})
+                rows.append({"what": REQUEST, "over": kind} | request | {"seconds": seen["seconds"]})
             finally:
                 load.close()
     return rows
@@ -142,6 +143,11 @@ def measure_references() -> list[dict[str, Any]]:
             seen, token = measure(load, {"plain": process.pid}, STREAMS * TOKENS, **work)
             what = "Starlette StreamingResponse" if kind == "http" else "relay, a message a token"
             rows.append({"what": "a streamed token", "over": f"{kind}: {what}"} | token | {"seconds": seen["seconds"]})
+            if kind == "http":
+                work = {"requests": REQUESTS, "concurrency": 64, "tokens": 1, "prompt": LONG}
+                seen, request = measure(load, {"plain": process.pid}, REQUESTS, **work)
+                over = "http: Starlette, JSON read and written"
+                rows.append({"what": REQUEST, "over": over} | request | {"seconds": seen["seconds"]})
         finally:
             load.close()
             process.terminate()

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from radixrt.messages import ClientRequest, Delta, Deltas, Usage
@@ -29,8 +29,12 @@ async def tokens(count: int) -> AsyncIterator[int]:
         yield number
 
 
-async def completions(request: Request) -> StreamingResponse:
+async def completions(request: Request) -> Response:
     body = await request.json()
+    if not body["stream"]:
+        choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": "length"}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1, "total_tokens": len(body["prompt"]) + 1}
+        return JSONResponse({"id": "cmpl-0", "object": "text_completion", "choices": [choice], "usage": usage})
 
     async def chunks() -> AsyncIterator[str]:
         async for number in tokens(body["max_tokens"]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 
@@ -20,6 +20,18 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use all the room there is."""
 MOST_PROMPTS = 1024
 
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""Numbers that a message can carry: JSON knows larger ones."""
+
+UNSERVED = (
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "documents", "ebnf", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "json_schema", "logits_processors", "lora_path", "prompt_embeds", "prompt_logprobs",
+    "regex", "return_token_ids", "return_tokens_as_token_ids", "structural_tag", "structured_outputs",
+    "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+)  # fmt: skip
+"""Fields that change an answer, known from OpenAI, vLLM and SGLang: to ignore them would be a wrong answer."""
+
 
 def refuse(field: str, message: str) -> NoReturn:
     raise ApiError(400, f"{field}: {message}", field)
@@ -29,28 +41,31 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
 
 
-class Common(msgspec.Struct, kw_only=True):
+Unserved = msgspec.defstruct("Unserved", [(name, Any, None) for name in UNSERVED], kw_only=True)
+
+
+class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     """Fields of both kinds of request; None is as good as absent."""
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
+    n: Int | None = None
+    best_of: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -72,7 +87,14 @@ class Common(msgspec.Struct, kw_only=True):
             refuse("stream_options", "only with stream")
         return bool(self.stream_options.include_usage)
 
+    def names(self) -> dict[str, str]:
+        """How the caller calls the fields of a message."""
+        return {"include_stop": "include_stop_str_in_output"}
+
     def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
+        for name in UNSERVED:
+            if getattr(self, name):
+                refuse(name, "is not served")
         if self.response_format and self.response_format.get("type", "text") != "text":
             refuse("response_format", "only plain text is served")
         fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
@@ -100,18 +122,14 @@ class Completion(Common, kw_only=True):
     prompt: msgspec.Raw = msgspec.Raw(b"null")
     suffix: str | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Int | None = None
 
     def prompts(self) -> list[Prompt]:
         """Text, a list of texts, token ids, or a list of token ids."""
         if (ids := parse_ids(self.prompt)) is not None:
             return [TokenPrompt(ids)]
         special = self.add_special_tokens is not False
-        try:
-            prompt = msgspec.json.decode(self.prompt)
-        except UnicodeDecodeError:
-            refuse("prompt", "is not UTF-8")
-        match prompt:
+        match parse(_prompt, self.prompt, "prompt"):
             case None:
                 refuse("prompt", "is missing")
             case str() as text:
@@ -142,26 +160,36 @@ class Chat(Common, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def prompts(self) -> list[Prompt]:
-        partial = bool(self.continue_final_message)
         if self.functions:
             refuse("functions", "is not served; use tools")
-        if self.tool_choice not in (None, "none", "auto"):
-            refuse("tool_choice", "only none and auto are served")
-        if self.add_generation_prompt is not None and self.add_generation_prompt == partial:
-            refuse("add_generation_prompt", "must be the opposite of continue_final_message")
+        if self.echo:
+            refuse("echo", "is not served in a chat")
+        if self.modalities not in (None, [], ["text"]):
+            refuse("modalities", "only text is served")
+        for field, choice in (("tool_choice", self.tool_choice), ("function_call", self.function_call)):
+            if choice not in (None, "none", "auto"):
+                refuse(field, "only none and auto are served")
         tools = None if self.tool_choice == "none" else self.tools or None
-        return [ChatPrompt(self.messages, tools, partial, self.chat_template_kwargs or {})]
+        return [chat_prompt(self, self.messages, tools)]
+
+    def names(self) -> dict[str, str]:
+        """See Common."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().names() | {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
 
     def sampling(self) -> Sampling:
         if self.top_logprobs is not None and not self.logprobs:
@@ -179,39 +207,58 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def to_prompt(self) -> Prompt:
         if (self.prompt is None) == (self.messages is None):
             refuse("prompt", "either prompt or messages is needed")
         if self.messages is not None:
-            return ChatPrompt(self.messages, self.tools)
+            return chat_prompt(self, self.messages, self.tools)
         return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
+
+
+def chat_prompt(
+    body: Chat | TokenizeBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> ChatPrompt:
+    """The chat of a body. Its template is asked for an answer, or for the last message to go on."""
+    partial = bool(body.continue_final_message)
+    if body.add_generation_prompt is not None and body.add_generation_prompt == partial:
+        refuse("add_generation_prompt", "must be the opposite of continue_final_message")
+    return ChatPrompt(messages, tools, partial, body.chat_template_kwargs or {})
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[Int]
+
+
+_prompt = msgspec.json.Decoder(str | list[str | Int | list[Int]] | None)
 
 
 def _ids(ids: list[Any], field: str) -> TokenPrompt:
     try:
         return TokenPrompt(array("i", ids).tobytes())
-    except (TypeError, OverflowError):
-        refuse(field, "token ids must be integers of 32 bits")
+    except TypeError:
+        refuse(field, "token ids must be integers")
 
 
-def parse(decoder: msgspec.json.Decoder, body: bytes) -> Any:
-    """A body by its schema. ApiError (400) names the field that is wrong."""
+def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str = "") -> Any:
+    """A body by its schema, or the part of one in the field `within`. ApiError (400) names the field that is wrong."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
         text = str(problem)
         path = re.search(r" - at `\$\.?([^`]*)`$", text)
         missing = re.search(r"required field `([^`]*)`", text)
-        field = (missing or path)[1] if missing or path else ""
+        field = within + ((missing or path)[1] if missing or path else "")
         raise ApiError(400, text, re.sub(r"\[\.\.\.\]", "", field)) from None
     except msgspec.DecodeError as problem:
-        raise ApiError(400, f"the body is not JSON: {problem}") from None
+        raise ApiError(400, f"the body is not JSON: {problem}", within) from None
     except UnicodeDecodeError as problem:
-        raise ApiError(400, f"the body is not UTF-8: {problem}") from None
+        raise ApiError(400, f"the body is not UTF-8: {problem}", within) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", within) from None

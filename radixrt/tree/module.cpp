@@ -685,7 +685,7 @@ PyMethodDef tree_methods[] = {
      "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were there; their values are the caller's to free."},
     {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: values freed, at least that many tokens' unless nothing more may go."},
     {"forget", method(tree_forget), kNamed,
-     "forget(namespace, tokens, keep) -> bytes: free the path beyond `keep` tokens as far as nobody leases or continues it."},
+     "forget(namespace, tokens, keep) -> bytes: free what is held of the path beyond `keep` tokens as far as nobody leases or continues it."},
     {"clear", tree_clear, METH_NOARGS, "clear() -> bytes: free everything. ValueError while leases are live."},
     {"drain_events", tree_drain_events, METH_NOARGS, "drain_events() -> list: changes since the last call, oldest first."},
     {"snapshot", tree_snapshot, METH_NOARGS, "snapshot() -> list: events that make this tree from nothing."},

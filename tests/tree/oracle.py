@@ -62,9 +62,7 @@ class NaiveCache:
 
     def forget(self, namespace: str, path: Path, keep: int) -> list[int]:
         freed: list[int] = []
-        if self.match(namespace, path) != path:
-            return freed
-        for prefix in reversed(self.prefixes(path)):
+        for prefix in reversed(self.prefixes(self.match(namespace, path))):
             page = (namespace, prefix)
             if len(prefix) <= keep or len(prefix) - self.page_size < keep or page in self.inner() | self.leased():
                 break
