@@ -242,3 +242,48 @@ def test_a_step_that_cannot_run_fails_its_requests_only() -> None:
     bench.cache.check()
     assert bench.cache.tree.tokens == 0
     assert not bench.scheduler.has_work
+
+
+def test_two_that_generate_the_same_share_it_in_the_end() -> None:
+    """Their generated pages were private; the second one's go back when it leaves."""
+    bench = Bench()
+    prompt = [5, 6, 7, 8]
+    for id in (1, 2):
+        bench.add(id, prompt, max_tokens=6)
+    bench.drain()
+    assert bench.tokens[1] == bench.tokens[2] == alone(prompt, 6)
+    assert bench.cache.tree.tokens == len(prompt) + 5, "the last token was never computed"
+    assert bench.cache.free_pages == bench.cache.total_pages - bench.cache.tree.tokens
+    bench.cache.check()
+
+
+def test_what_is_cached_is_not_written_again() -> None:
+    """A whole prompt that is cached: its last token is computed for its logits, and its KV goes to the trash page."""
+    bench = Bench()
+    bench.add(1, [5, 6, 7, 8], max_tokens=1)
+    bench.drain()
+    bench.add(2, [5, 6, 7, 8], max_tokens=1)
+    plan = bench.scheduler.plan()
+    assert plan.tokens.tolist() == [8] and plan.starts.tolist() == [3] and plan.slots.tolist() == [0]
+
+
+@pytest.mark.parametrize(("generated", "finish"), [(3, "stop"), (20, "length")])
+def test_stop_ids_end_a_request(generated: int, finish: str) -> None:
+    prompt = [5, 6, 7, 8]
+    stop = alone(prompt, 20)[generated - 1] if finish == "stop" else 1
+    bench = Bench()
+    ids = np.array(prompt, dtype=np.int32).tobytes()
+    for id, sampling in enumerate(
+        (
+            Sampling(max_tokens=20, stop_token_ids=(stop,), ignore_eos=True),
+            Sampling(max_tokens=20),
+            Sampling(max_tokens=20, ignore_eos=True),
+        )
+    ):
+        run = Run(id=id, namespace="", ids=ids, prompt_len=4, sampling=sampling)
+        bench.scheduler.add(Request(run, 24, frozenset({stop})))
+        bench.tokens[id] = []
+    bench.drain()
+    whole = alone(prompt, 20)
+    assert bench.tokens == {0: whole[:generated], 1: whole[:generated], 2: whole}
+    assert bench.finish == {0: finish, 1: finish, 2: "length"}
