@@ -5,7 +5,9 @@ PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp)
 
-.PHONY: demo test test-slow lint bench clean
+GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout
+
+.PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test
 
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
@@ -15,6 +17,19 @@ test: .venv/installed-test lint
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+# On a GPU host without a network: `make gpu-wheels` where there is one, then carry .gpu along.
+gpu-wheels:
+	python3 -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform any \
+	  --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --dest .gpu/whl $(GPU_WHEELS)
+
+.gpu/site: $(wildcard .gpu/whl/*.whl)
+	python3 -m pip install --quiet --no-deps --no-index --target $@ .gpu/whl/*.whl
+	@touch $@
+
+gpu-test: .gpu/site
+	python3 setup.py --quiet build_ext --inplace
+	PYTHONPATH=.gpu/site python3 -m pytest -m gpu -rs -s -p no:cacheprovider tests/gpu
 
 bench: .venv/installed-test
 	$(BIN)/python -m bench.tree

@@ -157,11 +157,13 @@ def test_garbage_disturbs_nobody(pair):
     with Client(address) as client, wire.Link(address) as link, wire.Link(running._worker_address, b"evil") as evil:
         stream = client.stream(prompts(1, 20, 20, seed=3)[0], GREEDY)
         next(stream)
-        for payload in (b"", b"\xc1", b"\x00" * 5000, wire.encode({"type": "dance", "id": 3}), wire.encode(Cancel(99))):
+        nested = b"\x82\xa4type\xa8tokenize\xa6prompt" + b"\x91" * 100_000 + b"\xc0"
+        unknown = wire.encode({"type": "dance", "id": 3})
+        for payload in (b"", b"\xc1", b"\x00" * 5000, nested, unknown, wire.encode(Cancel(99))):
             link.send(payload)
             evil.send(payload)
         assert sum(len(delta.ids) for delta in stream) // 4 >= 62
-        answers = [wire.Decoder(dict).decode(link.recv(2)) for _ in range(4)]
+        answers = [wire.Decoder(dict).decode(link.recv(2)) for _ in range(5)]
         assert all(answer["code"] == 400 for answer in answers)
         assert answers[-1]["id"] == 3
 

@@ -1,6 +1,9 @@
-"""Attention over pages, in plain torch: what a CPU runs, and the reference for every kernel."""
+"""Attention over pages: plain torch, which a CPU runs and which is the reference, and FlashInfer's kernels for GPUs."""
 
 from __future__ import annotations
+
+import logging
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -8,7 +11,42 @@ from torch.nn import functional as F
 
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model.decoder import Attend
+from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Plan
+
+log = logging.getLogger("radixrt.attention")
+
+BACKENDS = ("auto", "flashinfer", "torch")
+
+
+class Attention(Protocol):
+    """Attention of one runner over its pool."""
+
+    def bind(self, table: np.ndarray) -> None:
+        """`table` is int32[rows, pages], which the scheduler goes on writing."""
+
+    def begin(self, plan: Plan, device: torch.device) -> Attend:
+        """The attention of one step."""
+
+
+def choose(backend: str, pool: KVPool, page_size: int, spec: ModelSpec, dtype: torch.dtype, exact: bool) -> Attention:
+    """By name; `auto` is FlashInfer on a GPU, if it is installed, else torch. `exact`: independent of the batch.
+
+    ValueError for no known name, or for FlashInfer where it cannot be."""
+    if backend not in BACKENDS:
+        raise ValueError(f"attention_backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    on_gpu = pool.device.type == "cuda"
+    if exact or backend == "torch" or (backend == "auto" and not on_gpu):
+        if exact and backend == "flashinfer":
+            log.warning("deterministic: attention by torch, for FlashInfer's kernels depend on the batch")
+        return (BatchInvariantAttention if exact else TorchAttention)(pool, page_size, spec.windows)
+    try:
+        return FlashInferAttention(pool, page_size, spec, dtype)
+    except ImportError as error:
+        if backend == "flashinfer":
+            raise ValueError(f"attention_backend: FlashInfer cannot be imported: {error}") from error
+        log.warning("FlashInfer is not installed (pip install 'radixrt[cuda]'): attention by torch, slower")
+        return TorchAttention(pool, page_size, spec.windows)
 
 
 class TorchAttention:
@@ -24,11 +62,9 @@ class TorchAttention:
         self._windows = windows
 
     def bind(self, table: np.ndarray) -> None:
-        """`table` is int32[rows, pages], which the scheduler goes on writing."""
         self._table = table
 
     def begin(self, plan: Plan, device: torch.device) -> Attend:
-        """The attention of one step."""
         written = torch.from_numpy(plan.slots).to(device, torch.int64)
         ends = (plan.starts + plan.counts).tolist()
         slots = [
@@ -140,3 +176,71 @@ class _Softmax:
 
     def result(self) -> torch.Tensor:
         return self._values / self._sum[..., None]
+
+
+# ---------------------------------------------------------------- FlashInfer
+
+
+class FlashInferAttention:
+    """FlashInfer's paged prefill kernel for everything, a decode being a prefill of one token.
+
+    Planned once a step and kind of layer (windowed or not), from host arrays, so that planning waits for nothing.
+    """
+
+    WORKSPACE = 256 << 20
+    """Bytes for partial results of split sequences."""
+
+    def __init__(self, pool: KVPool, page_size: int, spec: ModelSpec, dtype: torch.dtype) -> None:
+        import flashinfer
+
+        self._pool = pool
+        self._page_size = page_size
+        self._spec = spec
+        self._dtype = dtype
+        workspace = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=pool.device)
+        self._wrappers = {
+            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer=workspace, kv_layout="NHD", backend="fa2"
+            )
+            for window in dict.fromkeys(spec.windows)
+        }
+
+    def bind(self, table: np.ndarray) -> None:
+        self._table = table
+
+    def begin(self, plan: Plan, device: torch.device) -> Attend:
+        written = torch.from_numpy(plan.slots).to(device, torch.int64)
+        self._plan(plan, device)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._pool.write(layer, written, k, v)
+            wrapper = self._wrappers[self._spec.windows[layer]]
+            return wrapper.run(q=q, paged_kv_cache=self._pool.pages(layer, self._page_size))
+
+        return attend
+
+    def _plan(self, plan: Plan, device: torch.device) -> None:
+        spec, size = self._spec, self._page_size
+        ends = plan.starts + plan.counts
+        held = -(-ends // size)
+        pages = np.concatenate([self._table[row, :n] for row, n in zip(plan.rows.tolist(), held.tolist(), strict=True)])
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                qo_indptr=_starts(plan.counts),
+                paged_kv_indptr=_starts(held),
+                paged_kv_indices=torch.from_numpy(pages).to(device),
+                paged_kv_last_page_len=torch.from_numpy(ends - (held - 1) * size).int(),
+                num_qo_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim_qk=spec.head_dim,
+                page_size=size,
+                causal=True,
+                window_left=-1 if window is None else window - 1,
+                q_data_type=self._dtype,
+                kv_data_type=self._pool.dtype,
+            )
+
+
+def _starts(counts: np.ndarray) -> torch.Tensor:
+    """int32[n + 1] on the host: where each of n pieces begins, and where the last ends."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

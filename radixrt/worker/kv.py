@@ -33,6 +33,15 @@ class KVPool:
     def nbytes(self) -> int:
         return self._values.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self._values.device
+
+    def pages(self, layer: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer in place, each [pages, page_size, kv_heads, head_dim] of the pool's dtype."""
+        keys, values = self._values[layer].unflatten(1, (-1, page_size))
+        return keys.view(self.dtype), values.view(self.dtype)
+
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. Of equal slots any one wins."""
         keys, values = self._values[layer]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from radixrt.config import WorkerConfig
-from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker import attention
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
@@ -37,6 +37,7 @@ class TorchRunner:
         kv_dtype: torch.dtype,
         eos_ids: frozenset[int] = frozenset(),
         batch_invariant: bool = False,
+        attention_backend: str = "auto",
     ) -> None:
         spec = model.spec
         self.num_pages = num_pages
@@ -49,8 +50,7 @@ class TorchRunner:
         self._device = model.device
         slots = num_pages * page_size
         self.pool = KVPool(spec.num_layers, slots, spec.num_kv_heads, spec.head_dim, kv_dtype, self._device)
-        attention = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = attention(self.pool, page_size, spec.windows)
+        self._attention = attention.choose(attention_backend, self.pool, page_size, spec, model.dtype, batch_invariant)
 
     @classmethod
     def load(cls, config: WorkerConfig) -> TorchRunner:
@@ -70,7 +70,8 @@ class TorchRunner:
         weights.close()
         tokens = config.max_total_tokens or pool_tokens(spec, kv_dtype, device, config.gpu_memory_utilization)
         num_pages = tokens // config.page_size + 1
-        runner = cls(model, num_pages, config.page_size, kv_dtype, checkpoint.eos_ids(folder), exact)
+        eos_ids = checkpoint.eos_ids(folder)
+        runner = cls(model, num_pages, config.page_size, kv_dtype, eos_ids, exact, config.attention_backend)
         log.info(
             "%s: %d layers in %s; %d token slots of %s, %.2f GB",
             folder.name, spec.num_layers, dtype, tokens, runner.kv_dtype, runner.pool.nbytes / 1e9,

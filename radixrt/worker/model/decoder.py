@@ -74,6 +74,10 @@ class Decoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [T, hidden] of int64 tokens[T] at int64 positions[T]."""
         x = F.embedding(tokens, self._embedding)
@@ -87,7 +91,10 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[S, vocab] of hidden states [S, hidden]."""
-        return self._head(self._normed(hidden, self._norm)).float()
+        x = self._normed(hidden, self._norm)
+        if x.is_cuda and x.dtype != torch.float32 and not self._head.batch_invariant:
+            return torch.mm(x, self._head.weight.t(), out_dtype=torch.float32)  # rounding to 8 bits makes ties
+        return self._head(x).float()
 
     def _attention(
         self, number: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend

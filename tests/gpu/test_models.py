@@ -1,0 +1,106 @@
+"""Models on the GPU against transformers in bfloat16; warm against cold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.runner import TorchRunner
+from tests.checkpoints import make_model
+from tests.worker.engine import GREEDY, Engine, prompts
+
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "initializer_range": 0.04,
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def made(request, tmp_path_factory):
+    """(folder, transformers model on the GPU in bfloat16)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model(folder, request.param, **SIZES)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # rotary frequencies stay float32
+    return folder, model.to("cuda").eval()
+
+
+def load(folder, **settings) -> TorchRunner:
+    config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
+    return TorchRunner.load(resolve(WorkerConfig(**config)))
+
+
+def last_logits(runner: TorchRunner, prompt: list[int], chunk: int = 8192) -> torch.Tensor:
+    engine = Engine(runner, chunk=chunk, max_model_len=4096)
+    engine.add(prompt, GREEDY)
+    while True:
+        plan = engine.scheduler.plan()
+        logits = runner.logits(plan)
+        if plan.samples.any():
+            return logits[-1]
+        engine.scheduler.apply(plan, runner.launch(plan)())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_are_those_of_transformers(made, page_size):
+    folder, model = made
+    worst = 0.0
+    for prompt in prompts(8, 50, 900, vocab_size=4096):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt], device="cuda")).logits[0, -1].float()
+        found = last_logits(load(folder, page_size=page_size), prompt)
+        worst = max(worst, float((found - expected).norm() / expected.norm()))
+    print(f"worst relative error of logits: {worst:.2e}")
+    assert worst < 2e-2
+
+
+def test_greedy_agreement_is_reported(made):
+    folder, model = made
+    asked = prompts(50, 20, 300, vocab_size=4096)
+    found = Engine(load(folder), chunk=8192, max_model_len=4096).generate(asked)
+    same = total = 0
+    for prompt, tokens in zip(asked, found, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = out[0, len(prompt) :].tolist()
+        first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), 64)
+        same, total = same + first, total + 64
+    print(f"greedy tokens before the first that differs: {same / total:.1%}")
+    assert same / total > 0.25, "both round to 8 bits, and random weights leave narrow margins"
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+def test_warm_is_cold_where_the_margin_is_not_noise(made, kv_dtype):
+    """Tokens alone and cold, in a batch and chunked, and warm; a first difference must be a near tie."""
+    folder, _ = made
+    asked = prompts(24, 100, 600, vocab_size=4096)
+    cold = [Engine(load(folder, kv_cache_dtype=kv_dtype), chunk=8192).generate([prompt])[0] for prompt in asked]
+    engine = Engine(load(folder, kv_cache_dtype=kv_dtype), chunk=512)
+    ties = 0
+    for tokens in (engine.generate(asked), engine.generate(asked)):
+        for prompt, a, b in zip(asked, cold, tokens, strict=True):
+            first = next((i for i in range(64) if a[i] != b[i]), None)
+            if first is None:
+                continue
+            ties += 1
+            logits = last_logits(load(folder, kv_cache_dtype=kv_dtype), prompt + a[:first])
+            top = logits.topk(2).values
+            assert float(top[0] - top[1]) < 0.1 * float(logits.std()), "the cold run had a clear winner"
+    print(f"{kv_dtype}: {ties} of {2 * len(asked)} sequences part at a near tie")
+
+
+def test_deterministic_is_exact(made):
+    folder, _ = made
+    asked = prompts(6, 100, 300, vocab_size=4096)
+    settings = {"deterministic": True, "kv_cache_dtype": "fp8_e4m3"}
+    cold = [Engine(load(folder, **settings), chunk=8192).generate([prompt])[0] for prompt in asked]
+    engine = Engine(load(folder, **settings), chunk=100)
+    assert engine.generate(asked) == cold
+    assert engine.generate(asked) == cold
