@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "radixrt.client": ("AsyncClient", "Client", "Completion", "ServerError"),
-    "radixrt.messages": ("Origin", "Sampling", "Usage"),
+    "radixrt.messages": ("ChatPrompt", "Origin", "PartsPrompt", "Sampling", "TextPrompt", "TokenPrompt", "Usage"),
     "radixrt.lang": (
-        "Branch", "ProgramError", "SyncBranch", "Value", "assistant", "gen", "join", "program", "role", "select",
-        "system", "use_client", "user",
+        "Branch", "Program", "ProgramError", "SyncBranch", "Value", "assistant", "gen", "join", "program", "role",
+        "select", "system", "use_client", "user",
     ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

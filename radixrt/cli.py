@@ -15,6 +15,7 @@ import json
 import logging
 import runpy
 import sys
+import traceback
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,21 +134,39 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from radixrt.client import Client
+    from radixrt.client import Client, ServerError
     from radixrt.lang import ProgramError, use_client
 
+    if not Path(args.program).is_file():
+        raise FileNotFoundError(f"there is no file {args.program}")
     sys.argv = [args.program, *args.arguments]
     sys.path.insert(0, str(Path(args.program).resolve().parent))
-    with Client(args.url, api_key=args.api_key) as client:
+    try:
+        client = Client(args.url, api_key=args.api_key)
+    except ServerError as error:
+        print(f"radixrt run: {error}", file=sys.stderr)
+        return 2
+    with client:
         use_client(client)
         try:
             runpy.run_path(args.program, run_name="__main__")
         except ProgramError as error:
             print(f"{args.program}: {error}", file=sys.stderr)
             return 1
+        except Exception as error:
+            _print_from(args.program, error)
+            return 1
         finally:
             use_client(None)
     return 0
+
+
+def _print_from(program: str, error: Exception) -> None:
+    """The traceback from the program's own lines on, as Python would print it without us."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != program:
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
 
 
 def _keygen(args: argparse.Namespace) -> int:

@@ -10,7 +10,10 @@ All three carry the same messages; what differs is the `Transport`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import functools
+import inspect
 import itertools
 import threading
 from array import array
@@ -49,6 +52,10 @@ from radixrt.messages import (
 )
 
 CONNECT_SECONDS = 5.0
+CANCEL_SECONDS = 2.0
+"""An interrupted wait (Ctrl-C) is given this long to cancel at the server what it waited for."""
+FAREWELL_SECONDS = 0.3
+"""A router is given this long to confirm that it has read the last cancels, before its connection is closed."""
 NATIVE_PATH = "/v1/native"
 """Where an HTTP front end takes one ClientRequest as JSON and answers with ClientReplies, one a line."""
 
@@ -121,7 +128,8 @@ class Transport(Protocol):
     def cancel(self, request_id: int) -> None:
         """Stop a request, if it is not finished; no further answer comes."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Disconnect. Requests in flight are cancelled at the server and answered with an Error (503) here."""
 
 
 class _Pending:
@@ -129,9 +137,9 @@ class _Pending:
 
     __slots__ = ("on_answer", "open")
 
-    def __init__(self, on_answer: OnAnswer, choices: int) -> None:
+    def __init__(self, request: ClientRequest, on_answer: OnAnswer) -> None:
         self.on_answer = on_answer
-        self.open = choices
+        self.open = request.n if isinstance(request, Generate) else 1
 
     def give(self, reply: ClientReply) -> None:
         """Hand on a reply that is about this request alone."""
@@ -146,9 +154,10 @@ class _Pending:
         self.open -= delta.finish is not None
         self.on_answer(delta)
 
-
-def _choices(request: ClientRequest) -> int:
-    return request.n if isinstance(request, Generate) else 1
+    def fail(self, request_id: int, message: str) -> None:
+        """Answer with a 503, unless the last answer has come."""
+        if self.open > 0:
+            self.give(Error(request_id, 503, message, retry_after=1.0))
 
 
 class ZmqTransport:
@@ -159,14 +168,21 @@ class ZmqTransport:
     def __init__(self, address: str) -> None:
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
+        self._unconfirmed = False
+        """A Cancel was sent: it may still be under way."""
         self._socket = wire.DealerSocket(address, self._receive, on_lost=self._lost)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the router is there now; without it, requests wait for it."""
+        return self._socket.connected
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
         """See Transport. ServerError (503) when the router does not read."""
         request.id = next(self._ids)
         if not self._socket.send(wire.encode(request)):
             raise ServerError(503, "the router does not read its messages", retry_after=1.0)
-        self._pending[request.id] = _Pending(on_answer, _choices(request))
+        self._pending[request.id] = _Pending(request, on_answer)
         return request.id
 
     def cancel(self, request_id: int) -> None:
@@ -175,11 +191,26 @@ class ZmqTransport:
 
     def tell(self, message: Cancel) -> None:
         """Send a message about a request that is in flight."""
+        self._unconfirmed = True
         self._socket.send(wire.encode(message))
 
-    async def close(self) -> None:
-        self._socket.close()
-        self._fail_all("the connection was closed")
+    async def close(self, reason: str = "the connection was closed") -> None:
+        for request_id in self._pending:
+            self.tell(Cancel(request_id))
+        self._fail_all(reason)
+        try:
+            if self._unconfirmed and self.connected:
+                await self._confirm()
+        finally:
+            self._socket.close()
+            self._fail_all(reason)
+
+    async def _confirm(self) -> None:
+        """Wait for any answer: messages arrive in order, so the cancels before the question have arrived too."""
+        answered = asyncio.Event()
+        with contextlib.suppress(TimeoutError, ServerError):
+            self.submit(Ask(id=0, what="health"), lambda _: answered.set())
+            await asyncio.wait_for(answered.wait(), FAREWELL_SECONDS)
 
     def _receive(self, payload: bytes) -> None:
         reply = self._reply.decode(payload)
@@ -199,7 +230,7 @@ class ZmqTransport:
     def _fail_all(self, message: str) -> None:
         pending, self._pending = self._pending, {}
         for request_id, one in pending.items():
-            one.give(Error(request_id, 503, message, retry_after=1.0))
+            one.fail(request_id, message)
 
 
 class HttpTransport:
@@ -213,22 +244,28 @@ class HttpTransport:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._open: dict[int, tuple[asyncio.Task[None], _Pending]] = {}
         self._ids = itertools.count(1)
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        """See Transport."""
         request.id = next(self._ids)
-        work = self._post(request.id, self._encode(request), _Pending(on_answer, _choices(request)))
-        self._tasks[request.id] = asyncio.get_running_loop().create_task(work)
+        pending = _Pending(request, on_answer)
+        work = self._post(request.id, self._encode(request), pending)
+        self._open[request.id] = asyncio.get_running_loop().create_task(work), pending
         return request.id
 
     def cancel(self, request_id: int) -> None:
-        if task := self._tasks.pop(request_id, None):
-            task.cancel()
+        if entry := self._open.pop(request_id, None):
+            entry[0].cancel()
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        entries, self._open = self._open, {}
+        for task, _ in entries.values():
             task.cancel()
+        await asyncio.gather(*(task for task, _ in entries.values()), return_exceptions=True)
+        for request_id, (_, pending) in entries.items():
+            pending.fail(request_id, "the connection was closed")
         await self._client.aclose()
 
     async def _post(self, request_id: int, body: bytes, pending: _Pending) -> None:
@@ -236,15 +273,33 @@ class HttpTransport:
         headers = {"content-type": "application/json"}
         try:
             async with self._client.stream("POST", NATIVE_PATH, content=body, headers=headers) as response:
+                if not _is_native(response):
+                    await response.aread()
+                    pending.give(_refusal(request_id, response))
+                    return
                 async for line in response.aiter_lines():
                     if line:
                         pending.give(self._reply.decode(line))
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except Exception as error:  # whatever it is, who waits for an answer must hear of it
             problem = f"{type(error).__name__}: {error}"
         finally:
-            self._tasks.pop(request_id, None)
-        if pending.open:
-            pending.give(Error(request_id, 503, problem, retry_after=1.0))
+            self._open.pop(request_id, None)
+        pending.fail(request_id, problem)
+
+
+def _is_native(response: httpx.Response) -> bool:
+    return response.headers.get("content-type", "").startswith("application/x-ndjson")
+
+
+def _refusal(request_id: int, response: httpx.Response) -> Error:
+    """What a server says that does not answer in the native protocol: a front end's error, or somebody else's page."""
+    try:
+        error = msgspec.json.decode(response.content)["error"]
+        message, field = error["message"], error.get("param") or ""
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return Error(request_id, 503, f"no radixrt answers there (HTTP status {response.status_code})")
+    seconds = response.headers.get("retry-after", "")
+    return Error(request_id, response.status_code, message, field, float(seconds) if seconds.isdigit() else None)
 
 
 # ---------------------------------------------------------------- the async client
@@ -264,12 +319,14 @@ class AsyncClient:
         self._api_key = api_key
         self._timeout = timeout
         self._local = local
+        self._closed = False
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> Self:
         """Connect and wait until somebody answers there; ConnectionError after `timeout` seconds without.
 
-        ValueError for an address of no known kind, or a folder that holds no model."""
+        ValueError for an address of no known kind, or a folder that holds no model; ServerError (401) for a key that
+        the server does not know."""
         if url.startswith("local:"):
             from radixrt.launch import local_stack
 
@@ -279,13 +336,16 @@ class AsyncClient:
         client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url), api_key, timeout=timeout)
         try:
             await client.health()
-        except ServerError as problem:
+        except BaseException as problem:
             await client.close()
-            raise ConnectionError(f"nobody answers at {url.partition('#')[0]}") from problem
+            if isinstance(problem, ServerError) and problem.code == 503:
+                raise ConnectionError(f"nobody answers at {url.partition('#')[0]}: {problem.message}") from problem
+            raise
         return client
 
     async def close(self) -> None:
-        """Disconnect; requests in flight fail. Stops the router and worker of a `local:` client."""
+        """Disconnect; requests in flight fail. Stops the router and worker of a `local:` client. Idempotent."""
+        self._closed = True
         await self._transport.close()
         if self._local is not None:
             local, self._local = self._local, None
@@ -393,11 +453,12 @@ class AsyncClient:
         return token_list((await self._ask_for(Tokens, request)).ids)
 
     async def render(self, prompt: ChatPrompt) -> str:
-        """The text that the model's chat template makes of messages."""
-        return (await self._ask_for(Tokens, Tokenize(id=0, prompt=prompt, api_key=self._api_key))).text
+        """The text that the model's chat template makes of messages; nothing is encoded for it."""
+        request = Tokenize(id=0, prompt=prompt, render_only=True, api_key=self._api_key)
+        return (await self._ask_for(Tokens, request)).text
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids, all at once."""
+    async def detokenize(self, ids: Sequence[int] | bytes) -> str:
+        """The text of token ids, all at once, without special tokens. `bytes` are int32, little-endian."""
         request = Detokenize(id=0, ids=token_bytes(ids), api_key=self._api_key)
         return (await self._ask_for(Tokens, request)).text
 
@@ -431,7 +492,11 @@ class AsyncClient:
 
     @contextlib.asynccontextmanager
     async def _answers(self, request: ClientRequest) -> AsyncIterator[asyncio.Queue[Answer]]:
-        """A queue of a request's answers; the request is cancelled when it is left before the last one."""
+        """A queue of a request's answers; the request is cancelled when it is left before the last one.
+
+        RuntimeError on a client that is closed."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         request_id = self._transport.submit(request, answers.put_nowait)
         try:
@@ -455,6 +520,9 @@ async def _await(work: Awaitable[T]) -> T:
     return await work
 
 
+ON_THE_LOOP = "a plain Client cannot wait inside its own async code: await the AsyncClient, or the program"
+
+
 class Portal:
     """An event loop in a thread of its own, for callers that have none."""
 
@@ -463,32 +531,90 @@ class Portal:
         self._thread = threading.Thread(target=self._loop.run_forever, name="radixrt-client", daemon=True)
         self._thread.start()
 
-    def call(self, work: Awaitable[T]) -> T:
-        """Await something there; an interrupted wait (Ctrl-C) cancels it."""
-        future = asyncio.run_coroutine_threadsafe(_await(work), self._loop)
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Await `function(*args, **kwargs)` there. An interrupted wait (Ctrl-C) cancels it, and gives it
+        `CANCEL_SECONDS` to end.
+
+        RuntimeError once the portal is closed, and on the loop itself, which would wait for itself for ever."""
+        if self.closed or self._is_here():
+            raise RuntimeError("the client is closed" if self.closed else ON_THE_LOOP)
+        call = _Call(functools.partial(function, *args, **kwargs))
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(call.begin)
+            return call.outcome.result()
         except BaseException:
-            future.cancel()
+            if not call.outcome.done():
+                self._loop.call_soon_threadsafe(call.stop)
+                with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+                    call.outcome.exception(CANCEL_SECONDS)
             raise
+
+    def _is_here(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
         """Items of an async iterator, pulled one by one; closing the generator closes it."""
         try:
             while True:
                 try:
-                    yield self.call(anext(items))
+                    yield self.call(anext, items)
                 except StopAsyncIteration:
                     return
         finally:
-            self.call(items.aclose())
+            # An iterator that was dropped may be collected late (closing the portal has closed it) and anywhere.
+            if not self.closed and not self._is_here():
+                self.call(items.aclose)
 
     def close(self) -> None:
-        self.call(self._loop.shutdown_asyncgens())
-        self.call(self._loop.shutdown_default_executor())
+        """End the loop and its thread; what others wait for there is cancelled. Idempotent."""
+        if self.closed:
+            return
+        self.call(_cancel_others)
+        self.call(self._loop.shutdown_asyncgens)
+        self.call(self._loop.shutdown_default_executor)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_SECONDS)
+
+
+class _Call:
+    """Work on the loop that another thread waits for. An interrupt may hit that thread at any instruction, so all that
+    counts happens on the loop, in the order of its callbacks: `begin`, if at all, before `stop`."""
+
+    def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
+        self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda _: self.outcome.cancel())  # it was stopped before its first step
+
+    def stop(self) -> None:
+        if self._task is None:
+            self.outcome.cancel()
+        else:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self.outcome.set_result(await self._work())
+        except asyncio.CancelledError:
+            self.outcome.cancel()
+        except BaseException as problem:  # SystemExit as well: it is the other thread's, and would end the loop
+            self.outcome.set_exception(problem)
 
 
 class Client:
@@ -497,20 +623,20 @@ class Client:
     def __init__(self, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> None:
         self._portal = Portal()
         try:
-            self.aio = self._portal.call(AsyncClient.connect(url, api_key=api_key, timeout=timeout))
+            self.aio = self._portal.call(AsyncClient.connect, url, api_key=api_key, timeout=timeout)
         except BaseException:
             self._portal.close()
             raise
 
     def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
         """See AsyncClient.generate."""
-        return self._portal.call(self.aio.generate(prompt, sampling, **options))
+        return self._portal.call(self.aio.generate, prompt, sampling, **options)
 
     def generate_n(
         self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Any
     ) -> list[Completion]:
         """See AsyncClient.generate_n."""
-        return self._portal.call(self.aio.generate_n(prompt, n, sampling, **options))
+        return self._portal.call(self.aio.generate_n, prompt, n, sampling, **options)
 
     def stream(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Iterator[Delta]:
         """See AsyncClient.stream. Leaving the loop early cancels."""
@@ -518,40 +644,52 @@ class Client:
 
     def score(self, prompt: PromptLike, choices: Sequence[Any], **options: Any) -> Scored:
         """See AsyncClient.score."""
-        return self._portal.call(self.aio.score(prompt, choices, **options))
+        return self._portal.call(self.aio.score, prompt, choices, **options)
 
     def tokenize(self, prompt: PromptLike) -> list[int]:
         """See AsyncClient.tokenize."""
-        return self._portal.call(self.aio.tokenize(prompt))
+        return self._portal.call(self.aio.tokenize, prompt)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def render(self, prompt: ChatPrompt) -> str:
+        """See AsyncClient.render."""
+        return self._portal.call(self.aio.render, prompt)
+
+    def detokenize(self, ids: Sequence[int] | bytes) -> str:
         """See AsyncClient.detokenize."""
-        return self._portal.call(self.aio.detokenize(ids))
+        return self._portal.call(self.aio.detokenize, ids)
 
     def health(self) -> dict[str, Any]:
         """See AsyncClient.health."""
-        return self._portal.call(self.aio.health())
+        return self._portal.call(self.aio.health)
 
     def models(self) -> list[dict[str, Any]]:
         """See AsyncClient.models."""
-        return self._portal.call(self.aio.models())
+        return self._portal.call(self.aio.models)
 
     def report(self) -> dict[str, Any]:
         """See AsyncClient.report."""
-        return self._portal.call(self.aio.report())
+        return self._portal.call(self.aio.report)
 
     def metrics(self) -> str:
         """See AsyncClient.metrics."""
-        return self._portal.call(self.aio.metrics())
+        return self._portal.call(self.aio.metrics)
 
     def run(self, work: Awaitable[T]) -> T:
         """Run a coroutine on the client's event loop and wait for it."""
-        return self._portal.call(work)
+        try:
+            return self._portal.call(_await, work)
+        finally:
+            if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # it has not begun
 
     def close(self) -> None:
-        """Disconnect."""
-        self._portal.call(self.aio.close())
-        self._portal.close()
+        """Disconnect; requests in flight fail. Idempotent."""
+        if self._portal.closed:
+            return
+        try:
+            self._portal.call(self.aio.close)
+        finally:
+            self._portal.close()
 
     def __enter__(self) -> Self:
         return self

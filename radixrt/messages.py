@@ -144,8 +144,11 @@ class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
 
 
 class Tokenize(msgspec.Struct, tag="tokenize", kw_only=True):
+    """`render_only` asks for the text that the template makes of a chat, without the ids, which cost far more."""
+
     id: int
     prompt: Prompt
+    render_only: bool = False
     api_key: str = ""
 
 

@@ -251,7 +251,8 @@ class DealerSocket(_AsyncSocket):
     """Connects to `address`; `on_message(payload)` is called on the event loop for each message.
 
     `on_lost()` is called when an established connection breaks: ZMQ connects again by itself, but what was
-    under way is lost (not on inproc). ValueError for a bad address.
+    under way is lost (not on inproc). With it, `connected` tells whether the other side is there now; what is sent
+    without it waits for one. ValueError for a bad address.
     """
 
     def __init__(
@@ -264,7 +265,9 @@ class DealerSocket(_AsyncSocket):
         socket = _open(zmq.DEALER)
         self._on_message = on_message
         self._on_lost = on_lost
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if on_lost else None
+        self.connected = address.startswith("inproc:")
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = socket.get_monitor_socket(events) if on_lost else None
         try:
             _connect(socket, address)
         except BaseException:
@@ -285,8 +288,8 @@ class DealerSocket(_AsyncSocket):
     def _drain_monitor(self) -> None:
         lost = False
         while self._monitor and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            recv_monitor_message(self._monitor)
-            lost = True
+            self.connected = recv_monitor_message(self._monitor)["event"] != zmq.EVENT_DISCONNECTED
+            lost = lost or not self.connected
         if lost and self._on_lost:
             self._on_lost()
 
@@ -311,6 +314,7 @@ class DealerSocket(_AsyncSocket):
             if self._monitor:
                 self._loop.remove_reader(self._monitor.FD)
             self._close_monitor(self._socket)
+        self.connected = False
         super().close()
 
 

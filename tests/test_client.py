@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import http.server
+import os
+import signal
 import threading
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_bytes, token_list
-from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.server import FrontendThread
 from radixrt.launch import LocalStack, free_tcp_address
 from radixrt.messages import ChatPrompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.process import RouterThread
@@ -23,6 +30,24 @@ ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
 def fake_stack(fake: str = "0,0.005", **options) -> LocalStack:
     worker = WorkerConfig(served_model_name="m", fake=fake)
     return LocalStack(StackConfig(RouterConfig(tokenizer="none"), worker, FrontendConfig()), **options)
+
+
+@contextmanager
+def serving(scheme: str, fake: str = "0,0.005", **settings) -> Iterator[str]:
+    """The address of a stack, at its router's ZMQ socket or at an HTTP front end."""
+    with fake_stack(fake) as stack:
+        if scheme == "zmq":
+            yield stack.address
+            return
+        names = {"tokenizer": "none", "served_model_name": "m", "port": 0}
+        frontend = FrontendThread(resolve(FrontendConfig(router=stack.address, **names, **settings)))
+        try:
+            yield frontend.url
+        finally:
+            frontend.stop()
+
+
+both = pytest.mark.parametrize("scheme", ["zmq", "http"])
 
 
 def wait_for_cancelled(client: Client, count: int) -> None:
@@ -76,8 +101,22 @@ def test_a_router_that_goes_away_fails_what_is_in_flight():
         stopper.join()
 
 
-def test_a_task_that_is_cancelled_cancels_its_request():
-    with fake_stack() as stack, Client(stack.address) as client:
+def test_a_front_end_that_goes_away_fails_what_is_in_flight():
+    with fake_stack() as stack:
+        names = {"tokenizer": "none", "served_model_name": "m", "port": 0}
+        frontend = FrontendThread(resolve(FrontendConfig(router=stack.address, **names)))
+        with Client(frontend.url) as client:
+            stream = client.stream([1, 2, 3], ENDLESS)
+            next(stream)
+            threading.Thread(target=frontend.stop).start()
+            with pytest.raises(ServerError) as caught:
+                list(stream)
+            assert caught.value.code == 503
+
+
+@both
+def test_a_task_that_is_cancelled_cancels_its_request(scheme):
+    with serving(scheme) as address, Client(address) as client:
 
         async def impatient():
             for work in (client.aio.generate([1, 2], ENDLESS), client.aio.generate_n([1, 2], 3, ENDLESS)):
@@ -88,8 +127,9 @@ def test_a_task_that_is_cancelled_cancels_its_request():
         wait_for_cancelled(client, 2)
 
 
-def test_leaving_a_stream_cancels_it():
-    with fake_stack() as stack, Client(stack.address) as client:
+@both
+def test_leaving_a_stream_cancels_it(scheme):
+    with serving(scheme) as address, Client(address) as client:
         for _ in client.stream([1, 2], ENDLESS):
             break
         wait_for_cancelled(client, 1)
@@ -101,6 +141,37 @@ def test_leaving_a_stream_cancels_it():
 
         client.run(leave())
         wait_for_cancelled(client, 2)
+
+
+@both
+def test_an_interrupt_cancels(scheme):
+    """Ctrl-C: the request has been cancelled at the server when KeyboardInterrupt arrives."""
+    with serving(scheme) as address, Client(address) as client, Client(address) as other:
+        for work in (lambda: client.generate([1, 2], ENDLESS), lambda: list(client.stream([1, 2], ENDLESS))):
+            before = other.health()["counters"]["cancelled"]
+            timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                work()
+            timer.join()
+            wait_for_cancelled(other, before + 1)
+        assert client.generate([1, 2], SHORT).ids, "the client goes on"
+
+
+@both
+def test_an_interrupt_may_come_at_any_moment(scheme):
+    """While nothing is awaited too, between two deltas: nothing is left running, nothing else is raised."""
+    with serving(scheme, "0,0.0002") as address, Client(address) as client:
+        for number in range(60):
+            timer = threading.Timer(0.002 + number % 20 * 0.0007, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                for _ in client.stream([1, 2], ENDLESS):
+                    continue
+        deadline = time.monotonic() + 5
+        while client.health()["runs_in_flight"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_one_client_in_many_threads():
@@ -119,9 +190,10 @@ def test_one_client_in_many_threads():
         assert found == expected
 
 
-def test_closing_fails_what_waits():
-    with fake_stack() as stack:
-        client = Client(stack.address)
+@both
+def test_closing_fails_what_waits_and_cancels_it(scheme):
+    with serving(scheme) as address, Client(address) as other:
+        client = Client(address)
         failures = []
 
         def wait() -> None:
@@ -133,10 +205,93 @@ def test_closing_fails_what_waits():
         thread = threading.Thread(target=wait)
         thread.start()
         time.sleep(0.1)
-        client.run(client.aio.close())
+        began = time.monotonic()
+        client.close()
         thread.join(5)
         assert failures == ["the connection was closed"]
-        client._portal.close()
+        wait_for_cancelled(other, 1)
+        assert time.monotonic() - began < 2, "told, not found out by the router's keepalive"
+
+
+@both
+def test_a_closed_client_says_so(scheme):
+    with serving(scheme) as address:
+        client = Client(address)
+        stream = client.stream([1, 2], ENDLESS)
+        next(stream)
+        client.close()
+        client.close()
+        for use in (lambda: client.generate([1], SHORT), stream.__next__, client.health):
+            with pytest.raises(RuntimeError, match="client is closed"):
+                use()
+        del stream, use
+
+        async def closed():
+            client = await AsyncClient.connect(address)
+            await client.close()
+            await client.close()
+            with pytest.raises(RuntimeError, match="client is closed"):
+                await client.generate([1], SHORT)
+
+        asyncio.run(closed())
+
+
+def test_closing_ends_what_other_threads_run():
+    with fake_stack("0,0") as stack:
+        client = Client(stack.address)
+        found = []
+
+        def wait() -> None:
+            try:
+                client.run(asyncio.sleep(60))
+            except concurrent.futures.CancelledError as problem:
+                found.append(problem)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        client.close()
+        thread.join(5)
+        assert len(found) == 1
+
+
+def test_the_plain_face_refuses_to_wait_for_itself():
+    with fake_stack("0,0") as stack, Client(stack.address) as client:
+
+        async def inside():
+            return client.generate([1, 2], SHORT)
+
+        with pytest.raises(RuntimeError, match="await the AsyncClient"):
+            client.run(inside())
+
+
+def test_a_web_server_that_is_not_ours():
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>welcome</html>")
+
+        def log_message(self, *_):
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever).start()
+        with pytest.raises(ConnectionError, match="no radixrt answers there .HTTP status 200"):
+            Client(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def test_what_a_front_end_refuses_is_a_server_error():
+    with serving("http", max_body_bytes=4000) as address, Client(address) as client:
+        with pytest.raises(ServerError, match="larger than 4000 bytes") as caught:
+            client.generate(list(range(1, 5000)), SHORT)
+        assert caught.value.code == 413
+        assert client.generate([1, 2], SHORT).ids
+    with serving("http", api_key=("tenant:secret",)) as address:
+        with pytest.raises(ServerError) as caught:
+            Client(address, api_key="wrong")
+        assert caught.value.code == 401
 
 
 def test_in_process(tmp_path):

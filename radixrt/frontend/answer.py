@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import msgspec
+
 from radixrt.client import Answer, ZmqTransport
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import DONE, Reply, native_line
@@ -72,13 +74,15 @@ class Mailbox:
 class Choice:
     """One choice of an answer: its text so far, and how it ended."""
 
-    __slots__ = ("chars", "finish", "ids", "index", "logprobs", "stop", "stopping", "stream", "text", "usage")
+    __slots__ = ("chars", "finish", "index", "logprobs", "stop", "stopping", "stream", "text", "tokens", "usage")
 
     def __init__(self, index: int, stream: TextStream) -> None:
         self.index = index
         self.stream = stream
         self.text: list[str] = []
         self.chars = 0
+        self.tokens = 0
+        """Taken before a stop string was complete: what the worker adds until it hears of that is nobody's."""
         self.logprobs: list[TokenLogprob] | None = None
         self.finish: Any = None
         self.stop: str | int | None = None
@@ -88,7 +92,10 @@ class Choice:
 
     def take(self, delta: Delta) -> tuple[str, bool]:
         """(text gained, whether the choice must be ended at the router)."""
-        text = "" if self.stopping else self.stream.take(delta)
+        text = ""
+        if not self.stopping:
+            text = self.stream.take(delta)
+            self.tokens += len(delta.ids) // 4
         found = self.stream.stop
         if delta.finish is not None:
             self.finish, self.stop = delta.finish, delta.stop
@@ -97,6 +104,7 @@ class Choice:
             self.stop = found
             if delta.finish is not None:
                 self.finish = "stop"
+                self.usage = msgspec.structs.replace(self.usage, completion_tokens=self.tokens)
             elif not self.stopping:
                 self.stopping = True
                 return text, True
@@ -117,6 +125,8 @@ class Exchange(Mailbox):
         self._service = service
         self._ids: list[int] = []
         self._open = 0
+        self.refusal: ApiError | None = None
+        """A stream of OpenAI's is refused by an error in its place."""
         self._include_usage = usage
         self._streams = streams
         self._out: list[bytes] = []
@@ -132,7 +142,7 @@ class Exchange(Mailbox):
             choice = Choice(index, TextStream(self._service, request.sampling))
             self.choices.append(choice)
             if self._streams and (opening := self.reply.first_chunk(index)):
-                self._put(opening)
+                self._put(opening, self._tail)
             if echo:
                 self._add(choice, echo, None, last=False)
         self.prompts += 1
@@ -159,8 +169,9 @@ class Exchange(Mailbox):
             if stops:
                 self._transport.tell(Cancel(answer.id, answer.index))
             last = answer.finish is not None
-            if text or last or answer.logprobs:
-                self._add(choice, text, None if choice.stopping and not text else answer.logprobs, last)
+            ignored = choice.stopping and not stops
+            if text or last or (answer.logprobs and not ignored):
+                self._add(choice, text, None if ignored else answer.logprobs, last)
             if last:
                 self._open -= 1
                 if not self._open:
@@ -175,10 +186,11 @@ class Exchange(Mailbox):
             return
         found = self.reply.logprobs(logprobs, choice.chars)
         choice.chars += len(text)
-        self._put(self.reply.choice_chunk(choice.index, text, found, choice.finish if last else None))
+        chunk = self.reply.choice_chunk(choice.index, text, found, choice.finish if last else None)
+        self._put(chunk, self.reply.last_end(self._tail, choice.usage) if last else self._tail)
 
-    def _put(self, choice: bytes) -> None:
-        chunk = self._head + choice + self._tail
+    def _put(self, choice: bytes, tail: bytes) -> None:
+        chunk = self._head + choice + tail
         self._backlog += len(chunk)
         if self._backlog > MAX_BACKLOG:
             self.fail(Disconnected())
@@ -221,13 +233,14 @@ class Exchange(Mailbox):
 
 
 class NativeExchange(Mailbox):
-    """One message of the native protocol, its answers as lines of JSON."""
+    """One message of the native protocol, its answers as lines of JSON. A refusal is a line too, and the status."""
 
     def __init__(self, transport: ZmqTransport, request: ClientRequest) -> None:
         super().__init__()
         self._out: list[bytes] = []
         self._backlog = 0
         self._asked_id = request.id
+        self.refusal: ApiError | None = None
         self._open = request.n if isinstance(request, Generate) else 1
         self._transport = transport
         self._id = transport.submit(request, self._take)
@@ -237,6 +250,8 @@ class NativeExchange(Mailbox):
 
     def _take(self, answer: Answer) -> None:
         answer.id = self._asked_id
+        if isinstance(answer, Error):
+            self.refusal = ApiError.of(answer)
         line = native_line(answer)
         self._backlog += len(line)
         if self._backlog > MAX_BACKLOG:
@@ -278,7 +293,7 @@ class StreamAnswer:
         try:
             while (part := await self._exchange.part()) is not None:
                 if not started:
-                    await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                    await send(self._start())
                     started = True
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except Disconnected:
@@ -292,6 +307,12 @@ class StreamAnswer:
             watcher.cancel()
             self._exchange.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _start(self) -> dict[str, Any]:
+        refusal = self._exchange.refusal
+        own = refusal.headers() if refusal else {}
+        headers = self._headers + [(name.encode(), value.encode()) for name, value in own.items()]
+        return {"type": "http.response.start", "status": refusal.status if refusal else 200, "headers": headers}
 
 
 class WholeAnswer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,8 +20,8 @@ from radixrt.config import FrontendConfig
 from radixrt.frontend import schema
 from radixrt.frontend.answer import Exchange, NativeExchange, StreamAnswer, WholeAnswer
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.replies import ChatReply, Reply, encode
-from radixrt.messages import Cancel, ClientRequest, Error, Generate, Origin, TextPrompt, TokenPrompt
+from radixrt.frontend.replies import ChatReply, Reply, encode, native_line
+from radixrt.messages import Cancel, ClientRequest, Error, Generate, Origin, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
@@ -33,7 +34,8 @@ _chat = msgspec.json.Decoder(schema.Chat)
 _tokenize = msgspec.json.Decoder(schema.TokenizeBody)
 _detokenize = msgspec.json.Decoder(schema.DetokenizeBody)
 _native = msgspec.json.Decoder(ClientRequest)
-_CHAT_NAMES = {"prompt": "messages"}
+POLL_SECONDS = 0.02
+DEPTH_DIGITS = 9
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -51,7 +53,8 @@ class Frontend:
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
-            Route(NATIVE_PATH, self._guarded(self.native), methods=["POST"]),
+            Route("/v1/models/{model:path}", self._guarded(self.model)),
+            Route(NATIVE_PATH, self._native_guarded, methods=["POST"]),
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/v1/report", self._guarded(self.report)),
@@ -65,34 +68,53 @@ class Frontend:
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         self._transport = ZmqTransport(self._config.router)
         try:
+            await self._wait_for_router()
             yield
         finally:
-            await self._transport.close()
+            await self.close()
+
+    async def _wait_for_router(self) -> None:
+        """So that the first request is not refused where both start together."""
+        deadline = asyncio.get_running_loop().time() + ROUTER_SECONDS
+        while not self._transport.connected and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Leave the router; requests in flight end with an error that says so."""
+        await self._transport.close("the server is shutting down")
+
+    # ------------------------------------------------------------ keys, limits, errors
 
     def _guarded(self, handler: Callable[[Request, str], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
         """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's."""
 
         async def guarded(request: Request) -> Any:
             try:
-                return await handler(request, self._key(request))
-            except ApiError as error:
-                return Response(error.body(), error.status, error.headers(), "application/json")
-            except FieldError as problem:
-                error = ApiError(400, str(problem), problem.field)
-                return Response(error.body(), 400, media_type="application/json")
-            except ServerError as problem:
-                error = ApiError.of(Error(None, problem.code, problem.message, problem.field, problem.retry_after))
+                key = _key(request)
+                self._check(key)
+                return await handler(request, key)
+            except (ApiError, FieldError, ServerError) as problem:
+                error = _api_error(problem)
                 return Response(error.body(), error.status, error.headers(), "application/json")
 
         return guarded
 
-    def _key(self, request: Request) -> str:
-        headers = request.headers
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    async def _native_guarded(self, request: Request) -> Any:
+        """The native route: errors are lines of its protocol, and a message may carry its key itself."""
+        try:
+            return await self.native(request)
+        except (ApiError, FieldError, ServerError) as problem:
+            error = _api_error(problem)
+            line = native_line(Error(None, error.status, error.message, error.param, error.retry_after))
+            return Response(line, error.status, error.headers(), "application/x-ndjson")
+
+    def _check(self, key: str) -> None:
         if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
             raise ApiError(401, "unknown API key", code="invalid_api_key")
-        return key if self._tenants else ""
+
+    def _require_router(self) -> None:
+        if not self._transport.connected:
+            raise ApiError(503, "the router cannot be reached", retry_after=1.0)
 
     async def _body(self, request: Request) -> bytes:
         limit = self._config.max_body_bytes
@@ -124,22 +146,28 @@ class Frontend:
     async def _generate(
         self, request: Request, key: str, body: schema.Completion | schema.Chat, kind: type[Reply]
     ) -> StreamAnswer | WholeAnswer:
-        sampling, prompts, n = body.sampling(), body.prompts(), body.choices()
-        check_choices(n)
-        check_sampling(sampling, self._text.vocab_size)
-        ids = [await self._text.encode(prompt) for prompt in prompts]
+        names = body.names()
+        sampling, prompts, n, usage = body.sampling(), body.prompts(), body.choices(), body.wants_usage()
         origin = _origin(request)
+        try:
+            check_choices(n)
+            check_sampling(sampling, self._text.vocab_size)
+            ids = [await self._text.encode(prompt) for prompt in prompts]
+            samplings = [self._fitted(sampling, encoded) for encoded in ids]
+        except FieldError as problem:
+            raise _api_error(problem, names) from None
+        self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
         streams = bool(body.stream)
-        exchange = Exchange(self._transport, self._text, reply, streams, body.wants_usage())
-        exchange.names = _CHAT_NAMES if kind is ChatReply else {}
+        exchange = Exchange(self._transport, self._text, reply, streams, usage)
+        exchange.names = names
         echo = isinstance(body, schema.Completion) and body.echo
         try:
-            for prompt, encoded in zip(prompts, ids, strict=True):
+            for prompt, encoded, fitted in zip(prompts, ids, samplings, strict=True):
                 message = Generate(
                     id=0,
                     prompt=TokenPrompt(encoded),
-                    sampling=sampling,
+                    sampling=fitted,
                     model=body.model or "",
                     n=n,
                     stream=streams or bool(sampling.stop),
@@ -156,43 +184,74 @@ class Frontend:
             return StreamAnswer(exchange, b"text/event-stream; charset=utf-8")
         return WholeAnswer(exchange)
 
+    def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
+        """`sampling` within --max-model-len, if there is one (the router has its own); FieldError without room."""
+        if not self._config.max_model_len:
+            return sampling
+        tokens = len(ids) // 4
+        room = self._config.max_model_len - tokens
+        if room < (sampling.max_tokens != 0):
+            limit = self._config.max_model_len
+            raise FieldError("prompt", f"prompt has {tokens} tokens; prompt and output may have {limit} together")
+        most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=most)
+
     def _echo(self, prompt: Any, ids: bytes) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)
 
     async def models(self, request: Request, key: str) -> Response:
-        models = await self._ask(key).models()
-        data = [
+        return json_response({"object": "list", "data": await self._models(key)})
+
+    async def model(self, request: Request, key: str) -> Response:
+        wanted = request.path_params["model"]
+        for model in await self._models(key):
+            if model["id"] == wanted:
+                return json_response(model)
+        raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
+
+    async def _models(self, key: str) -> list[dict[str, Any]]:
+        return [
             {"id": m["id"], "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": m["max_model_len"]}
-            for m in models
+            for m in await self._ask(key).models()
         ]
-        return json_response({"object": "list", "data": data})
 
     # ------------------------------------------------------------ the native API
 
-    async def native(self, request: Request, key: str) -> StreamAnswer:
-        """One ClientRequest as JSON; its ClientReplies, one a line."""
+    async def native(self, request: Request) -> StreamAnswer:
+        """One ClientRequest as JSON; its ClientReplies, one a line. A key in the header counts before its own."""
+        key = _key(request)
+        if key:
+            self._check(key)
         message = schema.parse(_native, await self._body(request))
         if isinstance(message, Cancel):
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
-        message.api_key = key
-        return StreamAnswer(NativeExchange(self._transport, message), b"application/x-ndjson")
+        message.api_key = key or message.api_key
+        self._check(message.api_key)
+        self._require_router()
+        try:
+            return StreamAnswer(NativeExchange(self._transport, message), b"application/x-ndjson")
+        except OverflowError:
+            raise ApiError(400, "a number in the message has more than 64 bits") from None
 
     async def tokenize(self, request: Request, key: str) -> Response:
         body = schema.parse(_tokenize, await self._body(request))
         ids = token_list(await self._text.encode(body.to_prompt()))
-        return json_response({"count": len(ids), "tokens": ids})
+        answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
+        tokenizer = self._text.tokenizer
+        texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs and tokenizer else None
+        return json_response(answer | {"token_strs": texts})
 
     async def detokenize(self, request: Request, key: str) -> Response:
         body = schema.parse(_detokenize, await self._body(request))
-        try:
-            ids = token_bytes(body.tokens)
-        except OverflowError:
-            schema.refuse("tokens", "token ids must be integers of 32 bits")
-        return json_response({"prompt": await self._text.decode(ids, skip_special_tokens=False)})
+        return json_response({"prompt": await self._text.decode(token_bytes(body.tokens), skip_special_tokens=False)})
+
+    async def _max_model_len(self, key: str) -> int:
+        return self._config.max_model_len or (await self._ask(key).health())["max_model_len"]
 
     # ------------------------------------------------------------ about the server
 
     def _ask(self, key: str) -> AsyncClient:
+        self._require_router()
         return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)
 
     async def report(self, request: Request, key: str) -> Response:
@@ -205,20 +264,39 @@ class Frontend:
         """200 while a worker serves, else 503 with the reason."""
         try:
             health = await self._ask("").health()
-        except ServerError as problem:
+        except (ApiError, ServerError) as problem:
             return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
         if not health["serving"]:
             return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
         return json_response({"status": "ok", "workers": len(health["workers"])})
 
 
+def _key(request: Request) -> str:
+    """The caller's API key; "" without one."""
+    headers = request.headers
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
 def _origin(request: Request) -> Origin:
     """Program, branch and fork depth from headers, for the report."""
     headers = request.headers
     depth = headers.get("x-radixrt-depth", "0")
-    if not depth.isdigit():
-        raise ApiError(400, "x-radixrt-depth: expected a number", "x-radixrt-depth")
-    return Origin(headers.get("x-radixrt-program", ""), headers.get("x-radixrt-branch", ""), int(depth[:9]))
+    if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
+        raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
+    return Origin(headers.get("x-radixrt-program", ""), headers.get("x-radixrt-branch", ""), int(depth))
+
+
+def _api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiError:
+    """The same problem as the answer to a caller who calls fields by `names`."""
+    match problem:
+        case FieldError():
+            return ApiError.of(Error(None, 400, str(problem), problem.field), names)
+        case ServerError():
+            error = Error(None, problem.code, problem.message, problem.field, problem.retry_after)
+            return ApiError.of(error, names)
+    assert isinstance(problem, ApiError)
+    return problem
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:

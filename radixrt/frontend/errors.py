@@ -29,9 +29,10 @@ class ApiError(Exception):
     def of(cls, error: Error, names: dict[str, str] | None = None) -> ApiError:
         """What the router says, its fields called as the caller does (`names`)."""
         field, _, rest = error.field.partition("[")
-        field = (names or {}).get(field, field) + (f"[{rest}" if rest else "")
+        own = (names or {}).get(field, field)
+        message = own + error.message.removeprefix(field) if error.message.startswith(f"{field} ") else error.message
         code = "model_not_found" if error.code == 404 else None
-        return cls(error.code, error.message, field, code, error.retry_after)
+        return cls(error.code, message, own + (f"[{rest}" if rest else ""), code, error.retry_after)
 
     def body(self) -> bytes:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")

@@ -65,6 +65,12 @@ class Reply:
         head = encode(self.head(self.part))
         return b"data: " + head[:-1] + b',"choices":[', b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
+    @staticmethod
+    def last_end(tail: bytes, usage: Usage) -> bytes:
+        """`tail` for the last chunk of a choice: it says who served it and what was reused, usage asked for or not."""
+        about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens}
+        return tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
+
     def usage_chunk(self, usages: Sequence[Usage], prompts: int) -> bytes:
         """The chunk that `stream_options.include_usage` asks for."""
         about = {"worker": usages[0].worker}
@@ -96,7 +102,8 @@ class Reply:
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        tops = [{self._text(token): logprob for token, logprob in t.top} or None for t in found]
+        # Of two tokens with the same text the likelier counts: it is written last.
+        tops = [{self._text(token): _finite(logprob) for token, logprob in t.top[::-1]} or None for t in found]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(t.logprob) for t in found],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
 import threading
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -16,7 +18,7 @@ from radixrt.router.tokens import TextService
 log = logging.getLogger("radixrt.frontend")
 BACKLOG = 2048
 GRACE_SECONDS = 1
-"""Given to requests in flight when the process is told to stop."""
+"""Given to clients to read the end of their answers when the process is told to stop."""
 
 
 def run(config: FrontendConfig) -> None:
@@ -25,21 +27,41 @@ def run(config: FrontendConfig) -> None:
         make_server(config, text).run([sock])
 
 
-def make_server(config: FrontendConfig, text: TextService) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            Frontend(config, text).app,
-            loop="uvloop",
-            http="httptools",
-            lifespan="on",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+class Server(uvicorn.Server):
+    """Told to stop, it ends what is in flight with an error, at once, and returns as if nothing had happened."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        super().__init__(
+            uvicorn.Config(
+                frontend.app,
+                loop="uvloop",
+                http="httptools",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=60,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
         )
-    )
+        self._frontend = frontend
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._frontend.close()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which raises a signal again when all is done: the process would die of it."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
+
+
+def make_server(config: FrontendConfig, text: TextService) -> Server:
+    return Server(Frontend(config, text))
 
 
 def listen(config: FrontendConfig) -> socket.socket:

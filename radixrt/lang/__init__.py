@@ -19,9 +19,10 @@ A branch's nodes are worked off in order by one task; `+=` never waits. What was
 very token ids, so that the next turn finds all of it in the cache.
 """
 
-from radixrt.lang.branch import Branch, SyncBranch, Value, join
+from radixrt.lang.branch import Branch, Value, join
 from radixrt.lang.errors import ProgramError
 from radixrt.lang.nodes import assistant, gen, role, select, system, user
+from radixrt.lang.plain import SyncBranch
 from radixrt.lang.program import Program, program, use_client
 
 __all__ = [

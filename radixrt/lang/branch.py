@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from radixrt.client import AsyncClient, Completion
 from radixrt.lang.errors import ProgramError, Site
 from radixrt.lang.history import History
 from radixrt.lang.nodes import Gen, Node, Role, Select
 from radixrt.messages import Origin, PartsPrompt, TokenLogprob, Usage
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +33,39 @@ class _Fork:
     children: tuple[Branch, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class _Promise:
     """Of one gen or select: a name may be used again before the one before it is done."""
 
-    value: asyncio.Future[Value]
-    pieces: asyncio.Queue[str | None] | None
-    """Text of a gen that streams, None after the last."""
+    __slots__ = ("_grown", "pieces", "streams", "value")
+
+    def __init__(self, streams: bool) -> None:
+        self.value: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
+        self.value.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to ask for it
+        self.streams = streams
+        self.pieces: list[str] = []
+        """Text of a gen that streams, kept so that every reader gets all of it."""
+        self._grown = asyncio.Event()
+
+    def add_piece(self, text: str) -> None:
+        self.pieces.append(text)
+        self._wake()
 
     def keep(self, value: Value) -> None:
         self.value.set_result(value)
-        self._end()
+        self._wake()
 
     def fail(self, problem: ProgramError) -> None:
-        self.value.set_exception(problem)
-        self._end()
+        if not self.value.done():
+            self.value.set_exception(problem)
+            self._wake()
 
-    def _end(self) -> None:
-        if self.pieces is not None:
-            self.pieces.put_nowait(None)
+    def _wake(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    async def grown(self) -> None:
+        """Return when there is a new piece, or the value."""
+        await self._grown.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class Branch:
     `depth` the number of forks above it.
     """
 
-    def __init__(self, client: AsyncClient, program: str, path: str = "", depth: int = 0) -> None:
+    def __init__(self, client: AsyncClient, program: str, site: Site, path: str = "", depth: int = 0) -> None:
         self.path = path
         self.depth = depth
         self._client = client
@@ -86,6 +98,9 @@ class Branch:
         if not path:
             self._started.set()
         self._failure: ProgramError | None = None
+        self.cancelled = False
+        """`cancel` was called: nothing more is done here."""
+        self._site = site
         self._children: list[Branch] = []
 
     # ------------------------------------------------------------ in
@@ -104,14 +119,14 @@ class Branch:
         if count < 1:
             raise ValueError(f"fork: count must be at least 1, not {count}")
         first = len(self._children)
-        children = [self._child(first + i) for i in range(count)]
+        children = [self._child(first + i, site) for i in range(count)]
         self._children += children
         self._append(_Fork(tuple(children)), site)
         return children
 
-    def _child(self, number: int) -> Branch:
+    def _child(self, number: int, site: Site) -> Branch:
         path = f"{self.path}.{number}" if self.path else str(number)
-        child = Branch(self._client, self._origin.program, path, self.depth + 1)
+        child = Branch(self._client, self._origin.program, site, path, self.depth + 1)
         child._promises = dict(self._promises)
         return child
 
@@ -126,10 +141,7 @@ class Branch:
         self._start()
 
     def _promise(self, node: Gen | Select) -> _Promise:
-        future = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to ask for it
-        pieces = asyncio.Queue() if isinstance(node, Gen) and node.stream else None
-        promise = self._promises[node.name] = _Promise(future, pieces)
+        promise = self._promises[node.name] = _Promise(isinstance(node, Gen) and node.stream)
         return promise
 
     # ------------------------------------------------------------ out
@@ -149,16 +161,23 @@ class Branch:
         return self._promises[name]
 
     async def stream(self, name: str) -> AsyncIterator[str]:
-        """Text of a `gen(name, stream=True)` as it comes, once. ValueError for a gen that does not stream."""
+        """Text of a `gen(name, stream=True)` as it comes; whoever comes late gets all of it too.
+
+        KeyError and ProgramError as of `s[name]`; ValueError for a gen that does not stream."""
         promise = self._latest(name)
-        if promise.pieces is None:
+        if not promise.streams:
             raise ValueError(f"{name!r} was not appended as gen({name!r}, stream=True)")
-        while (piece := await promise.pieces.get()) is not None:
-            yield piece
+        at = 0
+        while at < len(promise.pieces) or not promise.value.done():
+            if at == len(promise.pieces):
+                await promise.grown()
+            for piece in promise.pieces[at:]:
+                at += 1
+                yield piece
         await asyncio.shield(promise.value)
 
     async def wait(self) -> Self:
-        """Return when everything appended so far has been done. ProgramError if something failed."""
+        """Return when everything appended so far has been done. ProgramError if something failed or was cancelled."""
         await self._started.wait()
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
@@ -174,6 +193,8 @@ class Branch:
 
     def _begin(self, history: History | None, failure: ProgramError | None = None) -> None:
         """The parent has come to the fork, or has failed before."""
+        if self.cancelled:
+            return
         self._history = history or self._history
         self._failure = failure
         self._started.set()
@@ -186,18 +207,23 @@ class Branch:
                 try:
                     await self._do(work)
                     continue
-                except Exception as problem:
-                    self._failure = ProgramError(work.site, self.path, problem)
-                    self._failure.__cause__ = problem
-            self._give_up(work, self._failure)
+                except BaseException as problem:
+                    self._fail(work.site, problem)
+                    if not isinstance(problem, Exception):
+                        self._give_up(work)
+                        raise
+            self._give_up(work)
 
-    @staticmethod
-    def _give_up(work: _Work, failure: ProgramError) -> None:
-        """Pass a failure on to all who wait for this."""
+    def _fail(self, site: Site, problem: BaseException) -> None:
+        self._failure = ProgramError(site, self.path, problem)
+        self._failure.__cause__ = problem
+
+    def _give_up(self, work: _Work) -> None:
+        """Pass the failure on to all who wait for this."""
         for promise in work.promises:
-            promise.fail(failure)
+            promise.fail(self._failure)
         for child in work.node.children if isinstance(work.node, _Fork) else ():
-            child._begin(None, failure)
+            child._begin(None, self._failure)
 
     async def _do(self, work: _Work) -> None:
         match work.node:
@@ -232,14 +258,14 @@ class Branch:
 
     async def _generate(self, node: Gen, promise: _Promise) -> Value:
         prompt = await self._history.prompt(self._client)
-        if promise.pieces is None:
-            done = await self._client.generate(prompt, node.sampling, origin=self._origin)
+        if promise.streams:
+            done = await self._follow(node, prompt, promise)
         else:
-            done = await self._follow(node, prompt, promise.pieces)
-        self._history.add_generated(done)
+            done = await self._client.generate(prompt, node.sampling, origin=self._origin)
+        await self._history.add_generated(self._client, done, node.sampling)
         return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs)
 
-    async def _follow(self, node: Gen, prompt: PartsPrompt, pieces: asyncio.Queue[str | None]) -> Completion:
+    async def _follow(self, node: Gen, prompt: PartsPrompt, promise: _Promise) -> Completion:
         whole = Completion()
         async for delta in self._client.stream(prompt, node.sampling, origin=self._origin):
             whole.text += delta.text
@@ -249,7 +275,7 @@ class Branch:
             if delta.finish is not None:
                 whole.finish, whole.stop, whole.usage = delta.finish, delta.stop, delta.usage or Usage()
             if delta.text:
-                pieces.put_nowait(delta.text)
+                promise.add_piece(delta.text)
         return whole
 
     async def _select(self, node: Select) -> Value:
@@ -266,17 +292,35 @@ class Branch:
     # ------------------------------------------------------------ the end
 
     def family(self) -> Iterator[Branch]:
-        """This branch and all below it."""
-        yield self
-        for child in self._children:
-            yield from child.family()
+        """This branch and all below it, parents first."""
+        found = deque([self])
+        while found:
+            branch = found.popleft()
+            yield branch
+            found.extend(branch._children)
 
     async def cancel(self) -> None:
-        """Stop this branch and all below it; their requests are cancelled at the server."""
-        tasks = [branch._task for branch in self.family() if branch._task is not None]
+        """Stop this branch and all below it: their requests are cancelled at the server, and whoever waits for a value
+        of theirs gets a ProgramError. The rest of the program goes on."""
+        family = list(self.family())
+        for branch in family:
+            branch.cancelled = True
+        tasks = [branch._task for branch in family if branch._task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for branch in family:
+                branch._end()
+
+    def _end(self) -> None:
+        """Leave nobody waiting: the task is gone, or has never run."""
+        if self._failure is None:
+            self._fail(self._site, asyncio.CancelledError())
+        while self._queue:
+            self._give_up(self._queue.popleft())
+        self._started.set()
 
 
 class _Text:
@@ -293,60 +337,7 @@ class _Text:
 
 
 async def join(*branches: Branch) -> list[Branch]:
-    """Wait until all that was appended to these branches is done. ProgramError of the first that failed."""
+    """Wait until all that was appended to these branches is done: the branches. ProgramError of the first that failed
+    or was cancelled."""
     await asyncio.gather(*(branch.wait() for branch in branches))
     return list(branches)
-
-
-# ---------------------------------------------------------------- the plain face
-
-
-class SyncBranch:
-    """A Branch for a program that is a plain function: the same, but `s[name]` waits and returns the text."""
-
-    def __init__(self, branch: Branch, loop: asyncio.AbstractEventLoop) -> None:
-        self._branch = branch
-        self._loop = loop
-
-    @property
-    def path(self) -> str:
-        return self._branch.path
-
-    def _call(self, function: Callable[..., T], *args: Any) -> T:
-        async def call() -> T:
-            return function(*args)
-
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
-
-    def __iadd__(self, node: Node) -> Self:
-        self._call(self._branch._append, node, Site.of(sys._getframe(1)))
-        return self
-
-    def fork(self, count: int = 2) -> list[SyncBranch]:
-        """See Branch.fork."""
-        children = self._call(self._branch._fork, count, Site.of(sys._getframe(1)))
-        return [SyncBranch(child, self._loop) for child in children]
-
-    def __getitem__(self, name: str) -> str:
-        return self.value(name).text
-
-    def value(self, name: str) -> Value:
-        """See Branch.value."""
-        return asyncio.run_coroutine_threadsafe(self._branch.value(name), self._loop).result()
-
-    def stream(self, name: str) -> Iterator[str]:
-        """See Branch.stream."""
-        pieces = self._branch.stream(name)
-        while True:
-            try:
-                yield asyncio.run_coroutine_threadsafe(_next(pieces), self._loop).result()
-            except StopAsyncIteration:
-                return
-
-    def join(self, branches: Sequence[SyncBranch]) -> None:
-        """Wait for branches. ProgramError of the first that failed."""
-        asyncio.run_coroutine_threadsafe(join(*(b._branch for b in branches)), self._loop).result()
-
-
-async def _next(items: AsyncIterator[T]) -> T:
-    return await anext(items)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+from asyncio import CancelledError
 from types import FrameType
 from typing import NamedTuple
 
@@ -28,12 +29,14 @@ class Site(NamedTuple):
 
 class ProgramError(Exception):
     """What went wrong at a line of a program. `site` is the line that appended the node, `branch` its fork path; the
-    cause is the exception itself (a ServerError, as a rule)."""
+    cause, `problem`, is the exception itself: a ServerError as a rule, a CancelledError in a branch that was cancelled.
+    """
 
     def __init__(self, site: Site, branch: str, problem: BaseException) -> None:
         where = f" in branch {branch}" if branch else ""
         source = f"\n    {site.source}" if site.source else ""
-        super().__init__(f"{site}{where}: {problem}{source}")
+        said = "cancelled" if isinstance(problem, CancelledError) else str(problem) or type(problem).__name__
+        super().__init__(f"{site}{where}: {said}{source}")
         self.site = site
         self.branch = branch
         self.problem = problem

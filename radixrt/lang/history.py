@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.client import AsyncClient, Completion
-from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
+from radixrt.client import AsyncClient, Completion, token_bytes
+from radixrt.messages import ChatPrompt, PartsPrompt, Sampling, TextPrompt, TokenPrompt
 
 
 class History:
@@ -19,21 +19,27 @@ class History:
 
     Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
     text: right, but what was generated there is encoded anew.
+
+    Neighbours of a kind become one part, but for text that has been in a prompt: it was encoded by itself, and has to
+    be again if what was computed for it is to be found.
     """
 
-    __slots__ = ("_open", "_parts", "messages")
+    __slots__ = ("_encoded", "_open", "_parts", "messages")
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         """Messages that are complete; none in a program without roles."""
         self._parts: list[tuple[TextPrompt | TokenPrompt, str]] = []
+        self._encoded = 0
+        """So many parts have been in a prompt."""
         self._open: str | None = None
         """What the assistant has said of a message that goes on."""
 
     def copy(self) -> History:
         """For a fork: the parts themselves are shared."""
         other = History()
-        other.messages, other._parts, other._open = self.messages.copy(), self._parts.copy(), self._open
+        other.messages, other._parts = self.messages.copy(), self._parts.copy()
+        other._encoded, other._open = self._encoded, self._open
         return other
 
     @property
@@ -54,7 +60,7 @@ class History:
         elif self.messages:
             raise ValueError("text outside of a role, in a program that uses roles")
         else:
-            self._append_text(text)
+            self._append_text(text, special=not self._parts)
 
     def add_message(self, role: str, content: str) -> None:
         """A whole message. ValueError in a program that began without roles."""
@@ -75,32 +81,36 @@ class History:
         if self._parts and not self.messages:
             raise ValueError("a role, in a program that began with text outside of roles")
 
-    def add_generated(self, completion: Completion) -> None:
-        """Its token ids, less one that ended the turn (the template writes that itself). Where a stop string ended it,
-        the ids go beyond the text, so the text counts."""
-        ids = completion.ids
-        if isinstance(completion.stop, int) and self._open is not None:
-            ids = ids[:-4]
-        if isinstance(completion.stop, str):
-            self._append_text(completion.text)
-        elif ids:
-            self._parts.append((TokenPrompt(ids), completion.text))
+    async def add_generated(self, client: AsyncClient, done: Completion, sampling: Sampling) -> None:
+        """What was generated: its token ids, as far as they are what `done.text` says, and the rest as text."""
+        ids, kept = await _ids_of_text(client, done, sampling)
+        if ids:
+            self._append_ids(ids, done.text[:kept])
+        self._append_text(done.text[kept:])
         if self._open is not None:
-            self._open += completion.text
+            self._open += done.text
 
     def add_chosen(self, text: str) -> None:
-        """A selected text, encoded as it was when it was scored."""
-        self._parts.append((TextPrompt(text), text))
+        """A selected text, encoded by itself as it was when it was scored."""
+        self._parts.append((TextPrompt(text, add_special_tokens=False), text))
+        self._encoded = len(self._parts)
         if self._open is not None:
             self._open += text
 
-    def _append_text(self, text: str) -> None:
+    def _append_ids(self, ids: bytes, text: str) -> None:
+        if self._parts and isinstance(last := self._parts[-1][0], TokenPrompt):
+            self._parts[-1] = (TokenPrompt(last.ids + ids), self._parts[-1][1] + text)
+        else:
+            self._parts.append((TokenPrompt(ids), text))
+
+    def _append_text(self, text: str, special: bool = False) -> None:
         if not text:
             return
-        if self._parts and isinstance(last := self._parts[-1][0], TextPrompt):
+        last = self._parts[-1][0] if len(self._parts) > self._encoded else None
+        if isinstance(last, TextPrompt):
             self._parts[-1] = (TextPrompt(last.text + text, last.add_special_tokens), last.text + text)
         else:
-            self._parts.append((TextPrompt(text, not self._parts), text))
+            self._parts.append((TextPrompt(text, special), text))
 
     # ------------------------------------------------------------ as a prompt
 
@@ -111,6 +121,7 @@ class History:
             if self._open:
                 messages = [*messages, {"role": "assistant", "content": self._open}]
             self._follow(await client.render(ChatPrompt(messages, partial=bool(self._open))))
+        self._encoded = len(self._parts)
         return PartsPrompt([part for part, _ in self._parts])
 
     def _follow(self, rendered: str) -> None:
@@ -122,5 +133,29 @@ class History:
             at += len(text)
             kept += 1
         del self._parts[kept:]
-        if rest := rendered[at:]:
-            self._parts.append((TextPrompt(rest, add_special_tokens=False), rest))
+        self._encoded = min(self._encoded, kept)
+        self._append_text(rendered[at:])
+
+
+async def _ids_of_text(client: AsyncClient, done: Completion, sampling: Sampling) -> tuple[bytes, int]:
+    """The generated ids that stand for a beginning of `done.text`, and the length of that, in characters.
+
+    All of them for all of it, as a rule. A token that ended the turn is no part of the text: with roles, the template
+    writes it. A stop string that ended it was cut off, and may begin or end within a token:
+
+        ids    |The|_cat|_sat|.\\n|      stop = "\\n"
+        text   |The _cat _sat .|         kept: three ids, and "." as text
+    """
+    if isinstance(done.stop, int):
+        named = sampling.include_stop and done.stop in sampling.stop_token_ids
+        return done.ids if named else done.ids.removesuffix(token_bytes([done.stop])), len(done.text)
+    if done.stop is None:
+        return done.ids, len(done.text)
+    if sampling.skip_special_tokens:  # as detokenize does
+        fewest = 0 if sampling.include_stop else 1
+        for cut in range(fewest, len(done.stop.encode()) + 2):
+            ids = done.ids[: max(0, len(done.ids) - 4 * cut)]
+            text = await client.detokenize(ids) if ids else ""
+            if done.text.startswith(text):
+                return ids, len(text)
+    return b"", 0

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from radixrt.client import AsyncClient, Client
-from radixrt.lang.branch import Branch, SyncBranch, join
+from radixrt.lang.branch import Branch, join
+from radixrt.lang.errors import Site
+from radixrt.lang.plain import SyncBranch, in_thread
 
-_default = threading.local()
+_default: Client | None = None
 
 
 def use_client(client: Client | None) -> None:
-    """The client of programs that are run without one, in this thread (`radixrt run` sets it)."""
-    _default.client = client
+    """Set the client of programs that are run without one, in any thread of this process (`radixrt run` does)."""
+    global _default
+    _default = client
 
 
 class Program:
@@ -32,15 +34,16 @@ class Program:
         """Run it: what the function returns, when all its branches have done their work.
 
         ProgramError for what went wrong at a node; other exceptions are the function's own. Whatever ends it early
-        cancels what its branches still do."""
-        branch = Branch(client, self.name)
+        cancels what its branches still do. A branch that the function itself has cancelled is no failure."""
+        code = self.function.__code__
+        branch = Branch(client, self.name, Site(code.co_filename, code.co_firstlineno))
         try:
             if inspect.iscoroutinefunction(self.function):
                 result = await self.function(branch, *args, **kwargs)
             else:
                 plain = SyncBranch(branch, asyncio.get_running_loop())
-                result = await asyncio.to_thread(self.function, plain, *args, **kwargs)
-            await join(*branch.family())
+                result = await in_thread(self.function, plain, *args, **kwargs)
+            await join(*(one for one in branch.family() if not one.cancelled))
             return result
         except BaseException:
             await branch.cancel()
@@ -52,7 +55,7 @@ class Program:
         TypeError without any."""
         if args and isinstance(args[0], Client):
             client, *args = args
-        client = client or getattr(_default, "client", None)
+        client = client or _default
         if client is None:
             raise TypeError(f"{self.name}.run needs a Client, or to be run by `radixrt run`")
         return client.run(self(client.aio, *args, **kwargs))

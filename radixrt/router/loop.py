@@ -114,7 +114,7 @@ class RouterServer:
     def _from_client(self, client: bytes, payload: bytes) -> None:
         try:
             message = _client_message.decode(payload)
-        except wire.Malformed as problem:
+        except (wire.Malformed, RecursionError) as problem:
             self._answer(client, malformed(payload, problem))
             return
         try:
@@ -185,7 +185,7 @@ class RouterServer:
 
     async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
         if isinstance(message, Tokenize):
-            ids, text = await self.text.encode_shown(message.prompt)
+            ids, text = await self.text.encode_shown(message.prompt, render_only=message.render_only)
             tokens = Tokens(message.id, ids, text)
         else:
             tokens = Tokens(message.id, text=await self.text.decode(message.ids))
@@ -218,7 +218,7 @@ class RouterServer:
     def _from_worker(self, identity: bytes, payload: bytes) -> None:
         try:
             message = _worker_message.decode(payload)
-        except wire.Malformed as problem:
+        except (wire.Malformed, RecursionError) as problem:
             log.warning("worker socket: a message that is none was ignored: %s", problem)
             return
         now = self._now()

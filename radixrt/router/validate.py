@@ -116,7 +116,7 @@ def malformed(payload: bytes, problem: Exception) -> Error:
     """The Error for a payload that is no message: with its id where that can be read, and the field by its path."""
     try:
         request_id = _head.decode(payload).id
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         request_id = None
     text = str(problem)
     path = re.search(r" - at `\$\.?([^`]*)`", text)

@@ -13,12 +13,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixrt.client import Client, ServerError
-from radixrt.config import FrontendConfig, RouterConfig, resolve
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread, listen
+from radixrt.launch import LocalStack, free_tcp_address, start_child, stop_children
 from radixrt.messages import Origin, Sampling
 from radixrt.router.process import RouterThread
 from tests.frontend.conftest import serving
 
+HELLO = [{"role": "user", "content": "hi"}]
 SHORT = Sampling(max_tokens=8, temperature=0.0)
 
 
@@ -56,7 +58,42 @@ def test_the_native_client_over_http(url):
 @pytest.mark.parametrize("body", [b"", b"{", b'{"type":"dance"}', b'{"type":"generate","id":"x"}', b"[1]", b"\xff\xfe"])
 def test_native_garbage_is_400(http, body):
     response = http.post("/v1/native", content=body)
-    assert response.status_code == 400 and error_of(response)["message"]
+    assert response.status_code == 400 and response.headers["content-type"] == "application/x-ndjson"
+    (line,) = response.text.splitlines()
+    assert json.loads(line)["type"] == "error" and json.loads(line)["message"]
+
+
+def test_a_native_refusal_is_a_line_and_the_status(http):
+    request = {"type": "generate", "id": 7, "prompt": {"type": "text", "text": "x"}}
+    response = http.post("/v1/native", json=request | {"sampling": {"top_p": 7}})
+    error = response.json()
+    assert response.status_code == 400 and (error["type"], error["id"], error["field"]) == ("error", 7, "top_p")
+    for changes in ({"n": 1 << 70}, {"sampling": {"seed": 1 << 70}}, {"id": 1 << 70}):
+        response = http.post("/v1/native", json=request | {"sampling": {"max_tokens": 1}} | changes)
+        assert response.status_code == (200 if "id" in changes else 400), changes
+
+
+def test_the_native_client_sees_the_errors_of_the_front_end(folder):
+    with serving(folder, api_key=("t:key",), max_body_bytes=3000) as frontend:
+        with Client(frontend.url, api_key="key") as client:
+            assert client.generate("x", SHORT).usage.completion_tokens == 8
+            with pytest.raises(ServerError) as caught:
+                client.generate("x" * 5000, SHORT)
+            assert caught.value.code == 413
+        for key in ("", "wrong"):
+            with pytest.raises(ServerError) as caught:
+                Client(frontend.url, api_key=key)
+            assert caught.value.code == 401
+        with httpx.Client(base_url=frontend.url) as http:
+            ask = {"type": "ask", "id": 1, "what": "models"}
+            assert http.post("/v1/native", json=ask).status_code == 401
+            assert http.post("/v1/native", json=ask | {"api_key": "key"}).status_code == 200
+            wrong = http.post("/v1/native", json=ask | {"api_key": "key"}, headers={"x-api-key": "wrong"})
+            assert wrong.status_code == 401
+            for path in ("/metrics", "/v1/report", "/v1/models"):
+                assert http.get(path).status_code == 401
+                assert http.get(path, headers={"x-api-key": "key"}).status_code == 200
+            assert http.get("/health").status_code == 200
 
 
 def test_native_cancel_is_refused(http):
@@ -69,6 +106,9 @@ def test_native_cancel_is_refused(http):
 def test_tokenize_and_detokenize(http):
     found = http.post("/tokenize", json={"prompt": "hello dog"}).json()
     assert found["count"] == len(found["tokens"]) > 0
+    assert found["max_model_len"] == 8192 and found["token_strs"] is None
+    shown = http.post("/tokenize", json={"prompt": "hello dog", "return_token_strs": True}).json()
+    assert "".join(shown["token_strs"]) == "hello dog"
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "hello dog"}
     assert http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()["count"] > 3
     for body in ({}, {"prompt": 3}, {"prompt": "a", "messages": []}):
@@ -101,6 +141,30 @@ def test_a_body_that_is_no_request(http, body):
     for route in ("/v1/completions", "/v1/chat/completions"):
         response = http.post(route, content=body)
         assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("field", ["prompt", "unknown", "messages"])
+def test_a_body_that_is_nested_too_deeply(http, field):
+    nested = b"[" * 100_000 + b"]" * 100_000
+    content = b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"%b":%b}' % (field.encode(), nested)
+    for route in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/native"):
+        assert http.post(route, content=content).status_code == 400
+
+
+@pytest.mark.parametrize("depth", [b"-1", b"x", b"\xb2", b"1" * 10])
+def test_a_header_that_is_no_number(http, depth):
+    response = http.post("/v1/completions", json={"prompt": "a"}, headers=[(b"x-radixrt-depth", depth)])
+    assert response.status_code == 400 and error_of(response)["param"] == "x-radixrt-depth"
+
+
+def test_a_context_of_its_own(folder):
+    with serving(folder, max_model_len=40) as frontend, httpx.Client(base_url=frontend.url) as client:
+        body = {"prompt": [5] * 30, "ignore_eos": True}
+        for path, more in (("completions", {"max_tokens": 100}), ("chat/completions", {"messages": HELLO})):
+            usage = client.post(f"/v1/{path}", json=body | more).json()["usage"]
+            assert usage["total_tokens"] == 40 and usage["completion_tokens"] > 0
+        response = client.post("/v1/completions", json=body | {"prompt": [5] * 40})
+        assert response.status_code == 400 and error_of(response)["param"] == "prompt"
 
 
 def test_a_body_that_is_too_large(folder):
@@ -140,6 +204,67 @@ def test_no_worker_and_no_router(folder):
     finally:
         frontend.stop()
         router.stop()
+
+
+def test_a_router_that_is_gone(folder):
+    names = {"model": str(folder), "served_model_name": "m"}
+    address = free_tcp_address()
+    router = resolve(RouterConfig(**names))
+    worker = WorkerConfig(model=str(folder), served_model_name="m", fake="0,0.01", max_model_len=8192)
+    body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    stack = LocalStack(StackConfig(router, worker, FrontendConfig()), client_address=address).__enter__()
+    frontend = FrontendThread(resolve(FrontendConfig(**names, router=address, port=0)))
+    try:
+        with httpx.Client(base_url=frontend.url, timeout=5) as client:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                stack.__exit__()
+                last = [line for line in lines if line][-1]
+            assert "lost" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            for response in (client.get("/health"), client.post("/v1/completions", json=body), client.get("/metrics")):
+                assert response.status_code == 503 and response.headers["retry-after"]
+                assert "router" in response.text
+            with LocalStack(StackConfig(router, worker, FrontendConfig()), client_address=address):
+                deadline = time.monotonic() + 5
+                while client.get("/health").status_code != 200:
+                    assert time.monotonic() < deadline, "it comes back with the router"
+                    time.sleep(0.02)
+    finally:
+        frontend.stop()
+
+
+def test_a_process_that_is_told_to_stop(folder, capfd):
+    """Streams end with an error, the exit code is 0, and nothing is said of it."""
+    names = {"model": str(folder), "served_model_name": "m"}
+    address = free_tcp_address()
+    port = int(free_tcp_address().rpartition(":")[2])
+    worker = WorkerConfig(model=str(folder), served_model_name="m", fake="0,0.01", max_model_len=8192)
+    body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    stack = LocalStack(StackConfig(resolve(RouterConfig(**names)), worker, FrontendConfig()), client_address=address)
+    with stack, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+        child = start_child("frontend", "frontend", FrontendConfig(**names, router=address, port=port))
+        try:
+            deadline = time.monotonic() + 20
+            while not can_connect(port):
+                assert time.monotonic() < deadline and child.alive
+                time.sleep(0.05)
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                began = time.monotonic()
+                child.process.terminate()
+                last = [line for line in lines if line][-1]
+            assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            assert child.process.wait(5) == 0 and time.monotonic() - began < 3
+        finally:
+            stop_children([child])
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_beyond_loopback_keys_are_needed():

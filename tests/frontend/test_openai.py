@@ -34,6 +34,10 @@ def cached(usage) -> int:
 def test_models(client):
     (model,) = client.models.list().data
     assert model.id == "m" and model.max_model_len == 8192
+    assert client.models.retrieve("m") == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("some/other")
+    assert caught.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("make", [complete, chat])
@@ -128,6 +132,32 @@ def test_a_stop_string_across_tokens(client, stream):
     assert 0 < cut.usage.completion_tokens <= 40
     kept = complete(client, max_tokens=40, stop=stop, extra_body={"include_stop_str_in_output": True})
     assert kept.choices[0].text == expected + stop
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_ends_with_the_stop_string(client, stream):
+    """However far a fast worker has gone on by then: the tokens counted are those whose text was looked at."""
+    fields = {"max_tokens": 400, "logprobs": 0}
+    whole = complete(client, **fields).choices[0]
+    stop = whole.text[9:13]
+    end = whole.text.index(stop) + len(stop)
+    needed = next(i for i, offset in enumerate([*whole.logprobs.text_offset[1:], 10**9], 1) if offset >= end)
+    for _ in range(3):
+        if stream:
+            *chunks, last = complete(client, stop=stop, stream=True, stream_options={"include_usage": True}, **fields)
+            found = sum(len(c.choices[0].logprobs.tokens) for c in chunks if c.choices[0].logprobs)
+        else:
+            last = complete(client, stop=stop, **fields)
+            found = len(last.choices[0].logprobs.tokens)
+        assert found == last.usage.completion_tokens
+        assert needed <= found <= needed + 2, "more only where a character spans tokens"
+
+
+def test_the_last_chunk_says_who_served(client):
+    chunks = list(complete(client, "Once upon a time", n=2, stream=True))
+    ends = [c for c in chunks if c.choices[0].finish_reason]
+    assert len(ends) == 2 and all(c.radixrt["worker"].startswith("worker-") for c in ends)
+    assert all(c.radixrt["cached_tokens"] >= 0 for c in ends)
 
 
 def test_a_stop_token(client):
@@ -237,11 +267,24 @@ BAD = [
     (chat, {"messages": "hello"}, 400, "messages"),
     (chat, {"messages": [{"role": "user"}]}, 400, "messages"),
     (chat, {"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "messages"),
-    (chat, {"max_completion_tokens": -3}, 400, "max_tokens"),
+    (chat, {"max_completion_tokens": -3}, 400, "max_completion_tokens"),
     (chat, {"top_logprobs": 2}, 400, "top_logprobs"),
     (chat, {"tool_choice": "required"}, 400, "tool_choice"),
     (chat, {"response_format": {"type": "json_object"}}, 400, "response_format"),
     (chat, {"functions": [{"name": "f"}]}, 400, "functions"),
+    (chat, {"logprobs": True, "top_logprobs": 99}, 400, "top_logprobs"),
+    (chat, {"modalities": ["audio"]}, 400, "modalities"),
+    (chat, {"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
+    (chat, {"extra_body": {"echo": True}}, 400, "echo"),
+    (complete, {"extra_body": {"prompt_logprobs": 1}}, 400, "prompt_logprobs"),
+    (complete, {"extra_body": {"structured_outputs": {"regex": "a"}}}, 400, "structured_outputs"),
+    (complete, {"prompt": [True]}, 400, "prompt"),
+    (complete, {"prompt": [[1 << 70]]}, 400, "prompt"),
+    (complete, {"seed": 1 << 70}, 400, "seed"),
+    (complete, {"max_tokens": 1 << 70}, 400, "max_tokens"),
+    (complete, {"n": 1 << 70}, 400, "n"),
+    (complete, {"extra_body": {"top_k": 10**30}}, 400, "top_k"),
+    (complete, {"extra_body": {"stop_token_ids": [1 << 70]}}, 400, "stop_token_ids"),
     (chat, {"model": "gpt-9", "stream": True}, 404, "model"),
     (chat, {"max_tokens": -1, "stream": True}, 400, "max_tokens"),
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,66 @@ def test_arguments_and_errors(address, tmp_path):
     assert "s += gen('x', top_p=top_p, max_tokens=3)" in bad.stderr and "Traceback" not in bad.stderr
     nobody = command("run", "--url", free_tcp_address(), str(path), "0.9")
     assert nobody.returncode == 2 and "nobody answers" in nobody.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("\n1 / 0", "line 2, in <module>"),
+        ("raise ValueError('mine')", "ValueError: mine"),
+        ("open('/nowhere')", "FileNotFoundError"),
+        ("this is no python", "SyntaxError"),
+    ],
+)
+def test_a_programs_own_errors_are_shown_as_pythons(address, tmp_path, code, said):
+    path = tmp_path / "prog.py"
+    path.write_text(code)
+    done = command("run", "--url", address, str(path))
+    assert done.returncode == 1 and said in done.stderr
+    assert "radixrt" not in done.stderr.replace(str(path), "") and "runpy" not in done.stderr
+
+
+def test_a_program_that_is_not_there(address):
+    done = command("run", "--url", address, "/nowhere.py")
+    assert done.returncode == 2 and done.stderr == "radixrt run: there is no file /nowhere.py\n"
+
+
+@pytest.mark.parametrize("kind", ["async", "plain", "busy"])
+def test_ctrl_c_stops_a_program_and_its_requests(folder, tmp_path, kind):
+    path = tmp_path / "prog.py"
+    waits = {"async": "await s['x']", "plain": "s['x']", "busy": "__import__('time').sleep(60)"}[kind]
+    path.write_text(
+        "from radixrt import gen, program\n"
+        "@program\n"
+        f"{'async ' if kind == 'async' else ''}def p(s):\n"
+        "    s += 'text'\n"
+        "    for branch in s.fork(3):\n"
+        "        branch += gen('x', max_tokens=100_000, ignore_eos=True)\n"
+        "    s += gen('x', max_tokens=100_000, ignore_eos=True)\n"
+        f"    {waits}\n"
+        "p.run()\n"
+    )
+    with slow_stack(folder) as stack, Client(stack.address) as client:
+        arguments = [sys.executable, "-m", "radixrt", "run", "--url", stack.address, str(path)]
+        process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+        wait_for_runs(client, 4)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[1] == "" and process.returncode == 130
+        assert wait_for_runs(client, 0, seconds=1.0)["counters"]["cancelled"] == 4
+
+
+def slow_stack(folder) -> LocalStack:
+    router = resolve(RouterConfig(model=str(folder), served_model_name="m"))
+    worker = WorkerConfig(model=str(folder), fake="0,0.005", served_model_name="m")
+    return LocalStack(StackConfig(router, worker, FrontendConfig()), client_address=free_tcp_address())
+
+
+def wait_for_runs(client: Client, count: int, seconds: float = 20.0) -> dict:
+    deadline = time.monotonic() + seconds
+    while (health := client.health())["runs_in_flight"] != count:
+        assert time.monotonic() < deadline, health
+        time.sleep(0.01)
+    return health
 
 
 def test_report_on_the_terminal(address):

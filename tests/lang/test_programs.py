@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from radixrt import (
     role,
     select,
     system,
+    use_client,
     user,
 )
+from radixrt.client import token_bytes
 from radixrt.lang.history import History
 from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
 
@@ -77,7 +80,7 @@ def test_roles_are_the_template(client):
 
 
 def ids_of(value) -> bytes:
-    return TokenPrompt(b"".join(i.to_bytes(4, "little") for i in value.token_ids)).ids
+    return token_bytes(value.token_ids)
 
 
 def test_a_turn_that_ends_itself_is_closed_once(client):
@@ -101,6 +104,58 @@ def test_a_turn_that_ends_itself_is_closed_once(client):
     assert following.usage.prompt_tokens == len(client.tokenize(expected))
 
 
+def test_a_turn_in_the_prompt_is_the_turn_of_the_template(client):
+    """Where what was generated encodes to the ids that were drawn, the prompt is that of the same messages, id by id,
+    the token that ended the turn included, once."""
+
+    async def chat(s: Branch, question: str, sampling: Sampling):
+        s += user(question)
+        s += assistant(gen("answer", sampling))
+        s += user("Go on")
+        s += assistant(gen("next", SHORT))
+        await s.value("next")
+        return await s.value("answer"), [part for part, _ in s._history._parts[:-1]]
+
+    compared = 0
+    for words in range(1, 60):
+        question = "word " * words  # a fake worker draws by position
+        drawn = client.generate([{"role": "user", "content": question}], SHORT).token_ids
+        text = client.detokenize(drawn[:1])
+        if drawn[0] == drawn[1] or not text or client.tokenize(TextPrompt(text, False)) != drawn[:1]:
+            continue
+        ending = Sampling(max_tokens=9, temperature=0.0, stop_token_ids=(drawn[1],))
+        answer, parts = run(client, chat, question, ending)
+        assert (answer.token_ids, answer.finish, answer.text) == (drawn[:2], "stop", text)
+        expected = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+        expected.append({"role": "user", "content": "Go on"})
+        assert client.tokenize(PartsPrompt(parts)) == client.tokenize(expected)
+        compared += 1
+    assert compared >= 3
+
+
+def test_a_stop_token_is_in_the_prompt_only_if_it_is_in_the_text(client):
+    async def talk(s: Branch, include: bool, stop: int):
+        s += "Tell me"
+        s += gen("a", Sampling(max_tokens=9, temperature=0.0, stop_token_ids=(stop,), include_stop=include))
+        s += "!"
+        s += gen("b", SHORT)
+        return await s.value("a"), await s.value("b")
+
+    drawn = client.generate("Tell me", SHORT).token_ids
+    tokens = len(client.tokenize("Tell me")) + len(client.tokenize("!"))
+    for include in (False, True):
+        a, b = run(client, talk, include, drawn[3])
+        assert a.token_ids == drawn[:4]
+        assert b.usage.prompt_tokens == tokens + 3 + include
+
+
+def test_rendering_is_what_is_encoded(client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe?"}]
+    text = client.render(ChatPrompt(messages))
+    assert client.tokenize(TextPrompt(text, add_special_tokens=False)) == client.tokenize(messages)
+    assert text.endswith("<|im_start|>assistant\n")
+
+
 def test_select_takes_the_likeliest(client):
     choices = ["yes", "no", "perhaps so"]
 
@@ -122,6 +177,40 @@ def test_select_takes_the_likeliest(client):
     assert client.report()["programs"][-1]["program"] == "judge"
 
 
+def test_a_choice_keeps_the_ids_that_were_scored(client):
+    """ "help" + "ful" is not encoded as "helpful" afterwards."""
+
+    async def judge(s: Branch):
+        s += "The dog is "
+        s += select("how", ["help"])
+        s += "ful"
+        s += gen("x", SHORT)
+        return await s.value("x")
+
+    parts = [TextPrompt("The dog is "), TextPrompt("help"), TextPrompt("ful")]
+    apart = len(client.tokenize(PartsPrompt(parts)))
+    merged = len(client.tokenize(PartsPrompt([parts[0], TextPrompt("helpful")])))
+    assert apart != merged
+    usage = run(client, judge).usage
+    assert usage.prompt_tokens == apart
+    assert usage.cached_tokens >= len(client.tokenize(PartsPrompt(parts[:2]))) - 1
+
+
+def test_neighbours_become_one_part(client):
+    async def long(s: Branch):
+        for _ in range(5):
+            s += "some"
+            s += " text"
+        for _ in range(5):
+            s += gen("x", SHORT)
+        await s.wait()
+        return [part for part, _ in s._history._parts], await s.value("x")
+
+    parts, last = run(client, long)
+    assert len(parts) == 2 and len(parts[1].ids) == 5 * 8 * 4
+    assert last.usage.cached_tokens == last.usage.prompt_tokens - 1
+
+
 def test_streaming(client):
     async def talk(s: Branch):
         s += "Tell me"
@@ -131,6 +220,53 @@ def test_streaming(client):
 
     pieces, text = run(client, talk)
     assert "".join(pieces) == text == client.generate("Tell me", SHORT).text and len(pieces) > 1
+
+
+def test_a_stream_may_be_read_again_and_by_forks(client):
+    async def talk(s: Branch):
+        s += "Tell me"
+        s += gen("tale", SHORT, stream=True)
+
+        async def read(branch: Branch) -> str:
+            return "".join([piece async for piece in branch.stream("tale")])
+
+        at_once = await asyncio.gather(*(read(branch) for branch in (s, *s.fork(2))))
+        return [*at_once, await read(s)], await s["tale"]
+
+    texts, text = run(client, talk)
+    assert texts == [text] * 4
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("roles", [False, True])
+def test_a_stop_string_keeps_the_ids_before_it(client, include, roles):
+    """Wherever it begins and ends, in the middle of tokens too: the prompt says what the program was told."""
+    opening = "Tell me"
+    question = [{"role": "user", "content": opening}] if roles else opening
+    sampling = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+    whole = client.generate(question, sampling)
+
+    async def talk(s: Branch, stop: str):
+        s += user(opening) if roles else opening
+        s += gen("tale", sampling, stop=stop, include_stop=include)
+        s += user("more") if roles else " and more"
+        s += gen("more", SHORT)
+        await s.wait()
+        return await s.value("tale"), await s.value("more"), s._history
+
+    kept = []
+    for at in range(6, 30, 3):
+        stop = whole.text[at : at + 2]
+        tale, more, history = run(client, talk, stop)
+        assert tale.finish == "stop" and tale.text == whole.text[: whole.text.index(stop) + len(stop) * include]
+        assert tale.text + ("<|im_end|>" if roles else " and more") in history.text
+        ids = next((part.ids for part, _ in history._parts if isinstance(part, TokenPrompt)), b"")
+        if ids == ids_of(more):
+            ids = b""  # of the first gen none
+        assert whole.ids.startswith(ids)
+        assert more.usage.cached_tokens >= tale.usage.prompt_tokens + len(ids) // 4 - 1
+        kept.append(len(ids) // 4 / len(tale.token_ids))
+    assert max(kept) > 0.6
 
 
 def test_stop_strings_end_the_text(client):
@@ -177,6 +313,64 @@ def test_plain_functions(client):
 
     a, streamed, b, c, path = run(client, loop, "why?")
     assert a and streamed == b and b != c and path == "1"
+
+
+def test_plain_programs_do_not_wait_for_each_others_threads(client):
+    """More programs that wait for programs of their own than any pool has threads."""
+
+    def inner(s: SyncBranch, i: int):
+        s += f"inner {i}"
+        s += gen("x", SHORT)
+        return s["x"]
+
+    def outer(s: SyncBranch, i: int):
+        s += f"outer {i}"
+        s += gen("x", SHORT)
+        return s["x"] + run(client, inner, i)
+
+    async def many():
+        return await asyncio.gather(*(program(outer)(client.aio, i) for i in range(40)))
+
+    assert len(set(client.run(asyncio.wait_for(many(), 20)))) > 5
+
+
+def test_a_plain_program_may_end_as_it_likes(client):
+    def stops(s: SyncBranch):
+        return next(iter(()))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run(client, stops)
+
+
+def test_a_program_may_exit(client):
+    async def leaves(s: Branch):
+        raise SystemExit(3)
+
+    def leaves_plainly(s: SyncBranch):
+        raise SystemExit(4)
+
+    for function, code in ((leaves, 3), (leaves_plainly, 4)):
+        with pytest.raises(SystemExit) as caught:
+            run(client, function)
+        assert caught.value.code == code
+    assert client.health()["serving"], "the client goes on"
+
+
+def test_the_default_client_serves_all_threads(client):
+    async def say(s: Branch):
+        s += "x"
+        s += gen("x", SHORT)
+        return await s["x"]
+
+    found = []
+    use_client(client)
+    try:
+        thread = threading.Thread(target=lambda: found.append(program(say).run()))
+        thread.start()
+        thread.join(10)
+    finally:
+        use_client(None)
+    assert found == [client.generate("x", SHORT).text]
 
 
 def test_overrides_go_into_one_object():
@@ -244,6 +438,18 @@ def test_forks_go_their_own_ways(client):
     assert rows == {0: 2, 1: 2, 2: 1}
 
 
+def test_forks_of_forks_as_deep_as_one_likes(client):
+    async def deep(s: Branch):
+        s += "root"
+        s += gen("x", SHORT)
+        for _ in range(1500):
+            (s,) = s.fork(1)
+        s += gen("x", SHORT)
+        return s.depth, await s["x"]
+
+    assert run(client, deep)[0] == 1500
+
+
 def test_a_fork_may_come_before_its_parents_work_is_done(slow):
     async def eager(s: Branch):
         s += "begin"
@@ -277,7 +483,7 @@ def test_a_template_that_rewrites_history_is_followed():
         history.add_message("user", "hi")
         history.open_message()
         first = await history.prompt(Rendering())
-        history.add_generated(Said)
+        await history.add_generated(Rendering(), Said, SHORT)
         history.close_message()
         history.add_message("user", "more")
         history.open_message()
@@ -460,3 +666,100 @@ def test_a_hundred_branches_at_once(client):
 
     texts = run(client, wide)
     assert len(texts) == 100 and len(set(texts)) >= 20
+
+
+ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
+
+
+def test_a_branch_may_be_cancelled(slow):
+    """The first of several wins: the others stop, and those who wait for them hear of it."""
+
+    async def race(s: Branch):
+        s += "start"
+        winner, loser = s.fork(2)
+        winner += gen("x", SHORT)
+        loser += gen("x", ENDLESS)  # the loser
+        (below,) = loser.fork(1)  # below the loser
+        below += gen("y", SHORT)
+        hopeful = asyncio.ensure_future(loser.value("x"))
+        await winner["x"]
+        await loser.cancel()
+        problems = []
+        for work in (hopeful, loser.value("x"), below.value("y"), loser.wait(), below.wait(), join(winner, below)):
+            with pytest.raises(ProgramError, match="cancelled") as caught:
+                await asyncio.wait_for(work, 1)
+            problems.append(caught.value)
+        loser += gen("z", SHORT)
+        with pytest.raises(ProgramError, match="cancelled"):
+            await asyncio.wait_for(loser.value("z"), 1)
+        assert isinstance(problems[0].problem, asyncio.CancelledError)
+        return problems[0].site.line, loser.cancelled, winner.cancelled, await winner["x"]
+
+    line, loser, winner, text = run(slow, race)
+    assert line == line_of("# the loser") and loser and not winner and text
+    assert wait_until_idle(slow)["counters"]["cancelled"] == 1
+
+
+def test_a_branch_may_be_cancelled_before_it_begins(slow):
+    async def early(s: Branch):
+        s += "start"
+        s += gen("x", SHORT)
+        a, b = s.fork(2)
+        for branch in (a, b):
+            branch += gen("y", SHORT)
+        await a.cancel()
+        with pytest.raises(ProgramError, match="cancelled"):
+            await asyncio.wait_for(a.value("y"), 1)
+        return await b["y"]
+
+    assert run(slow, early)
+    assert slow.health()["counters"]["requests"] == 2, "nothing was asked for the branch that was cancelled"
+
+
+@pytest.mark.parametrize("waits", ["value", "stream", "join"])
+def test_a_plain_program_that_is_cancelled_ends(slow, waits):
+    """Its thread may wait for whatever it likes: it gets an error and ends."""
+    ended = threading.Event()
+
+    def endless(s: SyncBranch):
+        s += "fine"
+        (branch,) = s.fork(1)
+        branch += gen("x", ENDLESS, stream=waits == "stream")
+        try:
+            if waits == "value":
+                branch["x"]
+            elif waits == "stream":
+                list(branch.stream("x"))
+            else:
+                s.join([branch])
+        except ProgramError:
+            ended.set()
+            raise
+
+    async def give_up():
+        task = asyncio.create_task(program(endless)(slow.aio))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    slow.run(give_up())
+    assert ended.wait(5)
+    assert wait_until_idle(slow)["counters"]["cancelled"] == 1
+
+
+def test_a_plain_program_may_cancel_a_branch(slow):
+    def race(s: SyncBranch):
+        s += "start"
+        a, b = s.fork(2)
+        a += gen("x", SHORT)
+        b += gen("x", ENDLESS)
+        text = a.wait()["x"]
+        b.cancel()
+        with pytest.raises(ProgramError, match="cancelled"):
+            b["x"]
+        return text, [branch.depth for branch in (s, a)]
+
+    text, depths = run(slow, race)
+    assert text and depths == [0, 1]
+    assert wait_until_idle(slow)["counters"]["cancelled"] == 1

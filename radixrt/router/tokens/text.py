@@ -75,10 +75,14 @@ class TextService:
             return self.encode_now(prompt)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.encode_now, prompt)
 
-    async def encode_shown(self, prompt: Prompt) -> tuple[bytes, str]:
-        """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts)."""
+    async def encode_shown(self, prompt: Prompt, *, render_only: bool = False) -> tuple[bytes, str]:
+        """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts).
+
+        With `render_only` a chat has no ids: to encode what was rendered is most of the work."""
         if not isinstance(prompt, ChatPrompt):
             return await self.encode(prompt), ""
+        if render_only:
+            return b"", await asyncio.to_thread(self._with_tokenizer("messages").apply_chat, prompt)
         return await asyncio.to_thread(self._encode_chat, prompt)
 
     def _encode_chat(self, prompt: ChatPrompt) -> tuple[bytes, str]:
