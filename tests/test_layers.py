@@ -32,6 +32,7 @@ FORBIDDEN = {
     "report": {"router", "worker", "frontend", "lang", "client", "launch", "cli"},
     "lang": {"worker", "frontend", "launch", "cli", "wire"},
     "frontend": {"worker", "lang", "launch", "cli"},
+    "transports": {"worker", "router", "frontend", "lang", "client", "portal", "launch", "cli", "report"},
     "wire": {"worker", "router", "frontend", "lang", "client", "launch", "cli", "report", "messages"},
 }
 

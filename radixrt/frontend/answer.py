@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from radixrt.client import Answer, ZmqTransport
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import DONE, Reply, native_line
 from radixrt.messages import (
@@ -27,6 +26,7 @@ from radixrt.messages import (
     Usage,
 )
 from radixrt.router.tokens import TextService, TextStream
+from radixrt.transports import Answer, ZmqTransport
 
 MAX_BACKLOG = 4 << 20
 """Bytes that wait for a client that does not read, before its request is cancelled."""

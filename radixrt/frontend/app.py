@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from radixrt.client import NATIVE_PATH, AsyncClient, ServerError, ZmqTransport, token_bytes, token_list
+from radixrt.client import AsyncClient, ServerError, token_bytes, token_list
 from radixrt.config import FrontendConfig
 from radixrt.frontend import schema
 from radixrt.frontend.answer import Exchange, NativeExchange, StreamAnswer, WholeAnswer
@@ -25,6 +25,7 @@ from radixrt.messages import Cancel, ClientRequest, Error, Generate, Origin, Sam
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
+from radixrt.transports import NATIVE_PATH, ZmqTransport
 
 ROUTER_SECONDS = 5.0
 """Time that the router has to answer a question about itself."""

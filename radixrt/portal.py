@@ -1,0 +1,110 @@
+"""An event loop in a thread of its own, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CANCEL_SECONDS = 2.0
+"""An interrupted wait (Ctrl-C) is given this long to cancel at the server what it waited for."""
+ON_THE_LOOP = "a plain Client cannot wait inside its own async code: await the AsyncClient, or the program"
+
+
+class Portal:
+    """An event loop in a thread of its own, for callers that have none."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="radixrt-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Await `function(*args, **kwargs)` there. An interrupted wait (Ctrl-C) cancels it, and gives it
+        `CANCEL_SECONDS` to end.
+
+        RuntimeError once the portal is closed, and on the loop itself, which would wait for itself for ever."""
+        if self.closed or self._is_here():
+            raise RuntimeError("the client is closed" if self.closed else ON_THE_LOOP)
+        call = _Call(functools.partial(function, *args, **kwargs))
+        try:
+            self._loop.call_soon_threadsafe(call.begin)
+            return call.outcome.result()
+        except BaseException:
+            if not call.outcome.done():
+                self._loop.call_soon_threadsafe(call.stop)
+                with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+                    call.outcome.exception(CANCEL_SECONDS)
+            raise
+
+    def _is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """Items of an async iterator, pulled one by one; closing the generator closes it."""
+        try:
+            while True:
+                try:
+                    yield self.call(anext, items)
+                except StopAsyncIteration:
+                    return
+        finally:
+            # An iterator that was dropped may be collected late (closing the portal has closed it) and anywhere.
+            if not self.closed and not self._is_here():
+                self.call(items.aclose)
+
+    def close(self) -> None:
+        """End the loop and its thread; what others wait for there is cancelled. Idempotent."""
+        if self.closed:
+            return
+        self.call(_cancel_others)
+        self.call(self._loop.shutdown_asyncgens)
+        self.call(self._loop.shutdown_default_executor)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_SECONDS)
+
+
+class _Call:
+    """Work on the loop that another thread waits for. An interrupt may hit that thread at any instruction, so all that
+    counts happens on the loop, in the order of its callbacks: `begin`, if at all, before `stop`."""
+
+    def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
+        self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda _: self.outcome.cancel())  # it was stopped before its first step
+
+    def stop(self) -> None:
+        if self._task is None:
+            self.outcome.cancel()
+        else:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self.outcome.set_result(await self._work())
+        except asyncio.CancelledError:
+            self.outcome.cancel()
+        except BaseException as problem:  # SystemExit as well: it is the other thread's, and would end the loop
+            self.outcome.set_exception(problem)

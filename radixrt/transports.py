@@ -1,0 +1,234 @@
+"""How requests travel and answers come back: over ZMQ to a router, over HTTP to a front end.
+
+Both carry the same messages, any number of them in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+import httpx
+import msgspec
+
+from radixrt import wire
+from radixrt.messages import (
+    Ask,
+    Cancel,
+    ClientReply,
+    ClientRequest,
+    Delta,
+    Deltas,
+    Error,
+    Generate,
+    Info,
+    Scored,
+    Tokens,
+)
+
+CONNECT_SECONDS = 5.0
+FAREWELL_SECONDS = 0.3
+"""A router is given this long to confirm that it has read the last cancels, before its connection is closed."""
+NATIVE_PATH = "/v1/native"
+"""Where an HTTP front end takes one ClientRequest as JSON and answers with ClientReplies, one a line."""
+
+Answer = Delta | Scored | Tokens | Info | Error
+OnAnswer = Callable[[Answer], None]
+
+
+class ServerError(Exception):
+    """The server refused or failed a request. `code` is an HTTP status, `field` names what is wrong in the request,
+    `retry_after` is in seconds (with 429 and 503) or None."""
+
+    def __init__(self, code: int, message: str, field: str = "", retry_after: float | None = None) -> None:
+        super().__init__(f"{message} ({code})")
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+
+
+class Transport(Protocol):
+    """Carries requests and their answers. Answers come on the event loop, by request, in order."""
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        """Send a request, which gets an id of its own; `on_answer` is called until the last answer has come."""
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a request, if it is not finished; no further answer comes."""
+
+    async def close(self) -> None:
+        """Disconnect. Requests in flight are cancelled at the server and answered with an Error (503) here."""
+
+
+class _Pending:
+    """A request whose answers still come, `open` of them to be the last of a choice."""
+
+    __slots__ = ("on_answer", "open")
+
+    def __init__(self, request: ClientRequest, on_answer: OnAnswer) -> None:
+        self.on_answer = on_answer
+        self.open = request.n if isinstance(request, Generate) else 1
+
+    def give(self, reply: ClientReply) -> None:
+        """Hand on a reply that is about this request alone."""
+        if isinstance(reply, Deltas):
+            for delta in reply.items:
+                self.give_delta(delta)
+        else:
+            self.open = 0
+            self.on_answer(reply)
+
+    def give_delta(self, delta: Delta) -> None:
+        self.open -= delta.finish is not None
+        self.on_answer(delta)
+
+    def fail(self, request_id: int, message: str) -> None:
+        """Answer with a 503, unless the last answer has come."""
+        if self.open > 0:
+            self.give(Error(request_id, 503, message, retry_after=1.0))
+
+
+class ZmqTransport:
+    """Any number of requests in flight on one socket. Make it on the event loop that is to use it."""
+
+    _reply = wire.Decoder(ClientReply)
+
+    def __init__(self, address: str) -> None:
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count(1)
+        self._unconfirmed = False
+        """A Cancel was sent: it may still be under way."""
+        self._socket = wire.DealerSocket(address, self._receive, on_lost=self._lost)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the router is there now; without it, requests wait for it."""
+        return self._socket.connected
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        """See Transport. ServerError (503) when the router does not read."""
+        request.id = next(self._ids)
+        if not self._socket.send(wire.encode(request)):
+            raise ServerError(503, "the router does not read its messages", retry_after=1.0)
+        self._pending[request.id] = _Pending(request, on_answer)
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        if self._pending.pop(request_id, None) is not None:
+            self.tell(Cancel(request_id))
+
+    def tell(self, message: Cancel) -> None:
+        """Send a message about a request that is in flight."""
+        self._unconfirmed = True
+        self._socket.send(wire.encode(message))
+
+    async def close(self, reason: str = "the connection was closed") -> None:
+        for request_id in self._pending:
+            self.tell(Cancel(request_id))
+        self._fail_all(reason)
+        try:
+            if self._unconfirmed and self.connected:
+                await self._confirm()
+        finally:
+            self._socket.close()
+            self._fail_all(reason)
+
+    async def _confirm(self) -> None:
+        """Wait for any answer: messages arrive in order, so the cancels before the question have arrived too."""
+        answered = asyncio.Event()
+        with contextlib.suppress(TimeoutError, ServerError):
+            self.submit(Ask(id=0, what="health"), lambda _: answered.set())
+            await asyncio.wait_for(answered.wait(), FAREWELL_SECONDS)
+
+    def _receive(self, payload: bytes) -> None:
+        reply = self._reply.decode(payload)
+        if not isinstance(reply, Deltas):
+            if pending := self._pending.pop(reply.id, None):
+                pending.give(reply)
+            return
+        for delta in reply.items:
+            if pending := self._pending.get(delta.id):
+                if delta.finish is not None and pending.open == 1:
+                    del self._pending[delta.id]
+                pending.give_delta(delta)
+
+    def _lost(self) -> None:
+        self._fail_all("the connection to the router was lost")
+
+    def _fail_all(self, message: str) -> None:
+        pending, self._pending = self._pending, {}
+        for request_id, one in pending.items():
+            one.fail(request_id, message)
+
+
+class HttpTransport:
+    """A request of the native protocol is one POST; cancelling it closes the connection."""
+
+    _reply = msgspec.json.Decoder(ClientReply)
+    _encode = msgspec.json.Encoder().encode
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout)
+        self._open: dict[int, tuple[asyncio.Task[None], _Pending]] = {}
+        self._ids = itertools.count(1)
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        """See Transport."""
+        request.id = next(self._ids)
+        pending = _Pending(request, on_answer)
+        work = self._post(request.id, self._encode(request), pending)
+        self._open[request.id] = asyncio.get_running_loop().create_task(work), pending
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        if entry := self._open.pop(request_id, None):
+            entry[0].cancel()
+
+    async def close(self) -> None:
+        entries, self._open = self._open, {}
+        for task, _ in entries.values():
+            task.cancel()
+        await asyncio.gather(*(task for task, _ in entries.values()), return_exceptions=True)
+        for request_id, (_, pending) in entries.items():
+            pending.fail(request_id, "the connection was closed")
+        await self._client.aclose()
+
+    async def _post(self, request_id: int, body: bytes, pending: _Pending) -> None:
+        problem = "the connection ended before the answer did"
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._client.stream("POST", NATIVE_PATH, content=body, headers=headers) as response:
+                if not _is_native(response):
+                    await response.aread()
+                    pending.give(_refusal(request_id, response))
+                    return
+                async for line in response.aiter_lines():
+                    if line:
+                        pending.give(self._reply.decode(line))
+        except Exception as error:  # whatever it is, who waits for an answer must hear of it
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._open.pop(request_id, None)
+        pending.fail(request_id, problem)
+
+
+def _is_native(response: httpx.Response) -> bool:
+    return response.headers.get("content-type", "").startswith("application/x-ndjson")
+
+
+def _refusal(request_id: int, response: httpx.Response) -> Error:
+    """What a server says that does not answer in the native protocol: a front end's error, or somebody else's page."""
+    try:
+        error = msgspec.json.decode(response.content)["error"]
+        message, field = error["message"], error.get("param") or ""
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return Error(request_id, 503, f"no radixrt answers there (HTTP status {response.status_code})")
+    seconds = response.headers.get("retry-after", "")
+    return Error(request_id, response.status_code, message, field, float(seconds) if seconds.isdigit() else None)
