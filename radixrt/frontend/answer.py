@@ -40,17 +40,28 @@ class Disconnected(Exception):
 
 
 class Mailbox:
-    """Where callbacks leave things for one coroutine."""
-
-    __slots__ = ("_waiter", "failure", "finished")
+    """Where callbacks leave bytes for the one coroutine that sends them."""
 
     def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
         self.failure: Exception | None = None
         self.finished = False
+        self.held = False
+        """What is there must not be sent yet."""
+        self._out: list[bytes] = []
+        self._backlog = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, chunk: bytes) -> None:
+        """Leave something to be sent; too much of it, and the client counts as gone."""
+        self._backlog += len(chunk)
+        if self._backlog > MAX_BACKLOG:
+            self.fail(Disconnected())
+            return
+        self._out.append(chunk)
+        self.wake()
 
     def wake(self) -> None:
-        """Something is there."""
+        """Something has changed."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -64,11 +75,22 @@ class Mailbox:
     def cancel(self) -> None:
         """Stop what is not finished at the router."""
 
-    async def wait(self) -> None:
-        """Return when `wake` was called; call it only when there is nothing."""
+    async def changed(self) -> None:
+        """Return after the next `wake`; raise `failure` if there is one, at once or then."""
+        if self.failure:
+            raise self.failure
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
         self._waiter = None
+
+    async def part(self) -> bytes | None:
+        """All that there is to send, at least something; None after the last. ApiError, Disconnected."""
+        while self.held or not self._out:
+            if self.finished:
+                return None
+            await self.changed()
+        out, self._out, self._backlog = self._out, [], 0
+        return out[0] if len(out) == 1 else b"".join(out)
 
 
 class Choice:
@@ -129,10 +151,7 @@ class Exchange(Mailbox):
         """A stream of OpenAI's is refused by an error in its place."""
         self._include_usage = usage
         self._streams = streams
-        self._out: list[bytes] = []
-        self._backlog = 0
-        self._answered = False
-        """The router has taken the request; until then a stream's opening is held, for it may be refused."""
+        self.held = True  # until the router has taken the request: a stream that has opened cannot be refused
         self._head, self._tail = reply.chunk_ends(usage) if streams else (b"", b"")
 
     def submit(self, request: Generate, echo: str = "") -> None:
@@ -142,7 +161,7 @@ class Exchange(Mailbox):
             choice = Choice(index, TextStream(self._service, request.sampling))
             self.choices.append(choice)
             if self._streams and (opening := self.reply.first_chunk(index)):
-                self._put(opening, self._tail)
+                self.put(self._head + opening + self._tail)
             if echo:
                 self._add(choice, echo, None, last=False)
         self.prompts += 1
@@ -163,7 +182,7 @@ class Exchange(Mailbox):
         if isinstance(answer, Error):
             self.fail(ApiError.of(answer, self.names))
         elif isinstance(answer, Delta):
-            self._answered = True
+            self.held = False
             choice = self.choices[first + answer.index]
             text, stops = choice.take(answer)
             if stops:
@@ -187,22 +206,14 @@ class Exchange(Mailbox):
         found = self.reply.logprobs(logprobs, choice.chars)
         choice.chars += len(text)
         chunk = self.reply.choice_chunk(choice.index, text, found, choice.finish if last else None)
-        self._put(chunk, self.reply.last_end(self._tail, choice.usage) if last else self._tail)
-
-    def _put(self, choice: bytes, tail: bytes) -> None:
-        chunk = self._head + choice + tail
-        self._backlog += len(chunk)
-        if self._backlog > MAX_BACKLOG:
-            self.fail(Disconnected())
-            return
-        self._out.append(chunk)
-        self.wake()
+        tail = self.reply.last_end(self._tail, choice.usage) if last else self._tail
+        self.put(self._head + chunk + tail)
 
     def _end(self) -> None:
         if self._streams:
             if self._include_usage:
-                self._out.append(self.reply.usage_chunk(self.usages, self.prompts))
-            self._out.append(DONE)
+                self.put(self.reply.usage_chunk(self.usages, self.prompts))
+            self.put(DONE)
         self.finished = True
         self.wake()
 
@@ -211,25 +222,12 @@ class Exchange(Mailbox):
     async def whole(self) -> bytes:
         """The body of the answer, when all choices have ended. ApiError, Disconnected."""
         while not self.finished:
-            if self.failure:
-                raise self.failure
-            await self.wait()
+            await self.changed()
         choices = [
             self.reply.choice(c.index, "".join(c.text), self.reply.logprobs(c.logprobs, 0), c.finish, c.stop)
             for c in self.choices
         ]
         return self.reply.body(choices, self.usages, self.prompts)
-
-    async def part(self) -> bytes | None:
-        """What there is of a stream, at least something; None after the last. ApiError, Disconnected."""
-        while not (self._out and self._answered):
-            if self.failure:
-                raise self.failure
-            if self.finished:
-                return None
-            await self.wait()
-        out, self._out, self._backlog = self._out, [], 0
-        return out[0] if len(out) == 1 else b"".join(out)
 
 
 class NativeExchange(Mailbox):
@@ -237,8 +235,6 @@ class NativeExchange(Mailbox):
 
     def __init__(self, transport: ZmqTransport, request: ClientRequest) -> None:
         super().__init__()
-        self._out: list[bytes] = []
-        self._backlog = 0
         self._asked_id = request.id
         self.refusal: ApiError | None = None
         self._open = request.n if isinstance(request, Generate) else 1
@@ -252,26 +248,10 @@ class NativeExchange(Mailbox):
         answer.id = self._asked_id
         if isinstance(answer, Error):
             self.refusal = ApiError.of(answer)
-        line = native_line(answer)
-        self._backlog += len(line)
-        if self._backlog > MAX_BACKLOG:
-            self.fail(Disconnected())
-            return
-        self._out.append(line)
+        self.put(native_line(answer))
         self._open -= not isinstance(answer, Delta) or answer.finish is not None
         self.finished = self._open <= 0 or isinstance(answer, Error)
         self.wake()
-
-    async def part(self) -> bytes | None:
-        """See Exchange.part."""
-        while not self._out:
-            if self.failure:
-                raise self.failure
-            if self.finished:
-                return None
-            await self.wait()
-        out, self._out, self._backlog = self._out, [], 0
-        return b"".join(out)
 
 
 class StreamAnswer:

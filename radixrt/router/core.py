@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from array import array
 from struct import Struct
+from typing import TYPE_CHECKING
 
 from radixrt.config import RouterConfig
 from radixrt.messages import (
@@ -36,9 +37,12 @@ from radixrt.router.admission import Admission
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.index import Index
 from radixrt.router.members import Member, Members
-from radixrt.router.record import Counters, Recorder, ReportSink
+from radixrt.router.record import Counters, Recorder
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.validate import Refused
+
+if TYPE_CHECKING:
+    from radixrt.report import Report
 
 MAX_LOSSES = 3
 """Workers that may be lost under one run before it counts as what kills them."""
@@ -54,7 +58,7 @@ class RouterCore:
     def __init__(
         self,
         config: RouterConfig,
-        report: ReportSink | None = None,
+        report: Report | None = None,
         *,
         vocab_size: int = 0,
         rng: random.Random | None = None,

@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from radixrt.messages import Load, Origin
+from radixrt.messages import Load
 from radixrt.router.request import RunState
 
-
-class ReportSink(Protocol):
-    """The part of `radixrt.report.Report` that the router feeds."""
-
-    def arrived(self, namespace: str, ids: bytes) -> int:
-        """A prompt came in: tokens of it that an infinite cache would hold."""
-
-    def finished(
-        self,
-        *,
-        namespace: str,
-        tenant: str,
-        origin: Origin,
-        worker: str,
-        page_size: int,
-        ids: bytes,
-        prompt_tokens: int,
-        reusable_tokens: int,
-        cached_tokens: int,
-        bound_tokens: int,
-        predicted_tokens: int,
-        best_tokens: int,
-    ) -> None:
-        """A run ended: its hits, beside what the index said of its worker and of the best one, and what an infinite
-        cache would have given."""
-
-    def load(self, worker: str, load: Load) -> None:
-        """A worker's state after a step."""
+if TYPE_CHECKING:
+    from radixrt.report import Report
 
 
 @dataclass(slots=True)
@@ -60,7 +34,7 @@ class Counters:
 class Recorder:
     """Counts, and passes on to a report where there is one."""
 
-    def __init__(self, report: ReportSink | None) -> None:
+    def __init__(self, report: Report | None) -> None:
         self.counters = Counters()
         self._report = report
 
