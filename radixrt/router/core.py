@@ -24,9 +24,7 @@ from radixrt.messages import (
     Generate,
     Output,
     Register,
-    Run,
     Score,
-    Scored,
     Snapshot,
     StepDone,
     Stop,
@@ -234,7 +232,7 @@ class RouterCore:
         self._runs[run.id] = run
         member.dispatched(run.id, tokens - hit)
         self.index.computing(member.number, request.namespace, run.prompt)
-        return [Order(member.name, _order(run, ids))]
+        return [Order(member.name, run.order(ids))]
 
     def _choose(self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member]) -> tuple[Member, int, int]:
         """The worker, the hit expected there, and the best hit of any worker, in tokens."""
@@ -279,7 +277,7 @@ class RouterCore:
         self.counters.finished += not request.open
         if request.scores:
             if request.open == 0:
-                others.append(Reply(request.client, _scored(request)))
+                others.append(Reply(request.client, request.scored()))
             return
         fresh = array("i", output.tokens) if request.stream else run.emitted
         logprobs = output.logprobs if request.stream else run.logprobs
@@ -376,26 +374,3 @@ class RouterCore:
     def _ask_snapshot(self, member: Member) -> list[Effect]:
         self.counters.snapshots += 1
         return [Order(member.name, Snapshot())]
-
-
-def _order(run: RunState, ids: bytes) -> Run:
-    return Run(
-        id=run.id,
-        namespace=run.request.namespace,
-        ids=ids,
-        prompt_len=run.prompt_len,
-        sampling=run.sampling,
-        score_from=run.score_from,
-    )
-
-
-def _scored(request: Request) -> Scored:
-    """The reply of a Score: log-probabilities by choice, usage summed; `worker` is that of the first choice."""
-    usages = [run.usage() for run in request.runs]
-    usage = Usage(
-        sum(u.prompt_tokens for u in usages),
-        0,
-        sum(u.cached_tokens for u in usages),
-        usages[0].worker,
-    )
-    return Scored(request.id, [run.scores for run in request.runs], usage)

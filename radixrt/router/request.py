@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 
-from radixrt.messages import Origin, Sampling, TokenLogprob, Usage
+from radixrt.messages import Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.members import Member
 
 Client = Hashable
@@ -39,6 +39,12 @@ class Request:
         self.scores = scores
         self.runs: list[RunState] = []
         self.open = 0
+
+    def scored(self) -> Scored:
+        """The reply of a Score: log-probabilities by choice, usage summed; `worker` is that of the first choice."""
+        usages = [run.usage() for run in self.runs]
+        prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens for u in usages)
+        return Scored(self.id, [run.scores for run in self.runs], Usage(prompt, 0, cached, usages[0].worker))
 
 
 class RunState:
@@ -110,3 +116,14 @@ class RunState:
 
     def usage(self) -> Usage:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)
+
+    def order(self, ids: bytes) -> Run:
+        """What a worker is asked for; `ids` are the prompt and what was emitted."""
+        return Run(
+            id=self.id,
+            namespace=self.request.namespace,
+            ids=ids,
+            prompt_len=self.prompt_len,
+            sampling=self.sampling,
+            score_from=self.score_from,
+        )
