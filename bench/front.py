@@ -100,7 +100,7 @@ def measure(load: Load, roles: dict[str, int], units: int, **work: Any) -> tuple
 
 def measure_stack(folder: Path, scale: float) -> list[dict[str, Any]]:
     rows = []
-    requests = max(128, int(REQUESTS * scale))
+    requests = max(2, int(REQUESTS * scale) // 64) * 64
     digest = expected_digest(folder)
     with stack(folder) as (http, zmq, roles):
         for kind, address, text in (("http", http, True), ("zmq", zmq, True), ("zmq", zmq, False)):

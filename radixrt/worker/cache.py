@@ -145,8 +145,8 @@ class PageCache:
             self._fill(request.row, start // self.page_size, theirs)
 
     def retire(self, request: Request) -> None:
-        """Take a request off its row; all that it has computed stays in the tree."""
-        self.publish(request, request.computed)
+        """Take a request off its row; all that it has computed, of tokens that are known, stays in the tree."""
+        self.publish(request, min(request.computed, len(request.tokens)))
         self._leave(request)
 
     def discard(self, request: Request, keep: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from radixrt.messages import TokenLogprob
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.plan import FROM_DEVICE, Plan, Result
 from radixrt.worker.request import Request
 
 EOS = 2
@@ -48,6 +48,7 @@ class FakeRunner:
         prefill_rate: float = 0.0,
         decode_step: float = 0.0,
         check: bool = False,
+        overlaps: bool = False,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -56,38 +57,51 @@ class FakeRunner:
         self.eos_ids = frozenset({EOS})
         self.prefill_rate = prefill_rate
         self.decode_step = decode_step
+        self.overlaps = overlaps
         self.computed_tokens = 0
         """Tokens computed since start."""
         self.steps: list[tuple[int, int]] = []
         """(requests, tokens) of each step, while `check` is on."""
         self._check = check
         self._notes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
+        self._drawn: dict[int, int] = {}
+        self._free_at = 0.0
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self.computed_tokens += len(plan.tokens)
+        self._free_at = max(self._free_at, time.monotonic()) + self._seconds(plan)
+        done_at = self._free_at
         if self._check:
             self.steps.append((len(plan.requests), len(plan.tokens)))
-            self._write(plan)
-            self._read(plan)
-        done_at = time.monotonic() + self._seconds(plan)
-        return lambda: self._wait(plan, done_at)
+            # As on a device, what a step reads and writes is fixed when it is launched, and done in order.
+            read = self._read_slots(plan)
+            return lambda: self._wait(plan, done_at, read)
+        return lambda: self._wait(plan, done_at, None)
 
     def _seconds(self, plan: Plan) -> float:
         decodes = int((plan.counts == 1).sum())
         prefill = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
         return prefill + self.decode_step
 
-    def _wait(self, plan: Plan, done_at: float) -> Result:
+    def _wait(self, plan: Plan, done_at: float, read: list[np.ndarray] | None) -> Result:
         if (rest := done_at - time.monotonic()) > 0:
             time.sleep(rest)
         ends = np.cumsum(plan.counts)
         last = plan.tokens[ends - 1].astype(np.int64)
+        rows = plan.rows.tolist()
+        for b in np.flatnonzero(last == FROM_DEVICE):
+            last[b] = self._drawn[rows[b]]
+        if read is not None:
+            self._check_step(plan, last, read)
         positions = (plan.starts + plan.counts - 1).astype(np.int64)
-        tokens = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
-        return self._result(plan, tokens.tolist())
+        drawn = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
+        tokens = drawn.tolist()
+        if self.overlaps:
+            self._drawn.update(zip(rows, tokens, strict=True))
+        return self._result(plan, tokens)
 
     def _result(self, plan: Plan, tokens: list[int]) -> Result:
         logprobs: list[TokenLogprob | None] = []
@@ -109,19 +123,27 @@ class FakeRunner:
 
     # ------------------------------------------------------------ the notes
 
-    def _write(self, plan: Plan) -> None:
-        end = 0
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            slots, end = plan.slots[end : end + count], end + count
-            hashes = prefix_hashes(np.array(request.tokens[: start + count]))[start:]
-            assert plan.tokens[end - count : end].tolist() == list(request.tokens[start : start + count])
-            real = slots >= self.page_size
-            self._notes[slots[real]] = hashes[real]
+    def _read_slots(self, plan: Plan) -> list[np.ndarray]:
+        """The slots that each request of a step attends to."""
+        found = []
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            page, offset = np.divmod(np.arange(start + count), self.page_size)
+            found.append(self._table[row, page] * self.page_size + offset)
+        return found
 
-    def _read(self, plan: Plan) -> None:
-        for row, request, start, count in zip(plan.rows, plan.requests, plan.starts, plan.counts, strict=True):
-            positions = np.arange(start + count)
-            page, offset = np.divmod(positions, self.page_size)
-            slots = self._table[row, page] * self.page_size + offset
-            expected = prefix_hashes(np.array(request.tokens[: start + count]))
-            assert np.array_equal(self._notes[slots], expected), f"request {request.id} would read another's KV"
+    def _check_step(self, plan: Plan, last: np.ndarray, read: list[np.ndarray]) -> None:
+        """Write the notes of a step, then compare those it reads with what they should be."""
+        expected, end = [], 0
+        for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
+            slots, end = plan.slots[end : end + count], end + count
+            history = np.array([*request.tokens, int(last[b])])[: start + count]
+            if not request.over:
+                history[-1] = last[b]
+                computed = plan.tokens[end - count : end]
+                assert np.array_equal(computed[computed != FROM_DEVICE], history[start:][computed != FROM_DEVICE])
+            expected.append(prefix_hashes(history))
+            real = slots >= self.page_size
+            self._notes[slots[real]] = expected[b][start:][real]
+        for request, slots, hashes in zip(plan.requests, read, expected, strict=True):
+            if not request.over:
+                assert np.array_equal(self._notes[slots], hashes), f"request {request.id} would read another's KV"

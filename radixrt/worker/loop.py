@@ -1,4 +1,10 @@
-"""The worker's loop: receive, plan, run, apply, reply."""
+"""The worker's loop: receive, plan, launch, apply, reply.
+
+With a runner that overlaps, a step is planned and launched while the one before runs:
+
+    device   | step n          | step n+1        |
+    host       plan n+1, launch | apply n, reply, receive, plan n+2, launch | apply n+1
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ import numpy as np
 
 from radixrt import messages as m
 from radixrt.worker.cache import PageCache
-from radixrt.worker.plan import Plan, Runner
+from radixrt.worker.plan import Plan, Result, Runner
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -43,6 +49,16 @@ class Identity:
     model: str
     kv_dtype: str = ""
     device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched and whose result has not been taken in."""
+
+    plan: Plan
+    wait: Callable[[], Result]
+    launched: float
+    """Seconds, by perf_counter."""
 
 
 @dataclass(slots=True)
@@ -90,6 +106,8 @@ class Worker:
         self._connect = connect
         self._check = check
         self._rates = Rates()
+        self._flight: Flight | None = None
+        self._last_done = 0.0
         self._seq = 0
         self._stopped = threading.Event()
         self._last_report = 0.0
@@ -119,26 +137,53 @@ class Worker:
         self._stopped.set()
 
     def _step(self) -> list[m.Output]:
+        """Launch what there is to compute, and take in the step before; the same step, if the runner overlaps none."""
+        outputs: list[m.Output] = []
+        if self._flight and any(request.serial for request in self._flight.plan.requests):
+            outputs = self._land()
+        before, self._flight = self._flight, None
         plan = self.scheduler.plan()
-        if plan is None:
-            return []
-        started = time.perf_counter()
-        try:
-            result = self.runner.launch(plan)()
-        except Exception as error:
-            log.exception("step %d failed", plan.step)
-            return self.scheduler.fail(plan, f"the step failed: {error}")
-        self._rates.add(plan, time.perf_counter() - started)
-        outputs = self.scheduler.apply(plan, result)
+        if plan is not None:
+            outputs += self._launch(plan)
+        after, self._flight = self._flight, before
+        outputs += self._land()
+        self._flight = after
+        if not self.runner.overlaps:
+            outputs += self._land()
         if self._check:
             self.cache.check()
         return outputs
+
+    def _launch(self, plan: Plan) -> list[m.Output]:
+        started = time.perf_counter()
+        try:
+            self._flight = Flight(plan, self.runner.launch(plan), started)
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            return self.scheduler.fail(plan, f"the step failed: {error}")
+        return []
+
+    def _land(self) -> list[m.Output]:
+        """Take in the result of the step in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        try:
+            result = flight.wait()
+        except Exception as error:
+            log.exception("step %d failed", flight.plan.step)
+            return self.scheduler.fail(flight.plan, f"the step failed: {error}")
+        done = time.perf_counter()
+        self._rates.add(flight.plan, done - max(flight.launched, self._last_done))
+        self._last_done = done
+        return self.scheduler.apply(flight.plan, result)
 
     # ------------------------------------------------------------ receive
 
     def _receive(self) -> None:
         """Handle all messages there are; wait for one only when there is nothing to compute."""
-        idle = not self.scheduler.has_work and not self._refused and not self._snapshot_wanted
+        busy = self.scheduler.has_work or self._flight
+        idle = not busy and not self._refused and not self._snapshot_wanted
         payload = self._link.recv(HEARTBEAT_SECONDS / 4 if idle else 0)
         while payload is not None:
             self._handle(payload)

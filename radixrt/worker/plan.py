@@ -15,6 +15,9 @@ import numpy as np
 from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
 
+FROM_DEVICE = -1
+"""In place of a token id: the one that the step before drew for this row of the page table."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -33,7 +36,7 @@ class Plan:
     counts: np.ndarray
     """int32[B]: tokens computed now."""
     tokens: np.ndarray
-    """int32[T]: token ids."""
+    """int32[T]: token ids, or FROM_DEVICE for a decode of a runner that `overlaps`."""
     slots: np.ndarray
     """int32[T]: where K and V go, page * page_size + offset; page 0 is the trash page, for a token whose KV is cached
     already and that is computed for its logits only."""
@@ -68,6 +71,8 @@ class Runner(Protocol):
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int
+    overlaps: bool
+    """Step n+1 may be launched before the result of step n is asked for: tokens drawn stay on the device, by row."""
 
     def bind(self, table: np.ndarray) -> None:
         """Called once with the page table, int32[rows, pages], which the host goes on writing."""

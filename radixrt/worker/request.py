@@ -12,7 +12,10 @@ class Request:
     """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with.
 
     row       page-table row while it runs, -1 while it waits
-    computed  tokens whose KV is in pages
+    computed  tokens whose KV is in pages, or will be when the steps that are planned have run
+    pending   tokens that planned steps draw and that are not known here yet
+    over      it has ended
+    serial    what is drawn for it depends on the tokens before, which the host must know first
     lease     pins the part of the path that is in the tree (set while it runs)
     arrival   tokens the worker had scheduled when it came (its age in tokens)
     hit       tokens the tree held when last looked, while it waits
@@ -21,6 +24,7 @@ class Request:
     __slots__ = (
         "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
+        "pending", "over", "serial",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -41,16 +45,19 @@ class Request:
         self.cached_tokens = 0
         self.admissions = 0
         self.scores: list[float] = []
+        self.pending = 0
+        self.over = False
+        self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
     def total(self) -> int:
-        """Tokens known so far."""
-        return len(self.tokens)
+        """Tokens known or drawn so far."""
+        return len(self.tokens) + self.pending
 
     @property
     def behind(self) -> int:
-        """Tokens known whose KV is not computed; 1 while it decodes."""
-        return len(self.tokens) - self.computed
+        """Tokens known or drawn whose KV is not computed; 1 while it decodes."""
+        return len(self.tokens) + self.pending - self.computed
 
     @property
     def caught_up(self) -> bool:
@@ -65,9 +72,21 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Tokens after the prompt."""
-        return len(self.tokens) - self.prompt_len
+        """Tokens after the prompt, known or drawn."""
+        return self.total - self.prompt_len
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, not copied; drop it before the sequence grows."""
         return memoryview(self.tokens)[start:stop]
+
+
+def _depends_on_tokens(s: Sampling) -> bool:
+    """Whether more than the logits, the position and the seed decides on the next token, or is reported with it."""
+    return bool(
+        s.repetition_penalty != 1
+        or s.presence_penalty
+        or s.frequency_penalty
+        or s.logit_bias
+        or s.min_tokens
+        or s.logprobs is not None
+    )

@@ -27,7 +27,9 @@ CPU_MOST_TOKENS = 1 << 18
 
 
 class TorchRunner:
-    """See `plan.Runner`. The model, its KV pool and its attention on one device."""
+    """See `plan.Runner`. The model, its KV pool and its attention on one device, one step after the other."""
+
+    overlaps = False
 
     def __init__(
         self,
@@ -122,7 +124,8 @@ def read_logits(plan: Plan, logits: torch.Tensor) -> Result:
     requests = [plan.requests[b] for b in chosen]
     raw = logits[torch.from_numpy(ends[chosen] - 1).to(logits.device)]
     wants_logprobs = any(r.sampling.logprobs is not None for r in requests)
-    drawn = sample(raw.clone() if wants_logprobs else raw, requests)
+    positions = (plan.starts + plan.counts)[chosen].tolist()
+    drawn = sample(raw.clone() if wants_logprobs else raw, requests, positions)
     tokens = np.zeros(len(plan.requests), dtype=np.int64)
     tokens[chosen] = drawn
     logprobs: list = []

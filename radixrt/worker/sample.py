@@ -24,15 +24,15 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it count as 0."""
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token a request from float32 logits[B, vocab], which may be overwritten."""
+def sample(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
+    """One token a request, at its position, from float32 logits[B, vocab], which may be overwritten."""
     for row, request in enumerate(requests):
         adjust(logits[row], request)
     drawn = [row for row, request in enumerate(requests) if request.sampling.temperature >= GREEDY_BELOW]
     tokens = logits.argmax(-1)
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        tokens[at] = draw(logits[at], [requests[row] for row in drawn])
+        tokens[at] = draw(logits[at], [requests[row].sampling for row in drawn], [positions[row] for row in drawn])
     return tokens.tolist()
 
 
@@ -60,14 +60,15 @@ def adjust(logits: torch.Tensor, request: Request) -> None:
     s = request.sampling
     if s.repetition_penalty != 1.0:
         _penalize_repetition(logits, request, s.repetition_penalty)
-    if (s.presence_penalty or s.frequency_penalty) and request.generated:
+    generated = len(request.tokens) - request.prompt_len
+    if (s.presence_penalty or s.frequency_penalty) and generated:
         ids, counts = np.unique(np.array(request.tokens[request.prompt_len :]), return_counts=True)
         times = torch.from_numpy(counts).to(logits)
         logits[_index(ids, logits)] -= s.presence_penalty + s.frequency_penalty * times
     if s.logit_bias:
         bias = torch.tensor(list(s.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
-    if request.generated < s.min_tokens and request.stop_ids:
+    if generated < s.min_tokens and request.stop_ids:
         logits[_index(list(request.stop_ids), logits)] = -torch.inf
 
 
@@ -85,9 +86,8 @@ def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- drawing
 
 
-def draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     """int64[B] drawn from logits[B, vocab] by temperature, min_p, top_k, top_p and each request's own noise."""
-    samplings = [r.sampling for r in requests]
     logits = logits / _column([s.temperature for s in samplings], logits)
     if any(s.min_p > 0 for s in samplings):
         logits = keep_min_p(logits, _column([s.min_p for s in samplings], logits))
@@ -95,7 +95,6 @@ def draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         top_k = [s.top_k if s.top_k > 0 else logits.shape[-1] for s in samplings]
         logits = keep_top(logits, _column(top_k, logits), _column([s.top_p for s in samplings], logits))
     seeds = [s.seed or 0 for s in samplings]
-    positions = [r.total for r in requests]
     return (logits + gumbel(seeds, positions, logits.shape[-1], logits.device)).argmax(-1)
 
 

@@ -9,8 +9,11 @@ Order of waiting requests: smallest `arrival - hit` first, both in tokens, where
 scheduled when the request came. The longest hit goes first, but a request is overtaken only by those that came within
 the length of their hit after it: nobody starves, however long the queue.
 
-The order of calls is plan, (run,) apply. To plan step n+1 while step n runs, `apply` would have to be split: counts
-move on when a step is planned, token values when its result arrives.
+Counts move on when a step is planned, token values come when its result is applied. So step n+1 may be planned while
+step n runs; what it needs of step n's tokens, the device has.
+
+    plan n   plan n+1   apply n   plan n+2   apply n+1        or, one after the other,   plan n   apply n   plan n+1
+             `pending` tokens are drawn but not known here: the plan says FROM_DEVICE
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import numpy as np
 
 from radixrt.messages import Output
 from radixrt.worker.cache import OutOfPages, PageCache
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.plan import FROM_DEVICE, Plan, Result
 from radixrt.worker.request import Request
 
 REFRESHED = 16
@@ -48,6 +51,8 @@ class Scheduler:
         """Running requests with more than one token to compute, oldest first."""
         self.decoding: list[Request] = []
         """Running requests that gain a token a step."""
+        self.ending: list[Request] = []
+        """Running requests whose last step is planned; they leave when its result comes."""
         self.preemptions = 0
         self.steps = 0
         self._requests: dict[int, Request] = {}
@@ -78,13 +83,7 @@ class Scheduler:
         request = self._requests.pop(id, None)
         if request is None:
             return False
-        if request.row >= 0:
-            self._stop_running(request)
-            self.cache.retire(request)
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            heapq.heapify(self._waiting)
-            self._waiting_tokens -= request.total - request.hit
+        self._let_go(request)
         return True
 
     @property
@@ -93,7 +92,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.behind) + len(self.decoding)
+        return len(self.behind) + len(self.decoding) + len(self.ending)
 
     @property
     def has_work(self) -> bool:
@@ -109,9 +108,22 @@ class Scheduler:
         self._waiting_tokens += request.total - request.hit
         heapq.heappush(self._waiting, (request.arrival - request.hit, request.id, request))
 
+    def _let_go(self, request: Request) -> None:
+        """Take a request that is over from wherever it is; what it computed stays cached."""
+        request.over = True
+        if request.row >= 0:
+            self._stop_running(request)
+            self.cache.retire(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            heapq.heapify(self._waiting)
+            self._waiting_tokens -= request.total - request.hit
+
     def _stop_running(self, request: Request) -> None:
         if request in self.behind:
             self.behind.remove(request)
+        elif request in self.ending:
+            self.ending.remove(request)
         else:
             self.decoding.remove(request)
             self._batch_changed = True
@@ -134,14 +146,47 @@ class Scheduler:
         self.steps += 1
         plan = builder.build(self.steps, self.decoding, *self._decode_arrays())
         self._clock += len(plan.tokens)
+        self._move_on(plan, builder)
         return plan
+
+    def _move_on(self, plan: Plan, builder: _Builder) -> None:
+        """Count what is planned as computed and drawn."""
+        ending = False
+        for request in self.decoding:
+            request.computed += 1
+            request.pending += 1
+            ending |= request.total >= request.limit
+        for request, count, samples in zip(builder.requests, builder.counts, builder.samples, strict=True):
+            request.computed += count
+            request.pending += samples
+        self._lengths = self._lengths + 1
+        self._last = np.full(len(self.decoding), FROM_DEVICE, dtype=np.int32)
+        if ending:
+            self.ending += [r for r in self.decoding if r.total >= r.limit]
+            self.decoding = [r for r in self.decoding if r.total < r.limit]
+            self._batch_changed = True
+        if builder.requests:
+            self._sort_behind()
+
+    def _sort_behind(self) -> None:
+        """Requests that have caught up decode from now on, or have nothing more to compute."""
+        still = []
+        for request in self.behind:
+            if request.behind == 0 or (request.total >= request.limit and request.pending):
+                self.ending.append(request)
+            elif request.caught_up:
+                self.decoding.append(request)
+                self._batch_changed = True
+            else:
+                still.append(request)
+        self.behind = still
 
     def _decode_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(rows, positions of the tokens to compute, their ids) of the decoding requests."""
         if self._batch_changed:
             self._rows = np.array([r.row for r in self.decoding], dtype=np.int64)
             self._lengths = np.array([r.computed for r in self.decoding], dtype=np.int64)
-            self._last = np.array([r.tokens[-1] for r in self.decoding], dtype=np.int32)
+            self._last = np.array([FROM_DEVICE if r.pending else r.tokens[-1] for r in self.decoding], dtype=np.int32)
             self._batch_changed = False
         return self._rows, self._lengths, self._last
 
@@ -208,6 +253,8 @@ class Scheduler:
         if self._look_up(0):  # others may be before it now
             heapq.heapify(self._waiting)
         request = self._waiting[0][2]
+        if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
+            return None
         self.cache.admit(request)
         missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
         if self.num_running and not self.cache.can_take(missing + self.num_running):
@@ -224,27 +271,28 @@ class Scheduler:
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: Plan, result: Result) -> list[Output]:
-        """Take in what a step gave; what each request gained, for the reply."""
+        """Take in what a step gave, in the order of plans; what each request gained, for the reply."""
         outputs: list[Output] = []
-        decodes = len(self.decoding)
         for index, request in enumerate(plan.requests):
-            if request.row < 0:  # aborted while the step ran
+            if request.over:  # it ended while the step ran
                 continue
             if index in result.failed:
                 self._fail(request, int(plan.starts[index]), result.failed[index], outputs)
                 continue
-            request.computed += int(plan.counts[index]) if index >= decodes else 1
             if index in result.scores:
                 request.scores.extend(result.scores[index])
             if plan.samples[index]:
                 self._gain(request, result.tokens[index], result.logprobs[index] if result.logprobs else None, outputs)
-            elif request.behind == 0:
+            elif plan.starts[index] + plan.counts[index] == request.total:
                 self._finish(request, Output(request.id, finish="length", scores=request.scores or None), outputs)
-        self._move_on(plan, result, decodes)
+        if not self._batch_changed and self.decoding and not self.decoding[0].pending:
+            # The batch is the plan's, and no later plan runs: what it drew is all there is to know.
+            self._last = np.array(result.tokens[: len(self.decoding)], dtype=np.int32)
         return outputs
 
     def _gain(self, request: Request, token: int, logprob: object, outputs: list[Output]) -> None:
         request.tokens.append(token)
+        request.pending -= 1
         output = Output(request.id, [token], None, request.cached_tokens)
         if logprob is not None:
             output.logprobs = [logprob]
@@ -263,12 +311,17 @@ class Scheduler:
         output.cached_tokens = request.cached_tokens
         outputs.append(output)
         del self._requests[request.id]
-        self._stop_running(request)
-        self.cache.retire(request)
+        if output.tokens:  # the step after this one may have computed the last token: cached are the others, always
+            request.computed = min(request.computed, len(request.tokens) - 1)
+        self._let_go(request)
 
     def _fail(self, request: Request, keep: int, reason: str, outputs: list[Output]) -> None:
         outputs.append(Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason))
         del self._requests[request.id]
+        if request.row < 0:
+            self._let_go(request)
+            return
+        request.over = True
         self._stop_running(request)
         self.cache.discard(request, keep)
 
@@ -276,20 +329,9 @@ class Scheduler:
         """Every request of a step that could not be run fails; nothing of that step stays cached."""
         outputs: list[Output] = []
         for request, start in zip(plan.requests, plan.starts.tolist(), strict=True):
-            if request.row >= 0:
+            if not request.over:
                 self._fail(request, start, reason, outputs)
         return outputs
-
-    def _move_on(self, plan: Plan, result: Result, decodes: int) -> None:
-        """Requests that have caught up decode from now on; the arrays of those that did before move by one token."""
-        ready = [r for r in self.behind if r.caught_up]
-        if ready:
-            self.behind = [r for r in self.behind if not r.caught_up]
-            self.decoding.extend(ready)
-            self._batch_changed = True
-        if not self._batch_changed:
-            self._lengths = self._lengths + 1
-            self._last = np.array(result.tokens[:decodes], dtype=np.int32)
 
 
 class _Builder:

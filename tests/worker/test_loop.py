@@ -73,11 +73,19 @@ class Router:
         self.hear(lambda _: all(any(o.finish for o in self.outputs(id)) for id in ids))
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["one-by-one", "overlapped"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test, with steps one after the other and with a step planned while the one before runs."""
+    monkeypatch.setattr(FakeRunner, "OVERLAPS", request.param, raising=False)
+    return request.param
+
+
 @contextmanager
 def worker(runner: FakeRunner | None = None, **limits):
     router = Router()
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | limits
     runner = runner or FakeRunner(num_pages=400, check=True)
+    runner.overlaps = FakeRunner.OVERLAPS
     serving = Worker(runner, Identity("w", "model"), router.connect, limits=Limits(**sizes), check=True)
     thread = threading.Thread(target=serving.run)
     thread.start()
@@ -219,3 +227,23 @@ def test_a_long_step_does_not_stop_the_heart(monkeypatch):
         time.sleep(0.35)
         beats = [m for m in list(router.outbox.queue) if isinstance(m, Heartbeat)]
         assert len(beats) >= 3
+
+
+def test_what_depends_on_the_tokens_before_waits_for_them(overlaps):
+    """A request with penalties is never launched on a token that the host does not know."""
+    seen = []
+
+    class Watching(FakeRunner):
+        def launch(self, plan):
+            seen.extend(int(t) for r, t in zip(plan.requests, plan.tokens, strict=False) if r.serial)
+            return super().launch(plan)
+
+    with worker(Watching(num_pages=400, check=True)) as (router, _):
+        router.tell(run(1, [5, 6, 7], Sampling(max_tokens=8, temperature=0.0, frequency_penalty=0.5)))
+        router.tell(run(2, [5, 6, 8]))
+        router.finished(1, 2)
+    assert seen and -1 not in seen
+    expected, last = [], 7
+    for position in range(2, 10):
+        expected.append(last := fake_token(last, position, 32_000))
+    assert [t for o in router.outputs(1) for t in o.tokens] == expected

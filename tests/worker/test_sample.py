@@ -96,7 +96,7 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     best = int(raw[0].argmax())
     plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
     expected = int(raw[0].topk(2).indices[1])
-    assert sample(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)]) == [best, expected]
+    assert sample(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3]) == [best, expected]
 
 
 def test_noise_is_gumbel():
@@ -115,7 +115,7 @@ def test_draws_follow_the_distribution():
     kept = TopKLogitsWarper(12)(None, TemperatureLogitsWarper(1.3)(None, raw))
     expected = kept.softmax(-1)[0].double().numpy() * count
     many = raw.expand(count, VOCAB)
-    drawn = draw(many, [request(Sampling(temperature=1.3, top_k=12, seed=i)) for i in range(count)])
+    drawn = draw(many, [Sampling(temperature=1.3, top_k=12, seed=i) for i in range(count)], [3] * count)
     observed = np.bincount(drawn.numpy(), minlength=VOCAB)
     assert observed[expected == 0].sum() == 0
     at = expected > 0
@@ -126,11 +126,11 @@ def test_draws_follow_the_distribution():
 
 def test_noise_depends_on_seed_and_position_alone():
     raw = logits(4, seed=1)
-    requests = [request(Sampling(seed=i, temperature=2.0), range(5, 15 + i)) for i in range(4)]
-    together = draw(raw, requests).tolist()
-    assert together == [int(draw(raw[i : i + 1], [requests[i]])) for i in range(4)]
-    by_seed = {int(draw(raw[:1], [request(Sampling(seed=s, temperature=2.0))])) for s in range(40)}
-    by_position = {int(draw(raw[:1], [request(Sampling(seed=1, temperature=2.0), range(3, 5 + n))])) for n in range(40)}
+    samplings = [Sampling(seed=i, temperature=2.0) for i in range(4)]
+    together = draw(raw, samplings, [10, 11, 12, 13]).tolist()
+    assert together == [int(draw(raw[i : i + 1], [samplings[i]], [10 + i])) for i in range(4)]
+    by_seed = {int(draw(raw[:1], [Sampling(seed=s, temperature=2.0)], [3])) for s in range(40)}
+    by_position = {int(draw(raw[:1], [Sampling(seed=1, temperature=2.0)], [n])) for n in range(40)}
     assert len(by_seed) > 5 and len(by_position) > 5
 
 

@@ -19,8 +19,17 @@ VOCAB = 1000
 class Bench:
     """A scheduler over a fake runner that checks every KV slot it would read."""
 
-    def __init__(self, pages: int = 200, page_size: int = 1, chunk: int = 16, rows: int = 4, max_len: int = 128):
-        self.runner = FakeRunner(pages + 1, page_size, VOCAB, max_len, check=True)
+    overlaps = False
+
+    def __init__(
+        self,
+        pages: int = 200,
+        page_size: int = 1,
+        chunk: int = 16,
+        rows: int = 4,
+        max_len: int = 128,
+    ):
+        self.runner = FakeRunner(pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps)
         self.cache = PageCache(pages + 1, page_size, rows, max_len)
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
         self.runner.bind(self.cache.table)
@@ -28,6 +37,7 @@ class Bench:
         self.finish: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.scores: dict[int, list[float]] = {}
+        self.flight = None
 
     def add(self, id: int, prompt: list[int], max_tokens: int = 8, namespace: str = "", **extra: object) -> Request:
         ids = np.array(prompt, dtype=np.int32).tobytes()
@@ -39,26 +49,40 @@ class Bench:
         return request
 
     def step(self) -> int:
-        """One step; how many tokens it computed."""
+        """One step; how many tokens it computed. With a runner that overlaps, the result taken in is the one before."""
         plan = self.scheduler.plan()
         self.cache.check()
+        landing, self.flight = self.flight, (plan, self.runner.launch(plan)) if plan else None
+        if not self.runner.overlaps:
+            landing, self.flight = self.flight, None
+        if landing:
+            self.land(*landing)
         if plan is None:
             return 0
         assert len(plan.tokens) <= self.scheduler.limits.max_num_batched_tokens
-        for output in self.scheduler.apply(plan, self.runner.launch(plan)()):
+        return len(plan.tokens)
+
+    def land(self, plan, wait) -> None:
+        for output in self.scheduler.apply(plan, wait()):
             self.tokens[output.id] += output.tokens
             self.scores.setdefault(output.id, []).extend(output.scores or [])
             if output.finish:
                 self.finish[output.id] = output.finish
                 self.cached[output.id] = output.cached_tokens
         self.cache.check()
-        return len(plan.tokens)
 
     def drain(self, steps: int = 10_000) -> None:
         while self.scheduler.has_work:
             assert steps > 0, "no progress"
-            assert self.step() > 0, "a step that computes nothing"
+            landing = self.flight
+            assert self.step() > 0 or landing, "a step that computes nothing"
             steps -= 1
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["one-by-one", "overlapped"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test, with steps one after the other and with a step planned while the one before runs."""
+    monkeypatch.setattr(Bench, "overlaps", request.param)
 
 
 def alone(prompt: list[int], max_tokens: int) -> list[int]:
@@ -79,7 +103,8 @@ def random_prompt(rng: random.Random, trunks: list[list[int]]) -> list[int]:
 def test_random_load(seed: int, pages: int, page_size: int) -> None:
     rng = random.Random(seed)
     pages = max(pages // page_size, 16)
-    bench = Bench(pages, page_size, chunk=rng.choice([5, 16, 64]), rows=rng.choice([1, 3, 8]), max_len=60)
+    chunk, rows = rng.choice([5, 16, 64]), rng.choice([1, 3, 8])
+    bench = Bench(pages, page_size, chunk, rows, max_len=60)
     trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
     expected: dict[int, list[int]] = {}
     aborted = set()
@@ -146,6 +171,7 @@ def test_a_whole_hit_computes_one_token() -> None:
     bench.drain()
     bench.add(1, prompt, 1)
     assert bench.step() == 1
+    bench.drain()
     assert bench.cached[1] == len(prompt) - 1
     assert bench.tokens[1] == bench.tokens[0]
 
@@ -186,7 +212,8 @@ def test_a_cold_request_is_not_starved_by_hits() -> None:
     finished_before = 0
     for id in range(2, 400):
         bench.add(id, [*trunk, id], 1)
-        bench.step()
+        while not bench.step():  # as many requests come as are served
+            pass
         if 1 in bench.finish:
             break
         finished_before = len(bench.finish)
@@ -287,3 +314,32 @@ def test_stop_ids_end_a_request(generated: int, finish: str) -> None:
     whole = alone(prompt, 20)
     assert bench.tokens == {0: whole[:generated], 1: whole[:generated], 2: whole}
     assert bench.finish == {0: finish, 1: finish, 2: "length"}
+
+
+def test_a_stop_id_is_known_a_step_late_and_nothing_of_that_step_shows() -> None:
+    """Overlapped, the step after the stop id has been launched: its token is dropped, its page comes back."""
+    bench = Bench()
+    prompt = [5, 6, 7, 8]
+    stop = alone(prompt, 6)[5]
+    run = Run(
+        id=0, namespace="", ids=np.array(prompt, np.int32).tobytes(), prompt_len=4, sampling=Sampling(max_tokens=50)
+    )
+    bench.scheduler.add(Request(run, 54, frozenset({stop})))
+    bench.tokens[0] = []
+    bench.add(1, [9] * 5, 30)
+    bench.drain()
+    assert bench.tokens == {0: alone(prompt, 6), 1: alone([9] * 5, 30)}
+    assert bench.cache.tree.match("", np.array([*prompt, *bench.tokens[0]], np.int32)).length == 9
+    assert bench.cache.leased_pages == 0
+
+
+def test_a_request_aborted_in_flight_is_not_heard_of_again() -> None:
+    bench = Bench()
+    bench.add(0, [5, 6, 7], 20)
+    bench.add(1, [8, 9], 20)
+    for _ in range(3):
+        bench.step()
+    seen = list(bench.tokens[0])
+    assert bench.scheduler.abort(0) and not bench.scheduler.abort(0)
+    bench.drain()
+    assert bench.tokens == {0: seen, 1: alone([8, 9], 20)}
