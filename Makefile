@@ -7,7 +7,7 @@ SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout
 
-.PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test
+.PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test gpu-bench
 
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
@@ -29,7 +29,11 @@ gpu-wheels:
 
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=.gpu/site python3 -m pytest -m gpu -rs -s -p no:cacheprovider tests/gpu
+	PYTHONPATH=.gpu/site python3 -m pytest -m gpu -rs -s -p no:cacheprovider tests/gpu tests/worker/cuda
+
+gpu-bench: .gpu/site
+	python3 setup.py --quiet build_ext --inplace
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker
 
 bench: .venv/installed-test
 	$(BIN)/python -m bench.tree

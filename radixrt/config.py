@@ -42,7 +42,8 @@ class WorkerConfig:
     deterministic: bool = setting(
         False, "results do not depend on the batch, to the last bit (always so with FP8 pages on a CPU; slower)"
     )
-    attention_backend: str = setting("auto", "auto, flashinfer (GPUs) or torch")
+    attention_backend: str = setting("auto", "auto, flashinfer or triton (GPUs), torch")
+    enforce_eager: bool = setting(False, "no CUDA graphs")
     cpu_threads: int = setting(0, "threads that compute on a CPU (0: torch's default)")
     load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
     seed: int = setting(0, "seed of dummy weights")

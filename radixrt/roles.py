@@ -90,9 +90,9 @@ def make_worker(config: WorkerConfig) -> Worker:
 def make_runner(config: WorkerConfig) -> Runner:
     """The model on its device, or the fake with the time model of `config.fake`. ValueError names a bad setting."""
     if not config.fake:
-        from radixrt.worker.runner import TorchRunner
+        from radixrt.worker.loading import load_runner
 
-        return TorchRunner.load(config)
+        return load_runner(config)
     from radixrt.worker.fake import FakeRunner
 
     try:

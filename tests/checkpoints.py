@@ -70,7 +70,7 @@ def _tokenizer_json(vocab_size: int) -> str:
     return tokenizer.to_str()
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | None = None, seed: int = 0, **changes):
@@ -95,8 +95,12 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
         "eos_token_id": 2,
         "pad_token_id": None,
     }
-    sizes |= {"head_dim": 32} if family == "qwen3" else {}
-    sizes |= {"sliding_window": None} if family == "mistral" else {}
+    sizes |= {"head_dim": 32} if family.startswith("qwen3") else {}
+    sizes |= {"sliding_window": None} if family in ("mistral", "mixtral") else {}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(sizes | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

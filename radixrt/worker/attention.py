@@ -1,8 +1,7 @@
-"""Attention over pages: plain torch, which a CPU runs and which is the reference, and FlashInfer's kernels for GPUs."""
+"""Attention over pages in plain torch: what a CPU runs, and the reference of the GPU's kernels (`cuda/`)."""
 
 from __future__ import annotations
 
-import logging
 from typing import Protocol
 
 import numpy as np
@@ -10,13 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.kv import KVPool
-from radixrt.worker.model.decoder import Attend
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.decoder import Attend, Heads
 from radixrt.worker.plan import Plan
-
-log = logging.getLogger("radixrt.attention")
-
-BACKENDS = ("auto", "flashinfer", "torch")
 
 
 class Attention(Protocol):
@@ -29,26 +23,6 @@ class Attention(Protocol):
         """The attention of one step."""
 
 
-def choose(backend: str, pool: KVPool, page_size: int, spec: ModelSpec, dtype: torch.dtype, exact: bool) -> Attention:
-    """By name; `auto` is FlashInfer on a GPU, if it is installed, else torch. `exact`: independent of the batch.
-
-    ValueError for no known name, or for FlashInfer where it cannot be."""
-    if backend not in BACKENDS:
-        raise ValueError(f"attention_backend {backend!r}: expected one of {', '.join(BACKENDS)}")
-    on_gpu = pool.device.type == "cuda"
-    if exact or backend == "torch" or (backend == "auto" and not on_gpu):
-        if exact and backend == "flashinfer":
-            log.warning("deterministic: attention by torch, for FlashInfer's kernels depend on the batch")
-        return (BatchInvariantAttention if exact else TorchAttention)(pool, page_size, spec.windows)
-    try:
-        return FlashInferAttention(pool, page_size, spec, dtype)
-    except ImportError as error:
-        if backend == "flashinfer":
-            raise ValueError(f"attention_backend: FlashInfer cannot be imported: {error}") from error
-        log.warning("FlashInfer is not installed (pip install 'radixrt[cuda]'): attention by torch, slower")
-        return TorchAttention(pool, page_size, spec.windows)
-
-
 class TorchAttention:
     """Reads the page table in place; one request after the other.
 
@@ -57,40 +31,27 @@ class TorchAttention:
     """
 
     def __init__(self, pool: KVPool, page_size: int, windows: tuple[int | None, ...]) -> None:
-        self._pool = pool
+        self.pool = pool
         self._page_size = page_size
         self._windows = windows
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
 
-    def begin(self, plan: Plan, device: torch.device) -> Attend:
-        written = torch.from_numpy(plan.slots).to(device, torch.int64)
-        ends = (plan.starts + plan.counts).tolist()
-        slots = [
-            torch.from_numpy(self._slots(row, end)).to(device)
-            for row, end in zip(plan.rows.tolist(), ends, strict=True)
-        ]
-        counts = plan.counts.tolist()
+    def begin(self, plan: Plan, device: torch.device) -> TorchStep:
+        return TorchStep(self, plan, device)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._pool.write(layer, written, k, v)
-            parts = [self._one(layer, part, s) for part, s in zip(q.split(counts), slots, strict=True)]
-            return torch.cat(parts)
-
-        return attend
-
-    def _slots(self, row: int, tokens: int) -> np.ndarray:
+    def slots(self, row: int, tokens: int) -> np.ndarray:
         """int64[tokens]: slots of the first tokens of a row."""
         size = self._page_size
         pages = self._table[row, : -(-tokens // size)].astype(np.int64)
         return pages if size == 1 else (pages[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
 
-    def _one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[count, heads, D]: the last `count` tokens of one sequence over all of it."""
         count, end, window = len(q), len(slots), self._windows[layer]
         first = first_key(end - count, window)
-        k, v = self._pool.read(layer, slots[first:], q.dtype)
+        k, v = self.pool.read(layer, slots[first:], q.dtype)
         mask = None
         if count > 1:
             at = torch.arange(end - count, end, device=q.device)[:, None]
@@ -98,6 +59,30 @@ class TorchAttention:
             mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+class TorchStep:
+    """The attention of one step."""
+
+    def __init__(self, attention: TorchAttention, plan: Plan, device: torch.device) -> None:
+        self._attention = attention
+        self._written = torch.from_numpy(plan.slots).to(device, torch.int64)
+        self._counts = plan.counts.tolist()
+        ends = (plan.starts + plan.counts).tolist()
+        self._slots = [
+            torch.from_numpy(attention.slots(row, end)).to(device)
+            for row, end in zip(plan.rows.tolist(), ends, strict=True)
+        ]
+
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        q, k, v = heads.split()
+        self._attention.pool.write(layer, self._written, k, v)
+        return self.over_pages(layer, q)
+
+    def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """[T, heads, D] for q[T, heads, D]; K and V are in their pages already."""
+        parts = zip(q.split(self._counts), self._slots, strict=True)
+        return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
 
 
 def first_key(position: int, window: int | None) -> int:
@@ -117,12 +102,12 @@ class BatchInvariantAttention(TorchAttention):
     KEYS = 128
     MASKED = -1e30
 
-    def _one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         count, heads, dim = q.shape
         end, window = len(slots), self._windows[layer]
         start = end - count
         first = first_key(start, window) // self.KEYS * self.KEYS
-        k, v = (_blocks(x, self.KEYS) for x in self._pool.read(layer, slots[first:], q.dtype))
+        k, v = (_blocks(x, self.KEYS) for x in self.pool.read(layer, slots[first:], q.dtype))
         kv_heads = k.shape[1]
         tiles = _tiles(q, self.QUERIES, kv_heads)
         at = torch.arange(start, start + len(tiles) * self.QUERIES, device=q.device).view(-1, 1, self.QUERIES, 1)
@@ -176,71 +161,3 @@ class _Softmax:
 
     def result(self) -> torch.Tensor:
         return self._values / self._sum[..., None]
-
-
-# ---------------------------------------------------------------- FlashInfer
-
-
-class FlashInferAttention:
-    """FlashInfer's paged prefill kernel for everything, a decode being a prefill of one token.
-
-    Planned once a step and kind of layer (windowed or not), from host arrays, so that planning waits for nothing.
-    """
-
-    WORKSPACE = 256 << 20
-    """Bytes for partial results of split sequences."""
-
-    def __init__(self, pool: KVPool, page_size: int, spec: ModelSpec, dtype: torch.dtype) -> None:
-        import flashinfer
-
-        self._pool = pool
-        self._page_size = page_size
-        self._spec = spec
-        self._dtype = dtype
-        workspace = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=pool.device)
-        self._wrappers = {
-            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer=workspace, kv_layout="NHD", backend="fa2"
-            )
-            for window in dict.fromkeys(spec.windows)
-        }
-
-    def bind(self, table: np.ndarray) -> None:
-        self._table = table
-
-    def begin(self, plan: Plan, device: torch.device) -> Attend:
-        written = torch.from_numpy(plan.slots).to(device, torch.int64)
-        self._plan(plan, device)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._pool.write(layer, written, k, v)
-            wrapper = self._wrappers[self._spec.windows[layer]]
-            return wrapper.run(q=q, paged_kv_cache=self._pool.pages(layer, self._page_size))
-
-        return attend
-
-    def _plan(self, plan: Plan, device: torch.device) -> None:
-        spec, size = self._spec, self._page_size
-        ends = plan.starts + plan.counts
-        held = -(-ends // size)
-        pages = np.concatenate([self._table[row, :n] for row, n in zip(plan.rows.tolist(), held.tolist(), strict=True)])
-        for window, wrapper in self._wrappers.items():
-            wrapper.plan(
-                qo_indptr=_starts(plan.counts),
-                paged_kv_indptr=_starts(held),
-                paged_kv_indices=torch.from_numpy(pages).to(device),
-                paged_kv_last_page_len=torch.from_numpy(ends - (held - 1) * size).int(),
-                num_qo_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim_qk=spec.head_dim,
-                page_size=size,
-                causal=True,
-                window_left=-1 if window is None else window - 1,
-                q_data_type=self._dtype,
-                kv_data_type=self._pool.dtype,
-            )
-
-
-def _starts(counts: np.ndarray) -> torch.Tensor:
-    """int32[n + 1] on the host: where each of n pieces begins, and where the last ends."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

@@ -45,7 +45,7 @@ class PageCache:
         self._num_free = self.total_pages
         self._rows = list(range(rows - 1, -1, -1))
         self._running: dict[int, Request] = {}
-        self._writes: list[tuple[int, int, np.ndarray]] = []
+        self._writes: list[tuple[np.ndarray, np.ndarray]] = []
 
     # ------------------------------------------------------------ figures
 
@@ -117,7 +117,7 @@ class PageCache:
         rows, index = rows[lacking], index[lacking]
         self.table[rows, index] = pages
         self.held[rows] += 1
-        self._writes.extend(zip(rows.tolist(), index.tolist(), pages[:, None], strict=True))
+        self._writes.append((rows, index))
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int32 slots of `positions` of running requests; both arrays have the same shape."""
@@ -169,10 +169,13 @@ class PageCache:
 
     # ------------------------------------------------------------ pages
 
-    def drain_writes(self) -> tuple[tuple[int, int, np.ndarray], ...]:
-        """Changes of the table since the last call: (row, first page index, pages)."""
-        writes, self._writes = tuple(self._writes), []
-        return writes
+    def drain_writes(self) -> np.ndarray:
+        """What has changed in the table since the last call: int32[N, 3] of row, index, page now."""
+        writes, self._writes = self._writes, []
+        if not writes:
+            return np.zeros((0, 3), dtype=np.int32)
+        rows, index = (np.concatenate(parts) for parts in zip(*writes, strict=True))
+        return np.stack([rows, index, self.table[rows, index]], axis=1).astype(np.int32)
 
     def can_take(self, pages: int) -> bool:
         """Whether that many pages are free or could be evicted."""
@@ -196,7 +199,7 @@ class PageCache:
         if len(pages):
             self.table[row, first : first + len(pages)] = pages
             self.held[row] = max(int(self.held[row]), first + len(pages))
-            self._writes.append((row, first, pages))
+            self._writes.append((np.full(len(pages), row), np.arange(first, first + len(pages))))
 
     def _pages(self, row: int, start: int, stop: int) -> np.ndarray:
         return self.table[row, start // self.page_size : stop // self.page_size]

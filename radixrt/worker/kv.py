@@ -17,7 +17,8 @@ class KVPool:
     """K and V of `slots` tokens for every layer, each `[slots, kv_heads, head_dim]`.
 
     What is read back is what the pages hold, also right after it was written: a request computes the same whether its
-    prefix was cached or not. Beyond the range of FP8 values saturate.
+    prefix was cached or not. FP8 pages hold K and V divided by `scales` (of K and of V, by layer); beyond their range
+    values saturate.
     """
 
     def __init__(
@@ -27,7 +28,12 @@ class KVPool:
         self._quantized = dtype.itemsize == 1
         # torch indexes bytes on every device, FP8 only on some.
         stored = torch.uint8 if self._quantized else dtype
+        self.scales = [(1.0, 1.0)] * layers
         self._values = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=stored, device=device)
+
+    @property
+    def slots(self) -> int:
+        return self._values.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -45,19 +51,23 @@ class KVPool:
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. Of equal slots any one wins."""
         keys, values = self._values[layer]
-        keys[slots] = self._encode(k)
-        values[slots] = self._encode(v)
+        k_scale, v_scale = self.scales[layer]
+        keys[slots] = self._encode(k, k_scale)
+        values[slots] = self._encode(v, v_scale)
 
     def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at int64 slots[L], each [L, kv_heads, head_dim] of `dtype`."""
         keys, values = self._values[layer]
-        return self._decode(keys[slots], dtype), self._decode(values[slots], dtype)
+        k_scale, v_scale = self.scales[layer]
+        return self._decode(keys[slots], dtype, k_scale), self._decode(values[slots], dtype, v_scale)
 
-    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+    def _encode(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         if not self._quantized:
             return x.to(self.dtype)
         limit = torch.finfo(self.dtype).max
-        return x.float().clamp(-limit, limit).to(self.dtype).view(torch.uint8)
+        return (x.float() / scale).clamp(-limit, limit).to(self.dtype).view(torch.uint8)
 
-    def _decode(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return (x.view(self.dtype) if self._quantized else x).to(dtype)
+    def _decode(self, x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+        if not self._quantized:
+            return x.to(dtype)
+        return (x.view(self.dtype).float() * scale).to(dtype)

@@ -44,8 +44,8 @@ class Plan:
     """int32[B]: at how many of its last positions logits are wanted."""
     samples: np.ndarray
     """bool[B]: a token is drawn from the logits of the last position."""
-    table_writes: tuple[tuple[int, int, np.ndarray], ...] = ()
-    """(row, first page index, int32 pages): changes of the page table since the last plan, for a mirror of it."""
+    table_writes: np.ndarray
+    """int32[N, 3]: row, index and page of what has changed in the page table since the last plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ from array import array
 from radixrt.messages import Run, Sampling
 from radixrt.tree import Lease
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below it count as 0."""
+
 
 class Request:
     """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with.
@@ -15,6 +18,7 @@ class Request:
     computed  tokens whose KV is in pages, or will be when the steps that are planned have run
     pending   tokens that planned steps draw and that are not known here yet
     over      it has ended
+    draws     its tokens are drawn, not the likeliest
     serial    what is drawn for it depends on the tokens before, which the host must know first
     lease     pins the part of the path that is in the tree (set while it runs)
     arrival   tokens the worker had scheduled when it came (its age in tokens)
@@ -24,7 +28,7 @@ class Request:
     __slots__ = (
         "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
-        "pending", "over", "serial",
+        "pending", "over", "serial", "draws",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -47,6 +51,7 @@ class Request:
         self.scores: list[float] = []
         self.pending = 0
         self.over = False
+        self.draws = run.sampling.temperature >= GREEDY_BELOW
         self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property

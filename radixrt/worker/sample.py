@@ -13,6 +13,7 @@ Noise depends on (seed, position, token id) alone: not on the batch, the worker,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,19 +21,17 @@ import torch
 from radixrt.messages import Sampling, TokenLogprob
 from radixrt.worker.request import Request
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below it count as 0."""
-
 
 def sample(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
     """One token a request, at its position, from float32 logits[B, vocab], which may be overwritten."""
     for row, request in enumerate(requests):
         adjust(logits[row], request)
-    drawn = [row for row, request in enumerate(requests) if request.sampling.temperature >= GREEDY_BELOW]
+    drawn = [row for row, request in enumerate(requests) if request.draws]
     tokens = logits.argmax(-1)
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        tokens[at] = draw(logits[at], [requests[row].sampling for row in drawn], [positions[row] for row in drawn])
+        arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
+        tokens[at] = draw(logits[at], Draws.of({k: torch.from_numpy(v).to(at.device) for k, v in arrays.items()}))
     return tokens.tolist()
 
 
@@ -86,24 +85,50 @@ def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- drawing
 
 
-def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What B tokens are drawn by, each [B, 1]; None where no request asks for it."""
+
+    temperature: torch.Tensor
+    keys: torch.Tensor
+    """int64, of each request's noise."""
+    min_p: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+
+    @staticmethod
+    def arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> dict[str, np.ndarray]:
+        """The same on the host, by name, each [B]: float32, int32, and int64 keys."""
+        keys = [_signed(_mix(_mix((s.seed or 0) & _MASK) ^ p)) for s, p in zip(samplings, positions, strict=True)]
+        found = {
+            "temperature": np.array([s.temperature for s in samplings], dtype=np.float32),
+            "keys": np.array(keys, dtype=np.int64),
+        }
+        if any(s.min_p > 0 for s in samplings):
+            found["min_p"] = np.array([s.min_p for s in samplings], dtype=np.float32)
+        if any(s.top_p < 1 or s.top_k > 0 for s in samplings):
+            found["top_k"] = np.array([s.top_k if s.top_k > 0 else _ALL for s in samplings], dtype=np.int32)
+            found["top_p"] = np.array([s.top_p for s in samplings], dtype=np.float32)
+        return found
+
+    @classmethod
+    def of(cls, arrays: dict[str, torch.Tensor]) -> Draws:
+        """From `arrays` on the device; there, all may be int32 that hold their bits."""
+        types = {"keys": torch.int64, "top_k": torch.int32}
+        return cls(**{name: x.view(types.get(name, torch.float32)).view(-1, 1) for name, x in arrays.items()})
+
+
+_ALL = (1 << 31) - 1
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """int64[B] drawn from logits[B, vocab] by temperature, min_p, top_k, top_p and each request's own noise."""
-    logits = logits / _column([s.temperature for s in samplings], logits)
-    if any(s.min_p > 0 for s in samplings):
-        logits = keep_min_p(logits, _column([s.min_p for s in samplings], logits))
-    if any(_cuts(s, logits.shape[-1]) for s in samplings):
-        top_k = [s.top_k if s.top_k > 0 else logits.shape[-1] for s in samplings]
-        logits = keep_top(logits, _column(top_k, logits), _column([s.top_p for s in samplings], logits))
-    seeds = [s.seed or 0 for s in samplings]
-    return (logits + gumbel(seeds, positions, logits.shape[-1], logits.device)).argmax(-1)
-
-
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _cuts(s: Sampling, vocab_size: int) -> bool:
-    return s.top_p < 1 or 0 < s.top_k < vocab_size
+    logits = logits / draws.temperature
+    if draws.min_p is not None:
+        logits = keep_min_p(logits, draws.min_p)
+    if draws.top_k is not None and draws.top_p is not None:
+        logits = keep_top(logits, draws.top_k, draws.top_p)
+    return (logits + gumbel(draws.keys, logits.shape[-1])).argmax(-1)
 
 
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -126,14 +151,14 @@ def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """float32[B, vocab] of standard Gumbel noise: argmax(logits + noise) is a draw from softmax(logits).
+def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """float32[B, vocab] of standard Gumbel noise for int64 keys[B, 1]: argmax(logits + noise) is a draw from
+    softmax(logits).
 
-    The random bits are SplitMix64 (Steele, Lea, Flood 2014) of a counter made of seed, position and token id.
+    The random bits are SplitMix64 (Steele, Lea, Flood 2014) of a counter made of the key and the token id.
     """
-    keys = [_mix(_mix(seed & _MASK) ^ position) for seed, position in zip(seeds, positions, strict=True)]
-    start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
-    bits = start + torch.arange(1, vocab_size + 1, device=device) * _signed(_GAMMA)
+    start = keys
+    bits = start + torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GAMMA)
     bits = (bits ^ _shifted(bits, 30)) * _signed(_FIRST)
     bits = (bits ^ _shifted(bits, 27)) * _signed(_SECOND)
     bits = bits ^ _shifted(bits, 31)

@@ -1,4 +1,4 @@
-"""FlashInfer's kernels against plain torch in float32, over random page tables."""
+"""The kernels of chunks and decodes against plain torch in float32, over random page tables, at a model's sizes."""
 
 from __future__ import annotations
 
@@ -6,54 +6,64 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.attention import FlashInferAttention, TorchAttention
+from radixrt.worker.attention import TorchAttention
+from radixrt.worker.cuda import attend
+from radixrt.worker.cuda.attend import Scratch, Shape
+from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences
+from radixrt.worker.cuda.staging import Packer
+from radixrt.worker.cuda.work import plan_work
 from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model.spec import ModelSpec
-from radixrt.worker.plan import Plan
+from tests.worker.pages import make_plan
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
-
-
-def make_plan(rng: np.random.Generator, page_size: int, tokens: list[tuple[int, int]]) -> tuple[Plan, np.ndarray]:
-    """Sequences of (cached, new) tokens on pages drawn at random; (plan, page table)."""
-    held = [-(-(start + count) // page_size) for start, count in tokens]
-    pages = rng.permutation(np.arange(1, sum(held) + 1)).astype(np.int32)
-    table = np.zeros((len(tokens), max(held)), dtype=np.int32)
-    slots = []
-    for row, ((start, count), n) in enumerate(zip(tokens, held, strict=True)):
-        table[row, :n], pages = pages[:n], pages[n:]
-        page, offset = np.divmod(np.arange(start, start + count), page_size)
-        slots.append(table[row, page] * page_size + offset)
-    starts, counts = (np.array(x, dtype=np.int32) for x in zip(*tokens, strict=True))
-    rows, ones = np.arange(len(tokens), dtype=np.int32), np.ones(len(tokens), dtype=np.int32)
-    ids = np.zeros(counts.sum(), dtype=np.int32)
-    plan = Plan(1, (), rows, starts, counts, ids, np.concatenate(slots).astype(np.int32), ones, ones.astype(bool))
-    return plan, table
+DEVICE = torch.device("cuda")
+CHUNKS = [(0, 300), (1000, 1), (37, 200), (700, 513), (0, 1), (2047, 2)]
+DECODES = [(0, 1), (5, 1), (2047, 1), (130, 1), (8000, 1)]
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 1e-2), ("fp8_e4m3", 1e-2)])
-def test_as_torch(kv_dtype, bound, page_size, window):
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("way", ["decode", "chunk", "flashinfer"])
+def test_as_torch(way, kv_dtype, page_size, window):
     """Relative to the norm; both read the same pages, so that FP8's own rounding is no error."""
-    device, rng = torch.device("cuda"), np.random.default_rng(0)
-    spec = ModelSpec(0, 0, 0, 1, HEADS, KV_HEADS, DIM, 0, 0.0, {}, "silu", False, (window,))
-    tokens = [(0, 300), (1000, 1), (37, 200), (5, 1), (700, 513), (0, 1), (2047, 1)]
-    plan, table = make_plan(rng, page_size, tokens)
-    slots = (int(table.max()) + 1) * page_size
-    pool = KVPool(1, slots, KV_HEADS, DIM, DTYPES[kv_dtype], device)
-    generator = torch.Generator(device).manual_seed(0)
-    everything = torch.arange(slots, device=device)
-    pool.write(0, everything, *torch.randn(2, slots, KV_HEADS, DIM, device=device, generator=generator))
-    total = int(plan.counts.sum())
-    q = torch.randn(total, HEADS, DIM, device=device, generator=generator).bfloat16()
-    k, v = torch.randn(2, total, KV_HEADS, DIM, device=device, generator=generator).bfloat16()
-    reference = TorchAttention(pool, page_size, spec.windows)
-    fast = FlashInferAttention(pool, page_size, spec, torch.bfloat16)
-    for attention in (reference, fast):
-        attention.bind(table)
-    expected = reference.begin(plan, device)(0, q.float(), k.float(), v.float())
-    found = fast.begin(plan, device)(0, q, k, v)
-    error = float((found.float() - expected).norm() / expected.norm())
-    print(f"{kv_dtype} page size {page_size} window {window}: relative error {error:.2e}")
-    assert error < bound
+    tokens = DECODES if way == "decode" else CHUNKS
+    plan, table = make_plan(np.random.default_rng(0), page_size, tokens)
+    pool = KVPool(1, (int(table.max()) + 1) * page_size, KV_HEADS, DIM, DTYPES[kv_dtype], DEVICE)
+    pool.scales[0] = (0.5, 2.0)
+    everything = torch.arange(pool.slots, device=DEVICE)
+    pool.write(0, everything, *torch.randn(2, pool.slots, KV_HEADS, DIM, device=DEVICE))
+    q = torch.randn(len(plan.tokens), HEADS, DIM, device=DEVICE).bfloat16()
+    reference = TorchAttention(pool, page_size, (window,))
+    reference.bind(table)
+    expected = reference.begin(plan, DEVICE).over_pages(0, q.float())
+
+    shape = Shape(HEADS, KV_HEADS, DIM, page_size)
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
+    pages = Pages(keys, values, torch.from_numpy(table).to(DEVICE), pool.scales[0], window)
+    packer, out = Packer(DEVICE), torch.full_like(q, torch.nan)
+    first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
+    if way == "decode":
+        variant = attend.decode_variant(shape, pool.dtype.itemsize)
+        cut = attend.tiling(variant, shape, 132, decode=True)
+        work = plan_work(plan.rows, plan.starts, plan.counts, first, window, cut)
+        items, merges = packer.add(work.items), packer.add(work.merges)
+        sent = packer.send()
+        attend.attend(
+            q, keys, values, pages.table, items.of(sent), merges.of(sent), out,
+            Scratch.make(work.partials, shape, DEVICE), shape, variant, causal=False, scales=pages.scales,
+        )  # fmt: skip
+    else:
+        sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
+        if way == "chunk":
+            variant = attend.chunk_variant(shape, pool.dtype.itemsize)
+            cut = attend.tiling(variant, shape, 132, decode=False)
+            step = PagedStep(sequences, {window}, packer, shape, variant, cut)
+        else:
+            flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 2200, "fa3")  # several groups
+            step = RaggedStep(sequences, {window}, packer, flashinfer, 0, page_size)
+        step.sent(packer.send())
+        step.run(q, pages, out)
+    error = float((out.float() - expected).norm() / expected.norm())
+    print(f"{way} {kv_dtype} page size {page_size} window {window}: relative error {error:.2e}")
+    assert error < 1e-2

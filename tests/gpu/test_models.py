@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.runner import TorchRunner
+from radixrt.worker.loading import load_runner
+from radixrt.worker.plan import Runner
 from tests.checkpoints import make_model
 from tests.worker.engine import GREEDY, Engine, prompts
 
@@ -32,12 +33,12 @@ def made(request, tmp_path_factory):
     return folder, model.to("cuda").eval()
 
 
-def load(folder, **settings) -> TorchRunner:
+def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
-    return TorchRunner.load(resolve(WorkerConfig(**config)))
+    return load_runner(resolve(WorkerConfig(**config)))
 
 
-def last_logits(runner: TorchRunner, prompt: list[int], chunk: int = 8192) -> torch.Tensor:
+def last_logits(runner: Runner, prompt: list[int], chunk: int = 8192) -> torch.Tensor:
     engine = Engine(runner, chunk=chunk, max_model_len=4096)
     engine.add(prompt, GREEDY)
     while True:

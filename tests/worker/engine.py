@@ -26,6 +26,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[Output]] = {}
         self._next = 0
+        self._flight = None
         runner.bind(self.cache.table)
 
     def add(
@@ -50,13 +51,25 @@ class Engine:
         return run.id
 
     def step(self) -> bool:
+        """As the worker's loop does it; False when there is nothing more to do."""
+        if self._flight and any(request.serial for request in self._flight[0].requests):
+            self.land()
         plan = self.scheduler.plan()
-        if plan is None:
-            return False
-        for output in self.scheduler.apply(plan, self.runner.launch(plan)()):
-            self.outputs[output.id].append(output)
+        launched = (plan, self.runner.launch(plan)) if plan else None
+        self.land()
+        self._flight = launched
+        if not self.runner.overlaps:
+            self.land()
         self.cache.check()
-        return True
+        return plan is not None or self.scheduler.has_work
+
+    def land(self) -> None:
+        """Take in the step in flight."""
+        if self._flight is not None:
+            plan, wait = self._flight
+            self._flight = None
+            for output in self.scheduler.apply(plan, wait()):
+                self.outputs[output.id].append(output)
 
     def finish(self) -> None:
         while self.step():

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.loading import load_runner
 from radixrt.worker.model import checkpoint as files
 from radixrt.worker.model import families
-from radixrt.worker.runner import TorchRunner
+from radixrt.worker.plan import Runner
 from tests.checkpoints import FAMILIES, make_tokenizer
 from tests.worker.engine import Engine, prompts
 
 
-def load(folder, **settings) -> TorchRunner:
-    return TorchRunner.load(
+def load(folder, **settings) -> Runner:
+    return load_runner(
         resolve(WorkerConfig(**{"model": str(folder), "device": "cpu", "max_total_tokens": 512} | settings))
     )
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.runner import TorchRunner
+from radixrt.worker.loading import load_runner
+from radixrt.worker.plan import Runner
 from tests.checkpoints import FAMILIES
 from tests.worker.engine import GREEDY, Engine, prompts
 
@@ -36,12 +37,14 @@ VARIANTS = [
     ("qwen2", {"rope_parameters": YARN}),
     ("qwen3", WINDOWED | {"attention_bias": True}),
     ("qwen3", {"rope_parameters": YARN}),
+    ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+    ("mixtral", {"sliding_window": 16}),
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
 
-def load(folder, **settings) -> TorchRunner:
-    return TorchRunner.load(
+def load(folder, **settings) -> Runner:
+    return load_runner(
         resolve(WorkerConfig(**{"model": str(folder), "device": "cpu", "max_total_tokens": 4096} | settings))
     )
 

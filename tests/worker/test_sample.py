@@ -18,9 +18,21 @@ from transformers import (
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker.request import Request
-from radixrt.worker.sample import adjust, draw, gumbel, keep_min_p, keep_top, sample, token_logprobs
+from radixrt.worker.sample import Draws, adjust, draw, gumbel, keep_min_p, keep_top, sample, token_logprobs
 
 VOCAB = 200
+
+
+def draws(samplings, positions) -> Draws:
+    return Draws.of({name: torch.from_numpy(x) for name, x in Draws.arrays(samplings, positions).items()})
+
+
+def drawn_by(logits: torch.Tensor, samplings, positions) -> torch.Tensor:
+    return draw(logits, draws(samplings, positions))
+
+
+def noise_of(seeds, positions, vocab_size: int) -> torch.Tensor:
+    return gumbel(draws([Sampling(temperature=1.0, seed=seed) for seed in seeds], positions).keys, vocab_size)
 
 
 def request(sampling: Sampling, tokens=(5, 6, 7), prompt_len: int | None = None, eos=frozenset({2})) -> Request:
@@ -101,10 +113,10 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
 
 def test_noise_is_gumbel():
     """Mean 0.5772 (Euler), variance pi^2 / 6, by 2 million values; and no value repeats."""
-    noise = gumbel(range(20), [7] * 20, 100_000, torch.device("cpu")).double()
+    noise = noise_of(range(20), [7] * 20, 100_000).double()
     assert float(noise.mean()) == pytest.approx(0.5772157, abs=0.005)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.01)
-    assert len(torch.unique(gumbel([1], [1], 1000, torch.device("cpu")))) > 990
+    assert len(torch.unique(noise_of([1], [1], 1000))) > 990
     correlation = np.corrcoef(noise[:, :-1].flatten(), noise[:, 1:].flatten())[0, 1]
     assert abs(correlation) < 0.005
 
@@ -115,7 +127,7 @@ def test_draws_follow_the_distribution():
     kept = TopKLogitsWarper(12)(None, TemperatureLogitsWarper(1.3)(None, raw))
     expected = kept.softmax(-1)[0].double().numpy() * count
     many = raw.expand(count, VOCAB)
-    drawn = draw(many, [Sampling(temperature=1.3, top_k=12, seed=i) for i in range(count)], [3] * count)
+    drawn = drawn_by(many, [Sampling(temperature=1.3, top_k=12, seed=i) for i in range(count)], [3] * count)
     observed = np.bincount(drawn.numpy(), minlength=VOCAB)
     assert observed[expected == 0].sum() == 0
     at = expected > 0
@@ -127,16 +139,16 @@ def test_draws_follow_the_distribution():
 def test_noise_depends_on_seed_and_position_alone():
     raw = logits(4, seed=1)
     samplings = [Sampling(seed=i, temperature=2.0) for i in range(4)]
-    together = draw(raw, samplings, [10, 11, 12, 13]).tolist()
-    assert together == [int(draw(raw[i : i + 1], [samplings[i]], [10 + i])) for i in range(4)]
-    by_seed = {int(draw(raw[:1], [Sampling(seed=s, temperature=2.0)], [3])) for s in range(40)}
-    by_position = {int(draw(raw[:1], [Sampling(seed=1, temperature=2.0)], [n])) for n in range(40)}
+    together = drawn_by(raw, samplings, [10, 11, 12, 13]).tolist()
+    assert together == [int(drawn_by(raw[i : i + 1], [samplings[i]], [10 + i])) for i in range(4)]
+    by_seed = {int(drawn_by(raw[:1], [Sampling(seed=s, temperature=2.0)], [3])) for s in range(40)}
+    by_position = {int(drawn_by(raw[:1], [Sampling(seed=1, temperature=2.0)], [n])) for n in range(40)}
     assert len(by_seed) > 5 and len(by_position) > 5
 
 
 def test_extreme_seeds():
     for seed in (0, 1, (1 << 63) - 1, (1 << 64) - 1, -1):
-        noise = gumbel([seed], [0], 64, torch.device("cpu"))
+        noise = noise_of([seed], [0], 64)
         assert noise.isfinite().all()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from radixrt.worker.model.spec import ModelSpec
 
-_PARTS = {"checkpoint", "decoder", "rope", "spec"}
+_PARTS = {"checkpoint", "decoder", "linear", "moe", "rope", "spec"}
 
 
 def families() -> list[str]:

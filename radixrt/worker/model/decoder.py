@@ -1,19 +1,19 @@
-"""The decoder of all dense families: embed, attend, gate, project. It knows nothing of pages."""
+"""The decoder of all families: embed, attend, gate, project. It knows nothing of pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.linear import Linear, stack
+from radixrt.worker.model.moe import Experts, read_experts
 from radixrt.worker.model.rope import frequencies, rotate
 from radixrt.worker.model.spec import ModelSpec
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q[T, heads, D], k[T, kv_heads, D], v[T, kv_heads, D]) -> [T, heads, D]; stores k and v first."""
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -22,44 +22,95 @@ _ACTIVATIONS = {
 }
 
 
-ROWS = 16
-"""Rows of every product when results must not depend on the batch: a product rounds by its shape."""
+class Ops(Protocol):
+    """What is fused on a GPU (`cuda.kernels`), and here in plain torch."""
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """RMSNorm of x[T, H]; with `residual`[T, H] of the sum, which is left in `residual`."""
+
+    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(first half) * second half of x[T, 2 I]: [T, I]."""
+
+
+class TorchOps:
+    """The reference of what is fused."""
+
+    @staticmethod
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """RMSNorm (arXiv 1910.07467) in float32, over the last dimension."""
+        if residual is not None:
+            x = residual.add_(x)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    @staticmethod
+    def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate) * up
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """`batch_invariant`: a row's result is the same to the last bit whatever the other rows are."""
+class Heads:
+    """What a layer gives to its attention: the projections of T tokens, not yet normalized and rotated."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    batch_invariant: bool = False
+    qkv: torch.Tensor
+    """[T, heads + 2 kv_heads, D]."""
+    num_heads: int
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Weights [D] of the RMSNorm of each head of q and of k, where a model has one."""
+    eps: float
+    cos: torch.Tensor
+    """[T, 1, D / 2], and `sin` as well."""
+    sin: torch.Tensor
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.batch_invariant:
-            return F.linear(x, self.weight, self.bias)
-        tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
-        return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, D], k and v [T, kv_heads, D], normalized and rotated."""
+        kv_heads = (self.qkv.shape[1] - self.num_heads) // 2
+        q, k, v = self.qkv.split((self.num_heads, kv_heads, kv_heads), dim=1)
+        if self.norms is not None:
+            q, k = TorchOps.norm(q, self.norms[0], self.eps), TorchOps.norm(k, self.norms[1], self.eps)
+        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
+
+
+Attend = Callable[[int, Heads], torch.Tensor]
+"""(layer, its heads) -> [T, heads, D]; stores k and v first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Gated; `gate_up` is one matrix, the rows of the gate first."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        return self.down(ops.gate(self.gate_up(x), self.activation))
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; q, k and v are one matrix, gate and up another."""
+    """Weights of one layer; q, k and v are one matrix."""
 
     attention_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
 
 
 class Decoder:
     """Weights in one dtype on one device, and the forward pass over tokens of any number of sequences."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, batch_invariant: bool = False, ops: Ops | None = None
+    ) -> None:
         self.spec = spec
+        self._ops = ops or TorchOps()
         reader = _Reader(spec, weights, batch_invariant)
         self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
@@ -68,7 +119,6 @@ class Decoder:
         self._head = Linear(head, None, batch_invariant)
         angles, self._rope_factor = frequencies(spec.rope, spec.head_dim)
         self._angles = angles.to(self._embedding.device)
-        self._activate = _ACTIVATIONS[spec.activation]
 
     @property
     def device(self) -> torch.device:
@@ -78,44 +128,45 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [T, hidden] of int64 tokens[T] at int64 positions[T]."""
-        x = F.embedding(tokens, self._embedding)
-        turn = positions[:, None, None].float() * self._angles
-        cos = (turn.cos() * self._rope_factor).to(x.dtype)
-        sin = (turn.sin() * self._rope_factor).to(x.dtype)
-        for number, layer in enumerate(self._layers):
-            x = x + self._attention(number, layer, self._normed(x, layer.attention_norm), cos, sin, attend)
-            x = x + self._mlp(layer, self._normed(x, layer.mlp_norm))
-        return x
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, vocab] of hidden states [S, hidden]."""
-        x = self._normed(hidden, self._norm)
-        if x.is_cuda and x.dtype != torch.float32 and not self._head.batch_invariant:
-            return torch.mm(x, self._head.weight.t(), out_dtype=torch.float32)  # rounding to 8 bits makes ties
-        return self._head(x).float()
-
-    def _attention(
-        self, number: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        spec = self.spec
-        heads = layer.qkv(x).view(len(x), -1, spec.head_dim)
-        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        mixed = attend(number, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return layer.output(mixed.reshape(len(x), -1))
+        """float32 logits [S, vocab] of int tokens[T] at int positions[T], of those at `wanted` int64[S] or of all; in
+        `out` where that is given.
 
-    def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(self._activate(gate) * up)
+        Past its attention, the last layer is computed for what is wanted alone."""
+        ops, eps = self._ops, self.spec.norm_eps
+        residual = F.embedding(tokens, self._embedding)
+        turn = positions[:, None, None].float() * self._angles
+        cos = (turn.cos() * self._rope_factor).to(residual.dtype)
+        sin = (turn.sin() * self._rope_factor).to(residual.dtype)
+        x = ops.norm(residual, self._layers[0].attention_norm, eps)
+        for number, layer in enumerate(self._layers):
+            if number:
+                x = ops.norm(x, layer.attention_norm, eps, residual)
+            heads = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
+            x = attend(number, Heads(heads, self.spec.num_heads, layer.head_norms, eps, cos, sin)).flatten(1)
+            if number == len(self._layers) - 1 and wanted is not None:
+                if not len(wanted):
+                    return torch.empty((0, self.spec.vocab_size), device=x.device)
+                x, residual = x[wanted], residual[wanted]
+            x = ops.norm(layer.output(x), layer.mlp_norm, eps, residual)
+            x = layer.mlp(x, ops)
+        return self._logits(ops.norm(x, self._norm, eps, residual), out)
 
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm (arXiv 1910.07467) in float32, over the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        return weight * wide.to(x.dtype)
+    def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if not x.is_cuda or x.dtype == torch.float32 or self._head.batch_invariant:
+            logits = self._head(x).float()
+            return logits if out is None else out.copy_(logits)
+        if out is None:
+            out = torch.empty((len(x), self.spec.vocab_size), dtype=torch.float32, device=x.device)
+        # In float32, for rounding to 8 bits makes ties.
+        return torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)
 
 
 class _Reader:
@@ -135,21 +186,32 @@ class _Reader:
     def linear(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
         """Several projections of one input as one, their rows in that order."""
         parts = list(zip(names, rows, strict=True))
-        weight = torch.cat([self.matrix(name, size, columns) for name, size in parts])
+        weight = stack([self.matrix(name, size, columns) for name, size in parts])
         biases = [self._weights.load(f"model.{name}.bias", (size,)) for name, size in parts] if bias else None
         return Linear(weight, torch.cat(biases) if biases else None, self._batch_invariant)
 
     def layer(self, number: int) -> Layer:
-        spec, at, mlp = self._spec, f"layers.{number}.self_attn.", f"layers.{number}.mlp."
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        spec, at = self._spec, f"layers.{number}.self_attn."
+        q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
+        norms = None
+        if spec.qk_norm:
+            norms = self.vector(at + "q_norm", spec.head_dim), self.vector(at + "k_norm", spec.head_dim)
         return Layer(
             attention_norm=self.vector(f"layers.{number}.input_layernorm", hidden),
             qkv=self.linear((at + "q_proj", at + "k_proj", at + "v_proj"), (q, kv, kv), hidden, spec.qkv_bias),
-            q_norm=self.vector(at + "q_norm", spec.head_dim) if spec.qk_norm else None,
-            k_norm=self.vector(at + "k_norm", spec.head_dim) if spec.qk_norm else None,
+            head_norms=norms,
             output=self.linear((at + "o_proj",), (hidden,), q, spec.output_bias),
             mlp_norm=self.vector(f"layers.{number}.post_attention_layernorm", hidden),
-            gate_up=self.linear((mlp + "gate_proj", mlp + "up_proj"), (inner, inner), hidden, spec.mlp_bias),
-            down=self.linear((mlp + "down_proj",), (hidden,), inner, spec.mlp_bias),
+            mlp=self.mlp(number),
+        )
+
+    def mlp(self, number: int) -> Mlp | Experts:
+        spec, at = self._spec, f"layers.{number}.mlp."
+        if spec.experts is not None and number in spec.experts.layers:
+            return read_experts(spec, self._weights, number, self._batch_invariant)
+        inner, hidden = spec.intermediate_size, spec.hidden_size
+        return Mlp(
+            gate_up=self.linear((at + "gate_proj", at + "up_proj"), (inner, inner), hidden, spec.mlp_bias),
+            down=self.linear((at + "down_proj",), (hidden,), inner, spec.mlp_bias),
+            activation=spec.activation,
         )

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 ACTIVATIONS = {"silu", "gelu", "gelu_pytorch_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The mixture of experts that takes the MLP's place in some layers."""
+
+    count: int
+    chosen: int
+    """Experts a token."""
+    intermediate_size: int
+    normalized: bool
+    """The weights of a token's experts sum to 1."""
+    layers: frozenset[int]
+    prefix: str
+    """Of the names of a layer's tensors: `model.layers.0.<prefix>.gate`, `...experts.0.<name>`."""
+    names: tuple[str, str, str]
+    """Of an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm of each head of q and k, before the rotation."""
+    experts: ExpertsSpec | None = None
 
     @property
     def kv_elements(self) -> int:
@@ -67,6 +86,13 @@ def common(config: dict[str, Any], **features: Any) -> ModelSpec:
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(f"num_key_value_heads {spec.num_kv_heads} does not divide {spec.num_heads} heads")
     return spec
+
+
+def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
+    """The same model with experts. ValueError for a choice that cannot be."""
+    if not 1 <= experts.chosen <= experts.count:
+        raise ValueError(f"num_experts_per_tok {experts.chosen} of {experts.count} experts")
+    return dataclasses.replace(spec, experts=experts)
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

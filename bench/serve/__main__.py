@@ -1,0 +1,205 @@
+"""A server under seven loads: tokens a second, latencies, the share of prompts that was cached, and the floor.
+
+    python -m bench.serve --url http://127.0.0.1:8000 [--shape FOLDER] [--loads plain,hit] [--out FILE.json]
+    python -m bench.serve --serve FOLDER [-- flags of radixrt serve]
+
+Any server of OpenAI's /v1/completions will do; of vLLM and SGLang cached tokens are known with
+--enable-prompt-tokens-details and --enable-cache-report. bench/serve/loads.py says what the loads are. Before anything
+is timed, the same prompt goes out twice and must give the same text, the second time from the cache; then comes a
+warm-up. There and in every load, each answer must have the tokens that were asked for. The floor needs the model's
+shape and the GPU's measured ceilings: --copy-gbs and --tflops, or --ceilings FILE.json with "copy_gbs" and "tflops".
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS, machine, table
+from bench.serve.client import Client, Run, Work
+from bench.serve.floor import Ceilings, Shape, floor
+from bench.serve.loads import END_OF_IDS, MEASURED, Load, make_load
+from bench.serve.rows import WrongAnswer, beside, check_counts, check_twice, rival_rows, row
+from bench.serve.server import model_name, radixrt_serve, read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A client against a server, and what all loads of a run share."""
+
+    client: Client
+    url: str
+    model: str
+    vocab_size: int
+    args: argparse.Namespace
+
+    def run(self, name: str, repetition: int = 0) -> tuple[Load, Run]:
+        """Run a load and check its answers. RunFailed, WrongAnswer."""
+        args = self.args
+        work = Work(
+            url=self.url,
+            model=self.model,
+            load=name,
+            scale=args.scale,
+            seed=args.seed,
+            repetition=repetition,
+            vocab_size=self.vocab_size,
+            api_key=args.api_key,
+            timeout=args.timeout,
+        )
+        load, run = make_load(name, args.scale), self.client.run(work)
+        check_counts(load, run.answers)
+        return load, run
+
+    def check(self) -> None:
+        """The same prompt twice. WrongAnswer."""
+        answers = self.run("twice")[1].answers
+        check_twice(answers, same_text=not self.args.lenient)
+        if answers[1].cached_tokens is None:
+            print("the server does not say how many tokens were cached", file=sys.stderr)
+        if answers[0].digest != answers[1].digest:
+            print("the same prompt again: another text at temperature 0", file=sys.stderr)
+
+    def measure(self, name: str, repetition: int) -> dict[str, Any]:
+        """A row of the table, with the floor where it can be told."""
+        load, run = self.run(name, repetition)
+        return {"server": self.args.name} | row(load, run) | floor_columns(load, run, self.args)
+
+
+def floor_columns(load: Load, run: Run, args: argparse.Namespace) -> dict[str, float]:
+    """The floor in seconds, and how many times as long the load took; nothing without ceilings."""
+    ceilings = read_ceilings(args)
+    if ceilings is None:
+        return {}
+    least = floor(load, Shape.of(read_config(args.shape)), ceilings, args.kv_bytes, args.weight_bytes).seconds
+    return {"floor_s": least, "times_floor": run.seconds / least}
+
+
+def read_ceilings(args: argparse.Namespace) -> Ceilings | None:
+    """From the flags, before the file; None unless both are known."""
+    found = json.loads(Path(args.ceilings).read_text()) if args.ceilings else {}
+    copy, tflops = args.copy_gbs or found.get("copy_gbs"), args.tflops or found.get("tflops")
+    return Ceilings(copy, tflops) if copy and tflops else None
+
+
+def names(text: str) -> list[str]:
+    """Loads of a list with commas, for argparse."""
+    found = text.split(",")
+    if unknown := [name for name in found if name not in MEASURED]:
+        raise argparse.ArgumentTypeError(f"no load {unknown[0]!r}: there are {', '.join(MEASURED)}")
+    return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="of a server that runs")
+    where.add_argument("--serve", metavar="MODEL", help="start `radixrt serve MODEL`, with the flags after --")
+    parser.add_argument("--model", help="name in the requests (default: the first that the server lists)")
+    parser.add_argument("--name", default="radixrt", help="of the server, in the table (default: radixrt)")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--loads", type=names, default=list(MEASURED), help=f"of {','.join(MEASURED)} (default: all)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of requests and tokens; below 1 to see that it runs")
+    parser.add_argument("--repeat", type=int, default=1, help="times that each load is run, with other ids each time")
+    parser.add_argument("--seed", type=int, help="of the ids (default: the clock, so that no earlier run is cached)")
+    parser.add_argument("--lenient", action="store_true", help="go on where the same prompt gives another text")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a load, or for the start")
+    parser.add_argument("--shape", metavar="FOLDER", help="with the model's config.json: vocabulary and floor")
+    parser.add_argument("--copy-gbs", type=float, help="measured ceiling of memory traffic, 1e9 bytes a second")
+    parser.add_argument("--tflops", type=float, help="measured ceiling of bf16 products, 1e12 operations a second")
+    parser.add_argument("--ceilings", metavar="FILE", help="JSON with both")
+    parser.add_argument("--kv-bytes", type=float, default=1.0, help="bytes a KV element (default: 1, FP8)")
+    parser.add_argument("--weight-bytes", type=float, default=2.0, help="bytes a weight (default: 2, bf16)")
+    parser.add_argument("--rivals", action="append", default=[], metavar="FILE", help="rows to print beside ours")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON to write (all of radixrt: bench/results/serve.json)"
+    )
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(arguments, flags of the server), with what follows from other arguments filled in."""
+    own, flags = list(arguments), []
+    if "--" in own:
+        cut = own.index("--")
+        own, flags = own[:cut], own[cut + 1 :]
+    parser = make_parser()
+    args = parser.parse_args(own)
+    args.shape = args.shape or args.serve
+    args.seed = int(time.time()) if args.seed is None else args.seed
+    if flags and not args.serve:
+        parser.error("flags after -- are for --serve")
+    if read_ceilings(args) and not args.shape:
+        parser.error("the floor needs --shape")
+    if args.out is None and args.scale == 1.0 and args.name == "radixrt" and set(args.loads) == set(MEASURED):
+        args.out = RESULTS / "serve.json"
+    return args, flags
+
+
+@contextmanager
+def server(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[tuple[str, float | None]]:
+    """(URL, seconds that its start took, None if it ran already)."""
+    if args.url:
+        yield args.url, None
+    else:
+        # A server that outlives a killed benchmark would disturb the next one.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        with radixrt_serve(args.serve, flags, args.timeout) as started:
+            yield started
+
+
+def save(out: Path, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """As bench.common.save, at a path of the caller's choice."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    content = {"benchmark": "serve", "machine": machine(), **facts, "rows": rows}
+    out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def run_all(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+    """The rows, after the check and the warm-up."""
+    model = args.model or model_name(url, args.api_key)
+    vocab_size = read_config(args.shape)["vocab_size"] if args.shape else END_OF_IDS
+    rows = []
+    with Client() as client:
+        bench = Bench(client, url, model, vocab_size, args)
+        bench.check()
+        bench.run("warm-up")
+        for name in args.loads:
+            for repetition in range(args.repeat):
+                rows.append(bench.measure(name, repetition))
+                print(f"{name}: {rows[-1]['wall_s']:.2f} s", file=sys.stderr)
+    return rows
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 done, 1 the server failed or answered wrongly."""
+    args, flags = parse(arguments)
+    rivals = [one for path in args.rivals for one in rival_rows(json.loads(Path(path).read_text()))]
+    try:
+        with server(args, flags) as (url, start_seconds):
+            rows = run_all(args, url)
+    except (WrongAnswer, RuntimeError, OSError, http.client.HTTPException) as error:
+        print(f"bench.serve: {error}", file=sys.stderr)
+        return 1
+    print(table(beside(rows, rivals)))
+    if start_seconds is not None:
+        print(f"healthy after {start_seconds:.1f} s")
+    if args.out:
+        facts = {"server": args.name, "scale": args.scale, "seed": args.seed, "start_s": start_seconds}
+        save(args.out, rows, **facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""The client, in a process of its own: raw HTTP/1.1 on one event loop, requests written before the clock starts.
+
+    python -m bench.serve.client  < a line of JSON for each load (Work) > a line of JSON for each (Run)
+
+It must not be the limit: an answer's chunk costs it some microseconds, and `Run.cpu` says what a load cost in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from bench.serve.endpoint import Answer, Endpoint, RunFailed, clock
+from bench.serve.loads import Ask, Load, make_load, segment_ids
+from bench.serve.server import gpu_idle_seconds, idle_share
+
+try:
+    from uvloop import run as run_loop
+except ImportError:
+    from asyncio import run as run_loop
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A load to run, and against whom."""
+
+    url: str
+    model: str
+    load: str
+    scale: float
+    seed: int
+    repetition: int
+    vocab_size: int
+    api_key: str = ""
+    timeout: float = 600.0
+    """Seconds that the load may take."""
+
+
+class Run(msgspec.Struct):
+    """A load as the client saw it; `answers` in the order of its asks."""
+
+    seconds: float = 0.0
+    cpu: float = 0.0
+    """Seconds of CPU that the client used in that time."""
+    gpu_idle: float | None = None
+    """Share of that time in which the server's GPUs idled; None where it does not say."""
+    answers: list[Answer] = []
+    error: str = ""
+    """What ended the run early; the rest means nothing then."""
+
+
+# ---------------------------------------------------------------- a load
+
+
+def bodies(work: Work, load: Load, asks: list[Ask]) -> list[bytes]:
+    """The JSON of each ask. A segment is turned into digits once, however many prompts have it."""
+    key = {"seed": work.seed, "repetition": work.repetition, "vocab_size": work.vocab_size}
+    digits = [
+        msgspec.json.encode(segment_ids(load.name, number, tokens, **key).tolist())[1:-1]
+        for number, tokens in enumerate(load.segments)
+    ]
+    fields = {"model": work.model, "temperature": 0, "ignore_eos": True, "stream": True}
+    options = msgspec.json.encode(fields | {"stream_options": {"include_usage": True}})[1:]
+    return [
+        b'{"prompt":[%b],"max_tokens":%d,%b' % (b",".join(digits[part] for part in ask.parts), ask.max_tokens, options)
+        for ask in asks
+    ]
+
+
+async def run_asks(endpoint: Endpoint, asks: list[Ask], requests: list[bytes]) -> list[Answer]:
+    """Every ask when the one before it has ended. The first failure ends all of them."""
+    answers: dict[int, Answer] = {}
+    following = defaultdict(list)
+    for number, ask in enumerate(asks):
+        following[ask.after].append(number)
+
+    async def follow(number: int) -> None:
+        answers[number] = await endpoint.post(requests[number])
+        for child in following[number]:
+            group.create_task(follow(child))
+
+    async with asyncio.TaskGroup() as group:
+        for number in following[None]:
+            group.create_task(follow(number))
+    return [answers[number] for number in range(len(asks))]
+
+
+async def run_work(work: Work) -> Run:
+    load = make_load(work.load, work.scale)
+    endpoint = Endpoint(work.url, work.api_key)
+    requests = [endpoint.request(body) for body in bodies(work, load, load.asks)]
+    for ask, body in zip(load.prepare, bodies(work, load, load.prepare), strict=True):
+        await run_asks(endpoint, [ask], [endpoint.request(body)])
+    # A collection in the middle of a burst would be seen as the server's latency.
+    gc.collect()
+    gc.disable()
+    try:
+        # Asked for here, at the edges of the clock: writing the requests leaves the server idle.
+        idle = gpu_idle_seconds(work.url, work.api_key)
+        began, cpu = clock(), time.process_time()
+        async with asyncio.timeout(work.timeout):
+            answers = await run_asks(endpoint, load.asks, requests)
+        seconds, cpu = clock() - began, time.process_time() - cpu
+        share = idle_share(idle, gpu_idle_seconds(work.url, work.api_key), seconds)
+        return Run(seconds, cpu, share, answers)
+    finally:
+        gc.enable()
+        endpoint.close()
+
+
+def first_reason(error: BaseException) -> str:
+    """Of a group of failures the first one's: the others mostly follow from it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
+
+
+def main() -> None:
+    for line in sys.stdin.buffer:
+        try:
+            run = run_loop(run_work(msgspec.json.decode(line, type=Work)))
+        except Exception as error:
+            run = Run(error=first_reason(error))
+        sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+class Client:
+    """The client's process, from the outside."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "bench.serve.client"]
+        root = Path(__file__).resolve().parents[2]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
+
+    def run(self, work: Work) -> Run:
+        """RunFailed where a request failed, or the client did."""
+        self._process.stdin.write(msgspec.json.encode(work) + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        run = msgspec.json.decode(line, type=Run) if line else Run(error="the client's process ended")
+        if run.error:
+            raise RunFailed(f"{work.load}: {run.error}")
+        return run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Raw HTTP/1.1 and server-sent events, as little of them as OpenAI's streams need."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+clock = time.perf_counter
+
+
+class Answer(msgspec.Struct):
+    """One request as the client saw it; times in seconds of one clock."""
+
+    sent: float
+    """Before the connection was opened, where none was free."""
+    first: float
+    """The first chunk that carries a choice, with or without text: a token need not be a whole character. A server
+    that sends no chunk for a token without text is seen late here; `chunks` shows it."""
+    last: float
+    chunks: int
+    """With a choice: as many as tokens where each is sent when it is there."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+    """None where the server does not say."""
+    digest: str
+    """Of the text."""
+
+
+class RunFailed(RuntimeError):
+    """A request was refused, or an answer is not what the protocol says."""
+
+
+# ---------------------------------------------------------------- what the server sends
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int | None = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Event(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_event = msgspec.json.Decoder(Event)
+
+
+class Stream:
+    """One answer while it comes: server-sent events, cut wherever the network cut them."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._first = self._last = 0.0
+        self._chunks = 0
+        self._usage: Usage | None = None
+        self._text = hashlib.sha256()
+
+    def feed(self, payload: bytes, now: float) -> None:
+        lines = (self._rest + payload).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip(), now)
+
+    def _take(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            return
+        event = _event.decode(data)
+        if event.error is not None:
+            raise RunFailed(f"the stream ended with {event.error}")
+        if event.choices:
+            self._first, self._last = self._first or now, now
+            self._chunks += 1
+            self._text.update((event.choices[0].text or "").encode())
+        self._usage = event.usage or self._usage
+
+    def answer(self, sent: float) -> Answer:
+        usage = self._usage
+        if usage is None or not self._first:
+            raise RunFailed("the stream ended without a choice, or without the usage that was asked for")
+        details = usage.prompt_tokens_details
+        return Answer(
+            sent=sent,
+            first=self._first,
+            last=self._last,
+            chunks=self._chunks,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens or 0,
+            cached_tokens=details.cached_tokens if details else None,
+            digest=self._text.hexdigest(),
+        )
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection, one request at a time. `_step` reads the next part of an answer: its head, a chunk, or
+    a body of known length; it returns False when it needs more bytes or the answer has ended."""
+
+    def __init__(self) -> None:
+        self.reusable = True
+        self._buffer = bytearray()
+        self._done: asyncio.Future[Stream] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._fail("the server closed the connection")
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def send(self, request: bytes) -> asyncio.Future[Stream]:
+        self._stream, self._step, self._refusal = Stream(), self._head, b""
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        now = clock()
+        self._buffer += data
+        try:
+            while self._step(now):
+                pass
+        except (ValueError, msgspec.MsgspecError, RunFailed) as error:
+            self._fail(str(error))
+
+    def _head(self, _now: float) -> bool:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        head = bytes(self._buffer[:end]).lower()
+        del self._buffer[: end + 4]
+        headers = dict(line.split(b":", 1) for line in head.split(b"\r\n")[1:])
+        self._status = int(head.split(b" ", 2)[1])
+        self.reusable = headers.get(b"connection", b"").strip() != b"close"
+        self._length = int(headers.get(b"content-length", 0))
+        chunked = headers.get(b"transfer-encoding", b"").strip() == b"chunked"
+        if not chunked and b"content-length" not in headers:
+            raise RunFailed("an answer without a length, neither chunked nor counted")
+        self._step = self._chunk if chunked else self._counted
+        return True
+
+    def _chunk(self, now: float) -> bool:
+        line = self._buffer.find(b"\r\n")
+        if line < 0:
+            return False
+        size = int(self._buffer[:line].split(b";")[0], 16)
+        end = line + 2 + size
+        if len(self._buffer) < end + 2:
+            return False
+        payload = bytes(self._buffer[line + 2 : end])
+        del self._buffer[: end + 2]
+        if not size:
+            return self._finish()
+        self._payload(payload, now)
+        return True
+
+    def _counted(self, now: float) -> bool:
+        if len(self._buffer) < self._length:
+            return False
+        payload = bytes(self._buffer[: self._length])
+        del self._buffer[: self._length]
+        self._payload(payload, now)
+        return self._finish()
+
+    def _payload(self, payload: bytes, now: float) -> None:
+        if self._status == 200:
+            self._stream.feed(payload, now)
+        else:
+            self._refusal += payload
+
+    def _finish(self) -> bool:
+        if self._status != 200:
+            raise RunFailed(f"status {self._status}: {self._refusal.decode(errors='replace')[:500]}")
+        assert self._done is not None
+        if not self._done.done():
+            self._done.set_result(self._stream)
+        return False
+
+    def _fail(self, reason: str) -> None:
+        self.reusable = False
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(RunFailed(reason))
+
+
+class Endpoint:
+    """Connections to one server: kept while a load runs and used again, the youngest first."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._host, self._port, path = split_url(url)
+        lines = [f"POST {path}/v1/completions HTTP/1.1", f"host: {self._host}", "content-type: application/json"]
+        lines += [f"authorization: Bearer {api_key}"] if api_key else []
+        self._head = "\r\n".join(lines).encode()
+        self._idle: list[Connection] = []
+
+    def request(self, body: bytes) -> bytes:
+        """The bytes of a request."""
+        return b"%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, len(body), body)
+
+    async def post(self, request: bytes) -> Answer:
+        sent = clock()
+        connection = await self._connection()
+        answer = (await connection.send(request)).answer(sent)
+        self._idle.append(connection)
+        return answer
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+            connection.close()
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(Connection, self._host, self._port))[1]
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+
+
+def split_url(url: str) -> tuple[str, int, str]:
+    """(host, port, path before /v1) of http://HOST:PORT[/PATH][/v1]. ValueError for anything else."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"url: expected http://HOST:PORT, got {url}")
+    return parts.hostname, parts.port or 80, parts.path.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,131 @@
+"""The floor: the least time in which a model could serve a load on a GPU of known ceilings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from bench.serve.loads import Ask, Load, prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense decoder with gated MLPs (Llama, Mistral, Qwen), as its config.json describes it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape:
+        """KeyError names the field that config.json lacks."""
+        heads = config["num_attention_heads"]
+        return cls(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of all layers' matrices: layers x hidden x (2 heads x d + 2 kv_heads x d + 3 intermediate); Q and O, K and V,
+        gate, up and down. Norms and biases are left out."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output matrix: hidden x vocab."""
+        return self.hidden * self.vocab
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a GPU was measured to reach."""
+
+    copy_gbs: float
+    """Memory traffic of a large copy, reads plus writes, 1e9 bytes a second."""
+    tflops: float
+    """A large bf16 matrix product, 1e12 operations a second, a multiplication and an addition being two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Both, added: a GPU either computes or reads. (A step that mixes them could hide the smaller of the two.)"""
+        return self.prefill_seconds + self.decode_seconds
+
+
+def floor(load: Load, shape: Shape, ceilings: Ceilings, kv_bytes: float, weight_bytes: float) -> Floor:
+    """prefill FLOPs / FLOP/s, and (decode steps x bytes of weights + bytes of KV read) / bytes a second.
+
+    `kv_bytes` and `weight_bytes` are bytes an element. Sampling, launches, HTTP and the norms cost nothing."""
+    steps, kv_tokens = decode_reads(load)
+    weights = (shape.layer_parameters + shape.head_parameters) * weight_bytes
+    read = steps * weights + kv_tokens * kv_token_bytes(shape, kv_bytes)
+    return Floor(prefill_flops(load, shape) / (ceilings.tflops * 1e12), read / (ceilings.copy_gbs * 1e9))
+
+
+def kv_token_bytes(shape: Shape, kv_bytes: float) -> float:
+    """Bytes of a token's K and V in all layers: 2 x layers x kv_heads x d x bytes an element."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_bytes
+
+
+def prefill_flops(load: Load, shape: Shape) -> float:
+    """Operations of computing every distinct prompt token once, and the logits of each prompt's last one.
+
+    A token at position p costs 2 x layer parameters + 4 x layers x heads x d x (p + 1): its scores and its weighted
+    sum over p + 1 keys. Logits cost 2 x head parameters a request."""
+    tokens = keys = 0
+    for path in load.new_prefixes():
+        before, own = sum(load.segments[part] for part in path[:-1]), load.segments[path[-1]]
+        tokens += own
+        keys += own * before + own * (own + 1) // 2
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * keys
+    return 2 * shape.layer_parameters * tokens + attention + 2 * shape.head_parameters * len(load.asks)
+
+
+def decode_reads(load: Load) -> tuple[int, int]:
+    """(steps, tokens whose KV is read, summed over the steps) where every ask decodes as early as it may.
+
+    The first token comes from the prefill, so an ask decodes in max_tokens - 1 steps, from the end of the ask that it
+    waits for; asks without that wait share every step. A step reads the distinct prompt tokens of all that run once,
+    and of each its generated tokens: in its j-th step j of them. No schedule has fewer steps, or reads a token less
+    often: those that can share a read do."""
+    spans = decode_spans(load.asks)
+    edges = sorted({edge for span in spans for edge in span})
+    read = 0
+    for begin, end in pairwise(edges):
+        running = [(ask, span[0]) for ask, span in zip(load.asks, spans, strict=True) if span[0] <= begin < span[1]]
+        distinct = sum(load.segments[path[-1]] for path in prefixes(ask for ask, _ in running))
+        generated = sum(arithmetic_sum(begin - first + 1, end - begin) for _, first in running)
+        read += (end - begin) * distinct + generated
+    return edges[-1], read
+
+
+def decode_spans(asks: Iterable[Ask]) -> list[tuple[int, int]]:
+    """[first, end) of each ask in steps, the first of all being 0."""
+    spans: list[tuple[int, int]] = []
+    for ask in asks:
+        begin = 0 if ask.after is None else spans[ask.after][1]
+        spans.append((begin, begin + ask.max_tokens - 1))
+    return spans
+
+
+def arithmetic_sum(first: int, count: int) -> int:
+    """first + (first + 1) + ... of `count` numbers."""
+    return count * (2 * first + count - 1) // 2

@@ -1,0 +1,103 @@
+"""Answers checked and summed up as rows of the table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.serve.client import Run
+from bench.serve.endpoint import Answer
+from bench.serve.loads import Load
+
+
+class WrongAnswer(AssertionError):
+    """The server did not do what it was asked: its times would mean nothing."""
+
+
+def check_counts(load: Load, answers: Sequence[Answer]) -> None:
+    """Every request got exactly the tokens that it asked for, on exactly the prompt that was sent."""
+    for number, (ask, answer) in enumerate(zip(load.asks, answers, strict=True)):
+        for what, seen, wanted in (
+            ("prompt", answer.prompt_tokens, load.prompt_tokens(ask)),
+            ("generated", answer.completion_tokens, ask.max_tokens),
+        ):
+            if seen != wanted:
+                raise WrongAnswer(f"{load.name}, request {number}: {seen} {what} tokens instead of {wanted}")
+        if (answer.cached_tokens or 0) > answer.prompt_tokens:
+            raise WrongAnswer(f"{load.name}, request {number}: more cached tokens than the prompt has")
+
+
+def check_twice(answers: Sequence[Answer], *, same_text: bool = True) -> None:
+    """The second of two equal requests at temperature 0 has the text of the first, and found its prefix cached."""
+    first, second = answers
+    if second.cached_tokens == 0:
+        raise WrongAnswer("the same prompt again: no token of it was cached")
+    if same_text and first.digest != second.digest:
+        raise WrongAnswer("the same prompt again: another text at temperature 0 (--lenient goes on nevertheless)")
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Interpolated between the two nearest; None of nothing."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def ttft_ms(answer: Answer) -> float:
+    """Milliseconds from sending to the first chunk with a choice."""
+    return (answer.first - answer.sent) * 1e3
+
+
+def tpot_ms(answer: Answer) -> float:
+    """Milliseconds from token to token after the first: (last - first) / (tokens - 1)."""
+    return (answer.last - answer.first) / (answer.completion_tokens - 1) * 1e3
+
+
+def cached_share(answers: Sequence[Answer]) -> float | None:
+    """Cached tokens over prompt tokens, all requests together; None where an answer does not say."""
+    cached = [answer.cached_tokens for answer in answers]
+    return None if None in cached else sum(cached) / sum(answer.prompt_tokens for answer in answers)
+
+
+def row(load: Load, run: Run) -> dict[str, Any]:
+    """A load's row. Shares are of 1; `could` is what a cache that forgets nothing would have had. `chunks` is how many
+    came for a token: far below 1 the server holds tokens back, and its first one came before `ttft`."""
+    answers = run.answers
+    generated = sum(answer.completion_tokens for answer in answers)
+    first = [ttft_ms(answer) for answer in answers]
+    between = [tpot_ms(answer) for answer in answers if answer.completion_tokens > 1]
+    return {
+        "load": load.name,
+        "out_tok_s": generated / run.seconds,
+        "req_s": len(answers) / run.seconds,
+        "ttft_p50_ms": percentile(first, 50),
+        "ttft_p99_ms": percentile(first, 99),
+        "tpot_p50_ms": percentile(between, 50),
+        "tpot_p99_ms": percentile(between, 99),
+        "chunks": sum(answer.chunks for answer in answers) / generated,
+        "cached": cached_share(answers),
+        "could": load.shareable(),
+        "wall_s": run.seconds,
+        "gpu_idle": run.gpu_idle,
+        "client_cpu": run.cpu / run.seconds,
+    }
+
+
+def rival_rows(content: Any) -> list[dict[str, Any]]:
+    """Rows of a rival's file: a list of rows, or {"server": name, "rows": [...]} as this benchmark writes it. A row
+    has a `load` and a `server` (or its file has), and figures under the names of `row`. ValueError where not."""
+    common = {"server": content["server"]} if isinstance(content, dict) and "server" in content else {}
+    rows = [common | one for one in (content["rows"] if isinstance(content, dict) else content)]
+    for one in rows:
+        if not {"load", "server"} <= one.keys():
+            raise ValueError(f"a rival's row needs a load and a server: {one}")
+    return rows
+
+
+def beside(rows: Sequence[dict[str, Any]], rivals: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For the table: rivals' rows under ours of the same load, without what none of them has; nothing known is "-"."""
+    loads = dict.fromkeys(one["load"] for one in rows)
+    ordered = [one for load in loads for one in (*rows, *rivals) if one["load"] == load]
+    keys = ["load", "server", *(key for key in rows[0] if key not in ("load", "server"))]
+    known = [key for key in keys if any(one.get(key) is not None for one in ordered)]
+    return [{key: "-" if one.get(key) is None else one[key] for key in known} for one in ordered]

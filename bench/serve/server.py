@@ -1,0 +1,120 @@
+"""The server: started here, or found at a URL, and what it says of itself."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.serve.endpoint import split_url
+
+POLL_SECONDS = 0.05
+STOP_SECONDS = 30.0
+IDLE_METRIC = "radixrt_worker_gpu_idle_seconds_total"
+"""Counter at /metrics, one a worker: seconds in which its GPU had nothing to do."""
+
+
+def get(url: str, path: str, api_key: str = "") -> tuple[int, bytes]:
+    """(status, body) of GET `path`, with no proxy between. OSError or HTTPException where nobody answers."""
+    host, port, before = split_url(url)
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    try:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        connection.request("GET", before + path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def model_name(url: str, api_key: str) -> str:
+    """The first model that the server lists."""
+    status, body = get(url, "/v1/models", api_key)
+    if status != 200:
+        raise RuntimeError(f"/v1/models answered {status}; name the model with --model")
+    return json.loads(body)["data"][0]["id"]
+
+
+def gpu_idle_seconds(url: str, api_key: str) -> list[float] | None:
+    """Of each worker since its start; None where the server does not count them."""
+    status, body = get(url, "/metrics", api_key)
+    found = re.findall(rf"^{IDLE_METRIC}(?:{{[^}}]*}})? (\S+)", body.decode(), re.MULTILINE) if status == 200 else []
+    return [float(value) for value in found] or None
+
+
+def idle_share(before: list[float] | None, after: list[float] | None, seconds: float) -> float | None:
+    """Mean over workers of the share of `seconds` that their GPUs idled; None where it is not known."""
+    if before is None or after is None or len(before) != len(after):
+        return None
+    return (sum(after) - sum(before)) / len(after) / seconds
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """config.json of a checkpoint folder, or that file itself; the language model's part where there are several."""
+    path = Path(model)
+    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    return config.get("text_config", config)
+
+
+# ---------------------------------------------------------------- radixrt itself
+
+
+@contextmanager
+def radixrt_serve(model: str, flags: Sequence[str], timeout: float) -> Iterator[tuple[str, float]]:
+    """(URL, seconds from the command to the first healthy answer) of `radixrt serve`, stopped at the end."""
+    port = free_port()
+    # Ours come last and so win: two stacks on one machine must not meet.
+    own = ["--host", "127.0.0.1", "--port", str(port)]
+    for flag in ("--client-address", "--worker-address"):
+        own += [flag, f"tcp://127.0.0.1:{free_port()}"]
+    began = time.perf_counter()
+    # A session of its own: Ctrl-C reaches this process alone, which then stops the other.
+    process = subprocess.Popen([sys.executable, "-m", "radixrt", "serve", model, *flags, *own], start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_healthy(url, process, began + timeout)
+        yield url, time.perf_counter() - began
+    finally:
+        stop(process)
+
+
+def free_port() -> int:
+    """Of this machine: nobody listens on it now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def wait_healthy(url: str, process: subprocess.Popen[bytes], deadline: float) -> None:
+    """Until /health answers 200. RuntimeError where the process ends before, or time runs out."""
+    while not healthy(url):
+        if process.poll() is not None:
+            raise RuntimeError(f"radixrt serve ended with code {process.returncode} while starting")
+        if time.perf_counter() > deadline:
+            raise RuntimeError("radixrt serve was not healthy in time")
+        time.sleep(POLL_SECONDS)
+
+
+def healthy(url: str) -> bool:
+    try:
+        return get(url, "/health")[0] == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,267 @@
+"""What a worker does alone on a GPU: scheduler and runner in one process, no router, no HTTP.
+
+    python -m bench.worker [--model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
+
+Random weights in the shape of Llama 3.1 8B unless a folder with a config.json is given. Each decode row is beside its
+limit: the weights and the KV bytes of a step over the copy bandwidth of the same run, and a GEMM pass of the same batch
+under a graph. Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the
+time of a decode run in which no kernel ran, from a trace of every kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.common import save, table
+from radixrt.config import WorkerConfig, resolve
+from radixrt.messages import Run, Sampling
+from radixrt.worker.loading import load_runner, look_up
+from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.plan import Runner
+from radixrt.worker.scheduler import Limits
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "eos_token_id": 128001,
+    "bos_token_id": 128000,
+}
+STEPS = 48
+
+
+class NullLink:
+    """Takes what the worker sends; gives it nothing."""
+
+    def send(self, payload: bytes) -> None: ...
+
+    def recv(self, timeout: float | None) -> bytes | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+def median_ms(run: Callable[[], object], repeat: int = 20) -> float:
+    """Milliseconds of one call, by events, warm."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeat):
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(np.median(times))
+
+
+def ceilings() -> dict[str, float]:
+    """Copy bandwidth (read plus written) in GB/s, bf16 matrix product in TFLOP/s."""
+    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    copy = 2 * a.numel() / median_ms(lambda: b.copy_(a)) / 1e6
+    x, y = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return {"copy_gbs": copy, "tflops": 2 * 8192**3 / median_ms(lambda: x @ y) / 1e9}
+
+
+def gemm_ms(runner: Runner, batch: int) -> float:
+    """All matrix products of one step of so many tokens, under a graph."""
+    model = runner._model
+    inputs: dict[int, torch.Tensor] = {}
+
+    def run() -> None:
+        for layer in model._layers:
+            for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
+                size = linear.weight.shape[1]
+                if size not in inputs:
+                    inputs[size] = torch.randn(batch, size, device="cuda", dtype=linear.weight.dtype)
+                linear(inputs[size])
+        model._head(inputs[model.spec.hidden_size])
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return median_ms(graph.replay)
+
+
+class Bench:
+    """A worker without its loop."""
+
+    def __init__(self, runner: Runner, rows: int, budget: int, max_model_len: int) -> None:
+        self.worker = Worker(
+            runner, Identity("bench", "model"), NullLink, limits=Limits(budget, rows), max_model_len=max_model_len
+        )
+        self.worker._link = NullLink()
+        self._next = 0
+        self._rng = np.random.default_rng(0)
+
+    def ids(self, count: int) -> np.ndarray:
+        return self._rng.integers(1000, self.worker.runner.vocab_size - 300, count, dtype=np.int32)
+
+    def add(self, ids: np.ndarray, tokens: int) -> None:
+        self._next += 1
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        prompt = array("i", ids.tobytes()).tobytes()
+        self.worker._add(Run(id=self._next, namespace="", ids=prompt, prompt_len=len(ids), sampling=sampling))
+
+    def step(self) -> int:
+        outputs = self.worker._step()
+        self.worker._reply(outputs)
+        return sum(len(output.tokens) for output in outputs)
+
+    def settle(self) -> None:
+        """Until every request decodes."""
+        scheduler = self.worker.scheduler
+        while scheduler.num_waiting or scheduler.behind:
+            self.step()
+
+    def finish(self) -> int:
+        tokens = 0
+        while self.worker.scheduler.has_work or self.worker._flight:
+            tokens += self.step()
+        return tokens
+
+
+def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int, weight_bytes: int) -> list[dict[str, Any]]:
+    rows = []
+    for batch, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)):
+        for _ in range(batch):
+            bench.add(bench.ids(context), 2 * STEPS + 16)
+        bench.settle()
+        for _ in range(8):
+            bench.step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        tokens = sum(bench.step() for _ in range(STEPS))
+        seconds = time.perf_counter() - began
+        idle = idle_share(bench) if batch in (1, 64, 256) else None
+        bench.finish()
+        step_ms = seconds / STEPS * 1e3
+        gemm = gemm_ms(bench.worker.runner, batch)
+        kv_ms = batch * (context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
+        rows.append(
+            {
+                "what": f"decode {batch} x {context}",
+                "ms": step_ms,
+                "tokens_s": tokens / seconds,
+                "gemm_ms": gemm,
+                "kv_ms": kv_ms,
+                "limit_ms": gemm + kv_ms,
+                "ratio": step_ms / (gemm + kv_ms),
+                "gpu_idle": idle,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def idle_share(bench: Bench, steps: int = 20) -> float:
+    """Of the time between the first and the last kernel of some steps, the share in which none ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            bench.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, last = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    by_name: dict[str, float] = {}
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us()
+    for name, us in sorted(by_name.items(), key=lambda item: -item[1])[:12]:
+        print(f"    {us / steps:9.1f} us a step  {name[:100]}")
+    return 1 - busy / (last - spans[0][0])
+
+
+def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]:
+    spec = bench.worker.runner._model.spec
+    per_token = 2 * sum(
+        linear.weight.numel()
+        for layer in bench.worker.runner._model._layers
+        for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    )
+    rows = []
+    for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
+        times = []
+        for _ in range(4):
+            prefix = bench.ids(cached)
+            if cached:
+                bench.add(prefix, 1)
+                bench.finish()
+            prompt = np.concatenate([prefix, bench.ids(new)])
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            bench.add(prompt, 1)
+            bench.finish()
+            times.append(time.perf_counter() - began)
+        pairs = new * cached + new * (new + 1) / 2
+        flops = per_token * new + 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
+        ms = float(np.median(times[1:])) * 1e3
+        limit = flops / limits["tflops"] / 1e9
+        rows.append({"what": f"prefill {new} on {cached}", "ms": ms, "limit_ms": limit, "ratio": ms / limit})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    args = parser.parse_args()
+    limits = ceilings()
+    print(limits, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config = LLAMA_8B | ({"num_hidden_layers": 2} if args.quick else {})
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model = args.model or folder
+        settings = {"kv_cache_dtype": args.kv_cache_dtype, "attention_backend": args.attention_backend}
+        worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
+        began = time.perf_counter()
+        runner = load_runner(worker)
+        spec, itemsize = look_up(worker).spec, runner.pool.dtype.itemsize
+        bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
+        start = time.perf_counter() - began
+        print(f"ready in {start:.1f} s", flush=True)
+        weights = sum(x.nbytes for layer in runner._model._layers for x in (layer.qkv.weight, layer.output.weight))
+        rows = decode_rows(bench, limits, spec.kv_elements * itemsize, weights)
+        rows += prefill_rows(bench, limits)
+    print(table(rows))
+    if not args.quick and not args.model:
+        save("worker", rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)
+
+
+if __name__ == "__main__":
+    main()

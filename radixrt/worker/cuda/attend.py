@@ -1,0 +1,233 @@
+"""Attention over pages of any size and dtype, by the work list of `work.plan_work`: one kernel for decodes, chunks and
+(with tiles of several sequences) shared prefixes, and the merge of partial results.
+
+Online softmax in base 2 (arXiv 1805.02867); partial results are merged by their log-sum-exp (arXiv 2311.01282).
+FP8 pages are widened to float16, which holds every FP8 value exactly, and multiplied by tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    item = items_ptr + tl.program_id(0) * ITEM
+    kv_head = tl.program_id(1)
+    queries = tl.load(item + 1)
+    if queries == 0:
+        return
+    query = tl.load(item)
+    row = tl.load(item + 2).to(tl.int64)
+    begin = tl.load(item + 3)
+    end = tl.load(item + 4)
+    position = tl.load(item + 5)
+    partial = tl.load(item + 6)
+    direct = tl.load(item + 7)
+    m = tl.arange(0, ROWS)
+    n = tl.arange(0, KEYS)
+    d = tl.arange(0, WIDTH)
+    own = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    real = (own < queries) & (m < QUERIES * GROUP)
+    wide = d < DIM
+    q_at = ((query + own).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=real[:, None] & wide[None, :], other=0.0)
+    q = (q.to(tl.float32) * scale).to(HALF_TYPE)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for j in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = j + n
+        inside = key < end
+        if PAGE == 1:
+            slot = tl.load(table_ptr + row * stride + key, mask=inside, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + row * stride + key // PAGE, mask=inside, other=0).to(tl.int64)
+            slot = page * PAGE + key % PAGE
+        at = ((slot * KV_HEADS + kv_head) * DIM)[:, None] + d[None, :]
+        if WIDTH == DIM:
+            k = tl.load(k_ptr + at).to(HALF_TYPE)
+        else:
+            k = tl.load(k_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
+        s = tl.dot(q, tl.trans(k))
+        seen = inside[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= (position + own)[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
+        s = tl.where(seen, s, -1e30)
+        higher = tl.maximum(peak, tl.max(s, 1))
+        keep = tl.exp2(peak - higher)
+        p = tl.exp2(s - higher[:, None])
+        if CAUSAL or WINDOW > 0:  # a row that sees none of these keys
+            p = tl.where(seen, p, 0.0)
+        total = total * keep + tl.sum(p, 1)
+        acc = acc * keep[:, None]
+        peak = higher
+        # What lies past the end is another's, perhaps NaN, which times a weight of 0 is still NaN.
+        v = tl.load(v_ptr + at, mask=inside[:, None] & wide[None, :], other=0.0).to(HALF_TYPE)
+        acc = tl.dot(p.to(HALF_TYPE), v, acc)
+    out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    stored = real[:, None] & wide[None, :]
+    if direct != 0:
+        tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        spot = (partial + own).to(tl.int64) * HEADS + head
+        tl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=stored)
+        # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
+        lse = tl.where(total == 0, -1e30, peak + tl.log2(total))
+        tl.store(lse_ptr + spot, lse, mask=real)
+
+
+@triton.jit
+def _merge_kernel(
+    merges_ptr, partial_ptr, lse_ptr, out_ptr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    merge = merges_ptr + tl.program_id(0) * MERGE
+    query = tl.load(merge).to(tl.int64)
+    first = tl.load(merge + 1).to(tl.int64)
+    parts = tl.load(merge + 2)
+    distance = tl.load(merge + 3)
+    if parts == 0:
+        return
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
+    real = h < HEADS
+    stored = real[:, None] & (d < DIM)[None, :]
+    peak = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for part in range(0, parts):
+        spot = (first + part * distance) * HEADS + h
+        lse = tl.load(lse_ptr + spot, mask=real, other=-1e30)
+        x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=stored, other=0.0)
+        higher = tl.maximum(peak, lse)
+        keep = tl.exp2(peak - higher)
+        weight = tl.exp2(lse - higher)
+        acc = acc * keep[:, None] + x * weight[:, None]
+        total = total * keep + weight
+        peak = higher
+    out = acc / total[:, None]
+    at = (query * HEADS + h)[:, None] * DIM + d[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the heads and pages that a kernel is compiled for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compilation of the kernel: rows are queries times the heads that share a KV head."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def queries(self, group: int) -> int:
+        return max(1, self.rows // group)
+
+
+def decode_variant(shape: Shape, itemsize: int) -> Variant:
+    """For tiles of one query."""
+    rows = max(16, triton.next_power_of_2(shape.group))
+    return Variant(
+        rows, 64 if shape.head_dim <= 128 else 32, 2 if shape.head_dim <= 128 else 4, 4 if itemsize == 1 else 3
+    )
+
+
+def chunk_variant(shape: Shape, itemsize: int) -> Variant:
+    """For tiles of many queries."""
+    rows = max(64, triton.next_power_of_2(shape.group))
+    return Variant(rows, 64, 4, 3 if shape.head_dim <= 128 else 2)
+
+
+def tiling(variant: Variant, shape: Shape, processors: int, decode: bool) -> Tiling:
+    """Of the work for a variant on a chip with so many multiprocessors."""
+    waves = 8 if decode else 4
+    items = max(1, processors * waves // shape.kv_heads)
+    queries = 1 if decode else variant.queries(shape.group)
+    return Tiling(queries, variant.keys, 2 * variant.keys, items)
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Partial results: float32 [partials, heads, D] and their log-sum-exp in base 2, [partials, heads]."""
+
+    values: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def make(cls, partials: int, shape: Shape, device: torch.device) -> Scratch:
+        values = torch.empty((partials, shape.heads, shape.head_dim), dtype=torch.float32, device=device)
+        return cls(values, torch.empty((partials, shape.heads), dtype=torch.float32, device=device))
+
+
+def half_type(dtype: torch.dtype) -> tl.dtype:
+    """What the tensor cores multiply, for pages of a dtype."""
+    return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}.get(dtype, tl.float16)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    items: torch.Tensor,
+    merges: torch.Tensor,
+    out: torch.Tensor,
+    scratch: Scratch,
+    shape: Shape,
+    variant: Variant,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D].
+
+    `table` is int32[rows, pages], `items` int32[W, FIELDS], `merges` int32[M, MERGE_FIELDS]; an item without queries
+    and a merge without parts do nothing. `causal`: an item's keys may lie after its first query. K and V are times
+    `scales`."""
+    _attend_kernel[(len(items), shape.kv_heads)](
+        q, keys, values, table, items, out, scratch.values, scratch.lse, table.stride(0),
+        shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
+        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal,
+        1 if not causal else variant.queries(shape.group), variant.rows, variant.keys,
+        triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages,
+        num_warps=variant.warps,
+    )  # fmt: skip
+    block = min(32, triton.next_power_of_2(shape.heads))
+    if not len(merges):
+        return
+    _merge_kernel[(len(merges), triton.cdiv(shape.heads, block))](
+        merges, scratch.values, scratch.lse, out, shape.heads, shape.head_dim, block,
+        triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""Fused kernels, in Triton: they are compiled in a second each, where they run, for whatever chip that is."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+
+
+# ---------------------------------------------------------------- norm
+
+
+@triton.jit
+def _norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * size
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    x = tl.load(x_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at + i, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(out_ptr.dtype.element_ty).to(tl.float32) * weight
+    tl.store(out_ptr + at + i, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm of x[T, H]; with `residual`[T, H] of the sum, which is left in `residual`."""
+    out = torch.empty_like(x)
+    rows, size = x.shape
+    block = triton.next_power_of_2(size)
+    warps = max(1, min(8, block // 512))
+    _norm_kernel[(rows,)](
+        x, x if residual is None else residual, weight, out, eps, size, residual is not None, block, num_warps=warps
+    )
+    return out
+
+
+# ---------------------------------------------------------------- gate
+
+
+@triton.jit
+def _gate_kernel(x_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    gate = tl.load(x_ptr + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * size + size + i, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == 0:
+        gate = gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == 1:
+        gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    else:  # tanh(y) = 2 / (1 + exp(-2 y)) - 1
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1 + tl.exp(-2 * inner))
+    tl.store(out_ptr + row * size + i, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(first half) * second half of x[T, 2 I]: [T, I]."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    block = min(2048, triton.next_power_of_2(size))
+    _gate_kernel[(rows, triton.cdiv(size, block))](x, out, size, ACTIVATIONS[activation], block, num_warps=4)
+    return out
+
+
+# ---------------------------------------------------------------- norm of heads, rotation, pages
+
+
+@triton.jit
+def _saturated(x, LIMIT: tl.constexpr):
+    """Within [-LIMIT, LIMIT]; NaN stays NaN."""
+    x = tl.where(x > LIMIT, LIMIT, x)
+    return tl.where(x < -LIMIT, -LIMIT, x)
+
+
+@triton.jit
+def _append_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, eps, k_scale, v_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    NORM: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    inside = (head < ALL) & (i < HALF)
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = head >= HEADS + KV_HEADS
+    at = qkv_ptr + (token * ALL + head) * (2 * HALF) + i
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        factor = tl.where(is_v, 1.0, tl.rsqrt(mean + eps)[:, None])
+        w1 = tl.where(is_q, tl.load(q_norm_ptr + i, mask=i < HALF, other=0.0),
+                      tl.load(k_norm_ptr + i, mask=i < HALF, other=0.0))  # fmt: skip
+        w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + i, mask=i < HALF, other=0.0),
+                      tl.load(k_norm_ptr + HALF + i, mask=i < HALF, other=0.0))  # fmt: skip
+        dtype = qkv_ptr.dtype.element_ty
+        first = tl.where(is_v, first, (first * factor).to(dtype).to(tl.float32) * w1.to(tl.float32))
+        second = tl.where(is_v, second, (second * factor).to(dtype).to(tl.float32) * w2.to(tl.float32))
+    cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    turned1 = tl.where(is_v, first, first * cos - second * sin)
+    turned2 = tl.where(is_v, second, second * cos + first * sin)
+    q_at = q_ptr + (token * HEADS + head) * (2 * HALF) + i
+    tl.store(q_at, turned1.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    tl.store(q_at + HALF, turned2.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    # What a page holds is rounded from the activations' dtype, as it is where they are written in two steps.
+    dtype = qkv_ptr.dtype.element_ty
+    scale = tl.where(is_v, 1.0 / v_scale, 1.0 / k_scale)
+    turned1 = turned1.to(dtype).to(tl.float32) * scale
+    turned2 = turned2.to(dtype).to(tl.float32) * scale
+    if LIMIT > 0:
+        turned1 = _saturated(turned1, LIMIT)
+        turned2 = _saturated(turned2, LIMIT)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    k_at = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
+    stored = k_ptr.dtype.element_ty
+    tl.store(k_ptr + k_at, turned1.to(stored), mask=inside & is_k)
+    tl.store(k_ptr + k_at + HALF, turned2.to(stored), mask=inside & is_k)
+    v_at = k_at - KV_HEADS * (2 * HALF)
+    tl.store(v_ptr + v_at, turned1.to(stored), mask=inside & is_v)
+    tl.store(v_ptr + v_at + HALF, turned2.to(stored), mask=inside & is_v)
+
+
+def append(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """Rotated queries [T, heads, D] of qkv[T, heads + 2 kv_heads, D]; K, rotated, and V go to int32 slots[T] of
+    keys, values [slots, kv_heads, D], divided by `scales` and rounded to their dtype, FP8 saturating.
+
+    cos, sin are [T, D / 2]; `norms` are weights [D] of the RMSNorm of q's and k's heads before the rotation."""
+    tokens, _, dim = qkv.shape
+    q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0
+    q_norm, k_norm = norms or (cos, cos)
+    group = 16 if dim <= 128 else 8
+    all_heads = qkv.shape[1]
+    _append_kernel[(tokens, triton.cdiv(all_heads, group))](
+        qkv, cos, sin, q_norm, k_norm, slots, q, keys, values, eps, scales[0], scales[1],
+        heads, keys.shape[1], dim // 2, triton.next_power_of_2(dim // 2), group, norms is not None, limit, num_warps=4,
+    )  # fmt: skip
+    return q
+
+
+# ---------------------------------------------------------------- the page table and the tokens
+
+
+@triton.jit(do_not_specialize=["count"])  # else it is compiled anew for 1, and for multiples of 16
+def _scatter_kernel(writes_ptr, table_ptr, count, stride, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    row = tl.load(writes_ptr + 3 * i, mask=inside, other=0).to(tl.int64)
+    index = tl.load(writes_ptr + 3 * i + 1, mask=inside, other=0)
+    page = tl.load(writes_ptr + 3 * i + 2, mask=inside, other=0)
+    tl.store(table_ptr + row * stride + index, page, mask=inside)
+
+
+def scatter(writes: torch.Tensor, table: torch.Tensor) -> None:
+    """table[row, index] = page, for int32 writes[N, 3] of them; equal places get equal values."""
+    count = len(writes)
+    if count:
+        _scatter_kernel[(triton.cdiv(count, 256),)](writes, table, count, table.stride(0), 256, num_warps=2)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _resolve_kernel(tokens_ptr, rows_ptr, drawn_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    token = tl.load(tokens_ptr + i, mask=inside, other=0)
+    row = tl.load(rows_ptr + i, mask=inside & (token < 0), other=0)
+    drawn = tl.load(drawn_ptr + row, mask=inside & (token < 0), other=0)
+    tl.store(out_ptr + i, tl.where(token < 0, drawn, token), mask=inside)
+
+
+def resolve(tokens: torch.Tensor, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """int32 tokens[T]; of a negative one, which must be among the first len(rows), what was drawn for its row."""
+    out = tokens.clone() if len(rows) < len(tokens) else torch.empty_like(tokens)
+    if len(rows):
+        _resolve_kernel[(triton.cdiv(len(rows), 256),)](tokens, rows, drawn, out, len(rows), 256, num_warps=2)
+    return out
+
+
+# ---------------------------------------------------------------- cached K and V, side by side
+
+
+@triton.jit
+def _gather_kernel(
+    k_ptr, v_ptr, table_ptr, sequences_ptr, k_out_ptr, v_out_ptr, stride, k_scale, v_scale,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.load(sequences_ptr + tl.program_id(1) * 4).to(tl.int64)
+    first = tl.load(sequences_ptr + tl.program_id(1) * 4 + 1)
+    count = tl.load(sequences_ptr + tl.program_id(1) * 4 + 2)
+    begin = tl.load(sequences_ptr + tl.program_id(1) * 4 + 3).to(tl.int64)
+    j = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if tl.program_id(0) * TOKENS < count:
+        known = j < count
+        page = tl.load(table_ptr + row * stride + (first + j) // PAGE, mask=known, other=0).to(tl.int64)
+        slot = page * PAGE + (first + j) % PAGE
+        i = tl.arange(0, BLOCK)
+        inside = known[:, None] & (i < WIDTH)[None, :]
+        source = slot[:, None] * WIDTH + i[None, :]
+        target = (begin + j)[:, None] * WIDTH + i[None, :]
+        k = tl.load(k_ptr + source, mask=inside, other=0.0).to(tl.float32) * k_scale
+        v = tl.load(v_ptr + source, mask=inside, other=0.0).to(tl.float32) * v_scale
+        tl.store(k_out_ptr + target, k.to(k_out_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_out_ptr + target, v.to(v_out_ptr.dtype.element_ty), mask=inside)
+
+
+def gather(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    longest: int,
+    out: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """K and V of some sequences, read from slots [slots, kv_heads, D] through the page table, times `scales`, into
+    `out`, each [tokens, kv_heads, D] of any float dtype.
+
+    `sequences` is int32[S, 4]: row, first position, positions (`longest` at most), where in `out` they begin."""
+    width = keys.shape[1] * keys.shape[2]
+    block = triton.next_power_of_2(width)
+    tokens = max(1, min(16, 16384 // block))
+    _gather_kernel[(triton.cdiv(longest, tokens), len(sequences))](
+        keys, values, table, sequences, *out, table.stride(0), scales[0], scales[1],
+        width, block, tokens, page_size, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""The GPU's runner from a configuration: weights, the kernels that can be there, how large a step is, how many pages
+are left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+
+import numpy as np
+import torch
+
+from radixrt.config import WorkerConfig
+from radixrt.messages import Run, Sampling
+from radixrt.worker.cache import PageCache
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.attend import Shape
+from radixrt.worker.cuda.chunks import FlashInfer
+from radixrt.worker.cuda.runner import CudaRunner
+from radixrt.worker.kv import KVPool
+from radixrt.worker.loading import Loaded, load_model, make_pool, pool_tokens
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler import Limits, Scheduler
+
+log = logging.getLogger("radixrt.cuda")
+
+GRAPH_BYTES = 1 << 30
+"""Kept for CUDA graphs, beside their logits."""
+GATHERED_TOKENS = 1 << 17
+"""That the workspace of long chunks holds, or the model's context, if that is less."""
+
+
+def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
+    """See `worker.loading.load_runner`. torch.OutOfMemoryError if weights or a step do not fit."""
+    torch.cuda.set_device(loaded.device)
+    model = load_model(config, loaded, ops=kernels)
+    flashinfer = find_flashinfer(config, loaded)
+    graphs = 0 if config.enforce_eager else config.max_num_seqs
+    tokens = config.max_total_tokens
+    if not tokens:
+        step = step_bytes(config, loaded, model, flashinfer)
+        logits = 4 * config.max_num_seqs * loaded.spec.vocab_size
+        tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + (GRAPH_BYTES + logits if graphs else 0))
+        log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
+    pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
+    return _make(config, loaded, model, pool, flashinfer, graphs)
+
+
+def _make(
+    config: WorkerConfig, loaded: Loaded, model: Decoder, pool: KVPool, flashinfer: FlashInfer | None, graphs: int
+) -> CudaRunner:
+    return CudaRunner(
+        model, pool, config.page_size, rows=config.max_num_seqs, eos_ids=loaded.eos_ids, flashinfer=flashinfer,
+        graph_batch=graphs, processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
+    )  # fmt: skip
+
+
+def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
+    """FlashInfer, its kernels built; None without it, with a warning that says why. ValueError if it was asked for."""
+    spec = loaded.spec
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2:
+        return None
+    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size)
+    hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
+    tokens = min(GATHERED_TOKENS, spec.max_model_len + config.max_num_batched_tokens)
+    began = time.monotonic()
+    try:
+        found = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
+        found.try_out(set(spec.windows))
+    except Exception as error:  # no package, no compiler, a build that fails, a head size it does not know
+        message = f"FlashInfer is not used: {type(error).__name__}: {str(error)[:500]}"
+        if config.attention_backend == "flashinfer":
+            raise ValueError(f"attention_backend: {message}") from error
+        log.warning("%s. Long prompts are computed by Triton kernels, slower", message)
+        return None
+    if time.monotonic() - began > 5:
+        log.info("FlashInfer's kernels were built in %.0f s", time.monotonic() - began)
+    return found
+
+
+def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None) -> int:
+    """Bytes that the largest step needs beside weights and pages, measured: a long chunk and as many decodes as may
+    run, their tokens drawn at random."""
+    budget = config.max_num_batched_tokens
+    prompt = max(1, min(budget - config.max_num_seqs, loaded.spec.max_model_len - 2))
+    length = prompt + 2
+    pool = make_pool(loaded, -(-(length + 4 * config.max_num_seqs) // config.page_size) + 1, config.page_size)
+    runner = _make(config, loaded, model, pool, flashinfer, graphs=0)
+    cache = PageCache(runner.num_pages, config.page_size, config.max_num_seqs, length, events=False)
+    scheduler = Scheduler(cache, Limits(budget, config.max_num_seqs))
+    runner.bind(cache.table)
+    torch.cuda.synchronize(loaded.device)
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    sampling = Sampling(max_tokens=2, temperature=1.0, top_p=0.9, min_p=0.01, ignore_eos=True)
+    for number in range(config.max_num_seqs - 1):
+        _ask(scheduler, number, [1 + number % (loaded.spec.vocab_size - 1)], sampling)
+    _step(scheduler, runner)
+    _ask(scheduler, -1, np.arange(prompt) % loaded.spec.vocab_size, sampling)
+    while scheduler.has_work:
+        _step(scheduler, runner)
+    peak = torch.cuda.max_memory_allocated(loaded.device) - before
+    del runner, pool, cache, scheduler
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _ask(scheduler: Scheduler, number: int, ids: object, sampling: Sampling) -> None:
+    tokens = array("i", np.asarray(ids, dtype=np.int32).tobytes())
+    run = Run(id=number, namespace="", ids=tokens.tobytes(), prompt_len=len(tokens), sampling=sampling)
+    scheduler.add(Request(run, len(tokens) + 2, frozenset()))
+
+
+def _step(scheduler: Scheduler, runner: CudaRunner) -> None:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.apply(plan, runner.launch(plan)())

@@ -1,0 +1,347 @@
+"""The Runner of a GPU: a step is packed, sent in one copy, launched, and its tokens come back when they are ready.
+
+    host     pack | copy | launch kernels, or replay the graph of a batch of decodes | ... ask for the result
+    device     writes of the page table -> tokens (those of the step before by row) -> model -> draw -> copy back
+
+Nothing in a step waits for the device but the question for its result. Batches of decodes alone are CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from radixrt.worker.cuda import attend, kernels
+from radixrt.worker.cuda.attend import Scratch, Shape
+from radixrt.worker.cuda.chunks import ChunkStep, FlashInfer, PagedStep, Pages, RaggedStep, Sequences
+from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.step import DecodeInputs, DecodePlanner, StepAttention
+from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.plan import Plan, Result
+from radixrt.worker.runner import NOT_FINITE, ranges, read_logits, wanted
+from radixrt.worker.sample import Draws, draw
+
+log = logging.getLogger("radixrt.cuda")
+
+RAGGED_QUERIES = 256
+"""Chunks of so many tokens and more go to FlashInfer."""
+DRAW_INTEGERS = 16
+"""A request, at most, for its sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step of decodes: it reads `integers`, and leaves logits [size, vocab] and `answer` (see `_pick`)."""
+
+    inputs: DecodeInputs
+    integers: torch.Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    answer: torch.Tensor
+
+
+class CudaRunner:
+    """See `plan.Runner`. For tests it also runs on a CPU, in Triton's interpreter, without graphs.
+
+    At most `rows` requests run at once; `flashinfer` computes long chunks where it is given; batches of up to
+    `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        page_size: int,
+        *,
+        rows: int,
+        eos_ids: frozenset[int] = frozenset(),
+        flashinfer: FlashInfer | None = None,
+        graph_batch: int = 0,
+        processors: int = 1,
+    ) -> None:
+        spec = model.spec
+        self.num_pages = pool.slots // page_size
+        self.page_size = page_size
+        self.vocab_size = spec.vocab_size
+        self.eos_ids = eos_ids
+        self.max_model_len = spec.max_model_len
+        self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
+        self.pool = pool
+        self._model = model
+        self._device = pool.device
+        self._rows = rows
+        self._flashinfer = flashinfer
+        self._windows: set[int | None] = set(spec.windows)
+        self._shape = shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
+        self._decode_variant = attend.decode_variant(shape, pool.dtype.itemsize)
+        self._chunk_variant = attend.chunk_variant(shape, pool.dtype.itemsize)
+        self._chunk_cut = attend.tiling(self._chunk_variant, shape, processors, decode=False)
+        cut = attend.tiling(self._decode_variant, shape, processors, decode=True)
+        self._decodes = DecodePlanner(self._windows, cut, trash_row=rows)
+        self._packers = (Packer(self._device), Packer(self._device))
+        self._answers = (Answer(self._device), Answer(self._device))
+        self._steps = 0
+        self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._device.type == "cuda" else []
+        self._graphs: dict[int, Graph] = {}
+        self._drawn = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
+        """Token drawn last, by row of the page table; the last row is padding's."""
+        layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
+        self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
+
+    @torch.inference_mode()
+    def bind(self, table: np.ndarray) -> None:
+        self._table = torch.zeros((self._rows + 1, table.shape[1]), dtype=torch.int32, device=self._device)
+        if self._graph_sizes:
+            self._capture()
+
+    def _pages(self, layer: int) -> Pages:
+        keys, values = self._layers[layer]
+        return Pages(keys, values, self._table, self.pool.scales[layer], self._model.spec.windows[layer])
+
+    # ------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        self._steps += 1
+        packer = self._packers[self._steps % 2]
+        packer.clear()
+        serial = any(request.serial for request in plan.requests)
+        graph = self._graph_for(plan)
+        step = self._replay(plan, packer, graph, serial) if graph else self._run(plan, packer, serial)
+        if serial:  # the host decides on the tokens, when it knows those before
+            return lambda: self._read(plan, step.logits)
+        answer = self._answers[self._steps % 2]
+        answer.fetch(step.answer)
+        return lambda: _result(plan, step.logit_rows, answer.wait())
+
+    @torch.inference_mode()
+    def logits(self, plan: Plan) -> torch.Tensor:
+        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order."""
+        packer = Packer(self._device)
+        return self._run(plan, packer, serial=True).logits
+
+    @torch.inference_mode()
+    def _read(self, plan: Plan, logits: torch.Tensor) -> Result:
+        return read_logits(plan, logits)
+
+    def _graph_for(self, plan: Plan) -> Graph | None:
+        """The smallest graph that holds a step of decodes; None for other steps."""
+        if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
+            return None
+        size = max(len(plan.tokens), len(plan.table_writes))
+        return next((graph for most, graph in self._graphs.items() if most >= size), None)
+
+    def _replay(self, plan: Plan, packer: Packer, graph: Graph, serial: bool) -> Launched:
+        count, size = len(plan.requests), graph.inputs.size
+        self._decodes.pack(packer, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes, size)
+        drawing = None if serial else Drawing.pack(packer, plan, np.arange(count), plan.rows)
+        sent = packer.send(graph.integers)
+        graph.graph.replay()
+        if drawing:
+            self._draw(graph.logits, drawing, sent, graph.answer[size:])
+        return Launched(graph.logits[:count], graph.answer, size)
+
+    def _run(self, plan: Plan, packer: Packer, serial: bool) -> Launched:
+        decodes = _leading_decodes(plan)
+        tokens, positions, slots = plan.tokens, ranges(plan.starts, plan.counts).astype(np.int32), plan.slots
+        rows = plan.rows[:decodes]
+        common = [packer.add(x) for x in (tokens, positions, slots, rows)]
+        writes = packer.add(plan.table_writes)
+        lists = self._decodes.lists(packer, rows, plan.starts[:decodes])
+        chunks = self._chunks(plan, packer, decodes)
+        logit_at = packer.add(wanted(plan).astype(np.int32))
+        chosen = np.flatnonzero(plan.samples)
+        sampled_at = np.cumsum(plan.wants)[chosen] - 1
+        sampled = packer.add(sampled_at.astype(np.int32))
+        sampled_rows = packer.add(plan.rows[chosen])
+        drawing = None if serial else Drawing.pack(packer, plan, sampled_at, plan.rows)
+
+        sent = packer.send()
+        kernels.scatter(writes.of(sent), self._table)
+        on_device = [piece.of(sent) for piece in common]
+        resolved = kernels.resolve(on_device[0], on_device[3], self._drawn)
+        for chunk in chunks:
+            chunk.sent(sent)
+        scratch = Scratch.make(self._decodes.partials(decodes), self._shape, self._device) if decodes else None
+        decode_lists = {w: (a.of(sent), b.of(sent)) for w, (a, b) in lists.items()}
+        attention = StepAttention(
+            self._pages, on_device[2], self._shape, decodes, decode_lists,
+            self._decode_variant, scratch, chunks,
+        )  # fmt: skip
+        logits = self._model.forward(resolved, on_device[1], attention, logit_at.of(sent).long())
+        answer = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
+        if drawing:
+            self._draw(logits, drawing, sent, answer[len(logits) :])
+        return Launched(logits, answer, len(logits))
+
+    def _chunks(self, plan: Plan, packer: Packer, decodes: int) -> list[ChunkStep]:
+        """Of what is no decode: long chunks to FlashInfer, if it is there, others over pages."""
+        first = (np.cumsum(plan.counts) - plan.counts)[decodes:]
+        chunks = Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
+        long = np.zeros(len(chunks), dtype=bool)
+        if self._flashinfer is not None:
+            fits = chunks.starts + chunks.counts <= self._flashinfer.tokens
+            long = (chunks.counts >= RAGGED_QUERIES) & fits
+        steps: list[ChunkStep] = []
+        if long.any() and self._flashinfer is not None:
+            part = chunks.take(np.flatnonzero(long))
+            parity = self._steps % 2
+            steps.append(RaggedStep(part, self._windows, packer, self._flashinfer, parity, self.page_size))
+        if not long.all():
+            part = chunks.take(np.flatnonzero(~long))
+            cut, variant = self._chunk_cut, self._chunk_variant
+            steps.append(PagedStep(part, self._windows, packer, self._shape, variant, cut))
+        return steps
+
+    # ------------------------------------------------------------ from logits to tokens
+
+    def _pick(self, logits: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
+        """int32[S + n]: whether each of float32 logits[S, vocab] is finite; the likeliest token of those `at` int64[n]
+        (None: all), which is noted for the `rows`."""
+        peaks, best = logits.max(-1)
+        if at is not None:
+            best = best[at]
+        best = best.int()
+        self._drawn[rows.long()] = best
+        return torch.cat([peaks.isfinite().int(), best])
+
+    def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Draw those that are not greedy, and note them in `tokens` and for their rows."""
+        drawn = draw(logits[drawing.at.of(sent).long()], drawing.draws(sent)).int()
+        tokens[drawing.to.of(sent).long()] = drawn
+        self._drawn[drawing.rows.of(sent).long()] = drawn
+
+    # ------------------------------------------------------------ graphs
+
+    def _capture(self) -> None:
+        """Capture a graph for each size, the largest first: the others live in its memory."""
+        vocab, most = self.vocab_size, max(self._graph_sizes)
+        logits = torch.empty((most, vocab), dtype=torch.float32, device=self._device)
+        scratch = Scratch.make(self._decodes.partials(most), self._shape, self._device)
+        pool = torch.cuda.graph_pool_handle()
+        packer = self._packers[0]
+        before = torch.cuda.mem_get_info(self._device)[0]
+        for size in tqdm(sorted(self._graph_sizes, reverse=True), desc="capturing graphs", unit="graph"):
+            packer.clear()
+            inputs = self._decodes.empty(packer, size)
+            integers = torch.zeros(packer.used + DRAW_INTEGERS * size + 1024, dtype=torch.int32, device=self._device)
+            packer.send(integers)
+            torch.cuda.synchronize(self._device)
+            for _ in range(2):  # kernels are compiled, workspaces made
+                self._decode(inputs, integers, logits[:size], scratch)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                answer = self._decode(inputs, integers, logits[:size], scratch)
+            self._graphs[size] = Graph(inputs, integers, graph, logits[:size], answer)
+        self._graphs = dict(sorted(self._graphs.items()))
+        used = before - torch.cuda.mem_get_info(self._device)[0]
+        log.info("%d graphs for up to %d decodes in %.2f GB", len(self._graphs), most, used / 1e9)
+
+    def _decode(
+        self, inputs: DecodeInputs, integers: torch.Tensor, logits: torch.Tensor, scratch: Scratch
+    ) -> torch.Tensor:
+        """The step of a graph; what `_pick` says."""
+        rows = inputs.rows.of(integers)
+        kernels.scatter(inputs.writes.of(integers), self._table)
+        tokens = kernels.resolve(inputs.tokens.of(integers), rows, self._drawn)
+        lists = {w: (a.of(integers), b.of(integers)) for w, (a, b) in inputs.lists.items()}
+        attention = StepAttention(
+            self._pages, inputs.slots.of(integers), self._shape, inputs.size, lists, self._decode_variant, scratch, []
+        )
+        self._model.forward(tokens, inputs.positions.of(integers), attention, out=logits)
+        return self._pick(logits, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way."""
+
+    logits: torch.Tensor
+    answer: torch.Tensor
+    """See `CudaRunner._pick`."""
+    logit_rows: int
+    """How many of the answer's first integers are about logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Of the requests whose tokens are drawn: their rows of logits and of the page table, their places among the
+    step's tokens, and what they are drawn by."""
+
+    at: Piece
+    rows: Piece
+    to: Piece
+    pieces: dict[str, Piece]
+
+    @classmethod
+    def pack(cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray) -> Drawing | None:
+        """`logit_rows`[n] are those of the n requests that sample; None if all are greedy."""
+        chosen = np.flatnonzero(plan.samples)
+        drawn = [i for i, b in enumerate(chosen.tolist()) if plan.requests[b].draws]
+        if not drawn:
+            return None
+        who = chosen[drawn]
+        samplings = [plan.requests[b].sampling for b in who]
+        arrays = Draws.arrays(samplings, (plan.starts + plan.counts)[who].tolist())
+        pieces = {name: packer.add(array) for name, array in arrays.items()}
+        to = np.array(drawn, dtype=np.int32)
+        return cls(packer.add(logit_rows[drawn].astype(np.int32)), packer.add(rows[who]), packer.add(to), pieces)
+
+    def draws(self, sent: torch.Tensor) -> Draws:
+        return Draws.of({name: piece.of(sent) for name, piece in self.pieces.items()})
+
+
+class Answer:
+    """Integers on their way to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._host = torch.empty(4096, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._size = 0
+        self._event = torch.cuda.Event() if self._on_gpu else None
+
+    def fetch(self, integers: torch.Tensor) -> None:
+        self._size = len(integers)
+        if self._size > len(self._host):
+            self._host = torch.empty(2 * self._size, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._host[: self._size].copy_(integers, non_blocking=True)
+        if self._event:
+            self._event.record()
+
+    def wait(self) -> np.ndarray:
+        """int32, when they have come; valid until the next `fetch`."""
+        if self._event:
+            self._event.synchronize()
+        return self._host[: self._size].numpy()
+
+
+def _result(plan: Plan, logit_rows: int, answer: np.ndarray) -> Result:
+    """The Result of a step whose tokens were drawn on the device."""
+    total = int(plan.wants.sum())
+    bad = np.flatnonzero(answer[:total] == 0)
+    ends = np.cumsum(plan.wants)
+    failed = {int(np.searchsorted(ends, row, side="right")): NOT_FINITE for row in bad}
+    tokens = np.zeros(len(plan.requests), dtype=np.int64)
+    chosen = np.flatnonzero(plan.samples)
+    tokens[chosen] = answer[logit_rows : logit_rows + len(chosen)]
+    return Result(tokens.tolist(), [], {}, failed)
+
+
+def _leading_decodes(plan: Plan) -> int:
+    """How many of a step's first requests compute a single token."""
+    more = np.flatnonzero(plan.counts > 1)
+    return int(more[0]) if len(more) else len(plan.counts)
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes that graphs are captured for: fine steps where padding would cost most, up to `most`."""
+    sizes: Sequence[int] = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    return sorted({min(size, most) for size in sizes}) if most > 0 else []

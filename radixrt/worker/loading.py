@@ -1,0 +1,180 @@
+"""From a configuration to a Runner: what the checkpoint and the device decide."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radixrt.config import WorkerConfig
+from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.model import checkpoint, read_spec
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.plan import Runner
+from radixrt.worker.runner import TorchRunner
+
+log = logging.getLogger("radixrt.loading")
+
+BACKENDS = ("auto", "flashinfer", "triton", "torch")
+CPU_MEMORY_SHARE = 0.25
+"""Of the free memory of the machine, for pages, unless `max_total_tokens` says how many."""
+CPU_MOST_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that is to run."""
+
+    folder: Path
+    hf_config: dict[str, Any]
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    eos_ids: frozenset[int]
+
+
+def load_runner(config: WorkerConfig) -> Runner:
+    """The model of a resolved `config` on its device. ValueError names the setting or the file that is wrong."""
+    if config.attention_backend not in BACKENDS:
+        raise ValueError(f"attention_backend {config.attention_backend!r}: expected one of {', '.join(BACKENDS)}")
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+    began = time.monotonic()
+    loaded = look_up(config)
+    try:
+        runner = make_runner(config, loaded)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(_out_of_memory(config, loaded, error)) from error
+    log.info(
+        "%s: %d layers in %s; %d token slots of %s, %.2f GB; ready in %.1f s",
+        loaded.folder.name, loaded.spec.num_layers, loaded.dtype, runner.num_pages * runner.page_size,
+        runner.kv_dtype, runner.pool.nbytes / 1e9, time.monotonic() - began,
+    )  # fmt: skip
+    return runner
+
+
+def look_up(config: WorkerConfig) -> Loaded:
+    """What the checkpoint says, without its weights."""
+    folder = checkpoint.find(config.model)
+    hf_config = checkpoint.read_json(folder / "config.json")
+    if not hf_config:
+        raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
+    device = torch.device(config.device)
+    dtype = choose_dtype(config.dtype, hf_config, device)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
+    return Loaded(folder, hf_config, read_spec(hf_config), device, dtype, kv_dtype, checkpoint.eos_ids(folder))
+
+
+def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
+    """By device: kernels on a GPU, unless they cannot be there or torch is asked for."""
+    on_gpu = loaded.device.type == "cuda"
+    exact = config.deterministic or (not on_gpu and loaded.kv_dtype.itemsize == 1)
+    if on_gpu and config.attention_backend != "torch" and not exact:
+        if reason := _no_kernels(loaded):
+            log.warning("%s: everything by torch, much slower", reason)
+        else:
+            from radixrt.worker.cuda.loading import load_cuda_runner
+
+            return load_cuda_runner(config, loaded)
+    model = load_model(config, loaded, exact)
+    tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization)
+    pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
+    return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact)
+
+
+def _no_kernels(loaded: Loaded) -> str:
+    """Why this GPU cannot run the kernels; "" if it can."""
+    major, minor = torch.cuda.get_device_capability(loaded.device)
+    if major < 8:
+        return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
+    if loaded.kv_dtype == torch.float8_e4m3fn and (major, minor) < (8, 9):
+        return f"the GPU has compute capability {major}.{minor}, kernels with e4m3 pages need 8.9"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return ""
+
+
+def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None) -> Decoder:
+    """The weights, with progress on stderr."""
+    weights = open_weights(config, loaded)
+    try:
+        return Decoder(loaded.spec, weights, exact, ops)
+    finally:
+        weights.close()
+
+
+def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
+    spec = loaded.spec
+    return KVPool(spec.num_layers, pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device)
+
+
+def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
+    return (
+        f"the GPU's memory does not hold this: {total / 1e9:.1f} GB in all, {free / 1e9:.1f} GB free now, a token of "
+        f"KV takes {each} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
+        f"--gpu-memory-utilization ({config.gpu_memory_utilization}), --max-total-tokens or --max-num-batched-tokens. "
+        f"({error})"
+    )
+
+
+# ---------------------------------------------------------------- choices
+
+
+def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> torch.dtype:
+    """`auto`: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU. ValueError for no known name."""
+    if name == "auto":
+        stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
+        name = "float32" if device.type == "cpu" else {"float32": "bfloat16"}.get(stated, stated)
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {name!r}: expected auto, float32, bfloat16 or float16")
+    return DTYPES[name]
+
+
+def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto`: e4m3 on Hopper and newer, else that of the activations. ValueError for no known name."""
+    name = {"fp8": "fp8_e4m3"}.get(name, name)
+    if name == "auto":
+        new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        return torch.float8_e4m3fn if new and dtype.itemsize == 2 else dtype
+    if name not in DTYPES:
+        raise ValueError(f"kv_cache_dtype {name!r}: expected auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def open_weights(config: WorkerConfig, loaded: Loaded) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
+    """By `load_format`. ValueError for no known one."""
+    match config.load_format:
+        case "auto" | "safetensors":
+            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device)
+        case "dummy":
+            return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device)
+    raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
+
+
+def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0) -> int:
+    """Token slots for the memory that is left beside the weights: on a GPU up to `gpu_share` of it less `reserved`
+    bytes, on a CPU CPU_MEMORY_SHARE of what is free, at most CPU_MOST_TOKENS. ValueError if nothing is left."""
+    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
+    if loaded.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(loaded.device)
+        tokens = int(free - reserved - (1 - gpu_share) * total) // each
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        tokens = min(int(CPU_MEMORY_SHARE * free) // each, CPU_MOST_TOKENS)
+    if tokens < 1:
+        raise ValueError(
+            f"no memory is left for KV pages: {free / 1e9:.1f} GB free, {reserved / 1e9:.1f} GB needed by a step; see "
+            "--gpu-memory-utilization and --max-num-batched-tokens"
+        )
+    return tokens

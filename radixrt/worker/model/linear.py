@@ -1,0 +1,35 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+ROWS = 16
+"""Rows of every product when results must not depend on the batch: a product rounds by its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """`batch_invariant`: a row's result is the same to the last bit whatever the other rows are."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    batch_invariant: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.batch_invariant:
+            return F.linear(x, self.weight, self.bias)
+        tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
+        return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
+
+
+def stack(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of all parts as one matrix; the parts are used up, so that no more than one matrix is held twice."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.cat(parts)
+    parts.clear()
+    return whole

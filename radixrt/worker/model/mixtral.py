@@ -1,0 +1,22 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import mistral
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """The weights of a token's experts sum to 1."""
+    experts = ExpertsSpec(
+        count=config.get("num_local_experts", 8),
+        chosen=config.get("num_experts_per_tok", 2),
+        intermediate_size=config["intermediate_size"],
+        normalized=True,
+        layers=frozenset(range(config["num_hidden_layers"])),
+        prefix="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    return with_experts(mistral.spec(config), experts)

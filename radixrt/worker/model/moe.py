@@ -1,0 +1,88 @@
+"""Mixture of experts: a router picks the experts of each token, one grouped product runs them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.decoder import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`gate_up` [E, 2 I, hidden] (the rows of the gate first) and `down` [E, hidden, I] of all E experts of a layer."""
+
+    router: Linear
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    chosen: int
+    """Experts a token."""
+    normalized: bool
+    """The weights of a token's experts sum to 1."""
+    activation: str
+    batch_invariant: bool
+
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        weights, experts = self._route(x)
+        order = experts.flatten().argsort(stable=True)
+        rows = order // self.chosen
+        count = torch.zeros(len(self.down), dtype=torch.int32, device=x.device)
+        count = count.scatter_add_(0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
+        if x.is_cuda and x.dtype == torch.bfloat16 and not self.batch_invariant:
+            found = self._grouped(x[rows], count, ops)
+        else:
+            found = self._one_by_one(x[rows], count, ops)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return (found[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights, int64 numbers) of each token's experts, the likeliest first, both [T, chosen]."""
+        shares = self.router(x).float().softmax(-1)
+        weights, experts = shares.topk(self.chosen, dim=-1)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), experts
+
+    def _grouped(self, x: torch.Tensor, count: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """All experts in one launch: rows of x[T * chosen, hidden] are sorted by expert, `count` int32[E] of them."""
+        ends = count.cumsum(0, dtype=torch.int32)
+        inner = ops.gate(F.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends), self.activation)
+        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+
+    def _one_by_one(self, x: torch.Tensor, count: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """The reference: expert after expert."""
+        parts = []
+        for expert, part in enumerate(x.split(count.tolist())):
+            if len(part):
+                inner = Linear(self.gate_up[expert], None, self.batch_invariant)(part)
+                inner = ops.gate(inner, self.activation)
+                parts.append(Linear(self.down[expert], None, self.batch_invariant)(inner))
+        return torch.cat(parts)
+
+
+def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool) -> Experts:
+    """The experts of a layer, by the names of the family (`ExpertsSpec`)."""
+    moe = spec.experts
+    assert moe is not None
+    at, hidden, inner = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size, moe.intermediate_size
+    router = weights.load(f"{at}gate.weight", (moe.count, hidden))
+    gate_up = torch.empty((moe.count, 2 * inner, hidden), dtype=router.dtype, device=router.device)
+    down = torch.empty((moe.count, hidden, inner), dtype=router.dtype, device=router.device)
+    gate_name, up_name, down_name = moe.names
+    for expert in range(moe.count):
+        name = f"{at}experts.{expert}."
+        gate_up[expert, :inner] = weights.load(f"{name}{gate_name}.weight", (inner, hidden))
+        gate_up[expert, inner:] = weights.load(f"{name}{up_name}.weight", (inner, hidden))
+        down[expert] = weights.load(f"{name}{down_name}.weight", (hidden, inner))
+    return Experts(
+        Linear(router, None, batch_invariant), gate_up, down, moe.chosen, moe.normalized, spec.activation,
+        batch_invariant,
+    )  # fmt: skip

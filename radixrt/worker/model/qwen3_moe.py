@@ -1,0 +1,24 @@
+"""Qwen3 with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import qwen3
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """As Qwen3; layers have experts but for `mlp_only_layers`, every `decoder_sparse_step`-th of them."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
+    experts = ExpertsSpec(
+        count=config.get("num_experts") or config.get("num_local_experts", 128),
+        chosen=config.get("num_experts_per_tok", 8),
+        intermediate_size=config.get("moe_intermediate_size", 768),
+        normalized=bool(config.get("norm_topk_prob", False)),
+        layers=frozenset(layers),
+        prefix="mlp",
+        names=("gate_proj", "up_proj", "down_proj"),
+    )
+    return with_experts(qwen3.spec(config), experts)

@@ -1,0 +1,157 @@
+"""Each fused kernel against the same in plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.attention import TorchAttention
+from radixrt.worker.cuda import attend, kernels
+from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
+from radixrt.worker.cuda.work import plan_work
+from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.model.decoder import Heads
+from tests.worker.pages import make_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 1000)])
+def test_norm(rows, size, device):
+    x, residual = torch.randn(2, rows, size, device=device)
+    weight = torch.rand(size, device=device)
+    assert error(kernels.norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5)) < 1e-6
+    total = x + residual
+    found = kernels.norm(x, weight, 1e-5, residual)
+    assert error(found, F.rms_norm(total, (size,), weight, 1e-5)) < 1e-6
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
+def test_gate(activation, device):
+    x = 3 * torch.randn(4, 2 * 300, device=device)
+    gate, up = x.chunk(2, -1)
+    act = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_pytorch_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    }[activation]
+    assert error(kernels.gate(x, activation), act(gate) * up) < 1e-6
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 40), (20, 5, 16)])
+def test_append(heads, kv_heads, dim, norms, kv_dtype, device):
+    tokens, slots = 6, torch.tensor([9, 0, 3, 11, 4, 0], dtype=torch.int32, device=device)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device)
+    qkv[3, heads:] *= 1e6  # beyond FP8
+    cos, sin = torch.randn(2, tokens, 1, dim // 2, device=device)
+    weights = (torch.rand(dim, device=device), 1e3 * torch.rand(dim, device=device))
+    pool = KVPool(1, 12, kv_heads, dim, DTYPES[kv_dtype], device)
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, 1))
+    q, k, v = Heads(qkv, heads, weights if norms else None, 1e-6, cos, sin).split()
+    found = kernels.append(
+        qkv, cos, sin, slots, keys, values, heads, weights if norms else None, 1e-6, scales=(0.5, 2.0)
+    )
+    assert error(found, q) < 1e-6
+    expected = KVPool(1, 12, kv_heads, dim, DTYPES[kv_dtype], device)
+    expected.write(0, slots.long(), k / 0.5, v / 2.0)
+    real = torch.tensor([9, 3, 11, 4], device=device)
+    for a, b in zip(pool.read(0, real, torch.float32), expected.read(0, real, torch.float32), strict=True):
+        if kv_dtype == "float32":
+            assert error(a, b) < 1e-6
+        else:  # Triton's interpreter rounds some FP8 values wrongly
+            assert float((a == b).float().mean()) > (0.9 if device.type == "cpu" else 0.99)
+
+
+def test_append_keeps_nan(device):
+    if device.type == "cpu":
+        pytest.skip("Triton's interpreter makes a number of NaN in FP8")
+    qkv = torch.randn(1, 4, 16, device=device)
+    qkv[0, 2, 3] = torch.nan
+    pool = KVPool(1, 4, 1, 16, torch.float8_e4m3fn, device)
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, 1))
+    cos, sin = torch.randn(2, 1, 1, 8, device=device)
+    kernels.append(qkv, cos, sin, torch.tensor([2], dtype=torch.int32, device=device), keys, values, 2)
+    assert pool.read(0, torch.tensor([2], device=device), torch.float32)[0].isnan().any()
+
+
+def test_scatter_and_resolve(device):
+    table = torch.zeros(5, 40, dtype=torch.int32, device=device)
+    writes = torch.tensor([[1, 0, 5], [1, 39, 6], [4, 7, 7]], dtype=torch.int32, device=device)
+    kernels.scatter(writes, table)
+    kernels.scatter(writes[:0], table)
+    assert table.nonzero().tolist() == [[1, 0], [1, 39], [4, 7]] and table[4, 7] == 7
+    drawn = torch.tensor([10, 11, 12], dtype=torch.int32, device=device)
+    tokens = torch.tensor([-1, 5, -1, 8, 9], dtype=torch.int32, device=device)
+    rows = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+    assert kernels.resolve(tokens, rows, drawn).tolist() == [12, 5, 10, 8, 9]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_gather(page_size, device):
+    pool = KVPool(1, 64, 2, 24, torch.float8_e5m2, device)
+    everything = torch.arange(64, device=device)
+    pool.write(0, everything, *torch.randn(2, 64, 2, 24, device=device))
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, 1))
+    table = torch.randperm(64 // page_size, device=device).int().view(2, -1)
+    sequences = torch.tensor([[1, 2, 20, 0], [0, 0, 3, 20], [0, 1, 1, 23]], dtype=torch.int32, device=device)
+    out = torch.zeros(2, 24, 2, 24, device=device)
+    kernels.gather(keys, values, table, page_size, sequences, 20, (out[0], out[1]), scales=(2.0, 4.0))
+    at = torch.arange(64, device=device)
+    slots = [table[r, at[f : f + n] // page_size].long() * page_size + at[f : f + n] % page_size
+             for r, f, n, _ in sequences.tolist()]  # fmt: skip
+    k, v = pool.read(0, torch.cat(slots), torch.float32)
+    assert torch.equal(out[0], k * 2) and torch.equal(out[1], v * 4)
+
+
+SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("window", [None, 25])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size"), [(8, 2, 16, 1), (14, 2, 24, 4), (4, 4, 32, 16), (16, 1, 16, 1)]
+)
+def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
+    """Chunks and decodes, with many parts and with one; relative to the norm, both read the same pages."""
+    if device.type == "cpu" and kv_dtype == "bfloat16":
+        pytest.skip("Triton's interpreter does not multiply bfloat16")
+    plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
+    pool = KVPool(1, (int(table.max()) + 1) * page_size, kv_heads, dim, DTYPES[kv_dtype], device)
+    everything = torch.arange(pool.slots, device=device)
+    pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
+    q = torch.randn(len(plan.tokens), heads, dim, device=device)
+    reference = TorchAttention(pool, page_size, (window,))
+    reference.bind(table)
+    expected = reference.begin(plan, device).over_pages(0, q)
+
+    shape = Shape(heads, kv_heads, dim, page_size)
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
+    on_device = torch.from_numpy(table).to(device)
+    for variant, chosen, processors in (
+        (Variant(64, 16, 4, 2), np.flatnonzero(plan.counts > 1), 132),
+        (Variant(64, 32, 4, 1), np.flatnonzero(plan.counts > 1), 1),
+        (Variant(16, 16, 2, 2), np.flatnonzero(plan.counts == 1), 132),
+    ):
+        decode = variant.rows == 16
+        cut = tiling(variant, shape, processors, decode)
+        mine = [int(plan.counts[:i].sum()) + j for i in chosen for j in range(plan.counts[i])]
+        counts = plan.counts[chosen]
+        work = plan_work(plan.rows[chosen], plan.starts[chosen], counts, 2 + np.cumsum(counts) - counts, window, cut)
+        out = torch.full((len(mine) + 2, heads, dim), torch.nan, device=device)
+        attend.attend(
+            torch.cat((q[:2], q[mine])), keys, values, on_device,
+            torch.from_numpy(work.items).to(device), torch.from_numpy(work.merges).to(device), out,
+            Scratch.make(work.partials, shape, device), shape, variant,
+            window=window, causal=not decode,
+        )  # fmt: skip
+        assert error(out[2:], expected[mine]) < 1e-2
+        assert out[:2].isnan().all(), "queries before the first are not its own"

@@ -1,0 +1,97 @@
+"""The GPU's runner, in Triton's interpreter where there is no GPU, against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.messages import Sampling
+from radixrt.worker import loading
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
+from tests.checkpoints import make_model
+from tests.worker.engine import Engine, prompts
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "qwen3_moe"])
+def folder(request, tmp_path_factory):
+    changes = {
+        "mistral": {"sliding_window": 16},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    }
+    path = tmp_path_factory.mktemp(request.param)
+    make_model(path, request.param, **SIZES, **changes.get(request.param, {}))
+    return path
+
+
+def runners(folder, page_size: int = 1, tokens: int = 1200):
+    """(plain, of the GPU) on the same weights, in float32."""
+    config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=tokens, page_size=page_size))
+    loaded = loading.look_up(config)
+    plain = loading.make_runner(config, loaded)
+    model = loading.load_model(config, loaded, ops=kernels)
+    pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
+    return plain, CudaRunner(model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4)
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_it_generates_what_the_plain_one_does(folder, page_size):
+    """Greedy and drawn, with penalties and log-probabilities, chunked, shared prefixes, overlapped."""
+    plain, fast = runners(folder, page_size)
+    shared = prompts(1, 30, 30, vocab_size=128)[0]
+    asked = [shared + p for p in prompts(5, 1, 9, vocab_size=128, seed=1)]
+    samplings = [
+        Sampling(max_tokens=6, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=9, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=5, temperature=1.0, seed=3, top_p=0.9, top_k=20, ignore_eos=True),
+        Sampling(max_tokens=6, temperature=0.7, seed=4, min_p=0.05, ignore_eos=True),
+        Sampling(max_tokens=4, temperature=0.0, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+    ]
+    found = []
+    for runner in (plain, fast):
+        engine = Engine(runner, chunk=23, rows=8, max_model_len=128)
+        for some in (range(4), range(5)):  # without and with what the host must know first
+            ids = [engine.add(asked[i], samplings[i]) for i in some]
+            engine.finish()
+            found.append([engine.tokens(id) for id in ids])
+    assert found[2:] == found[:2]
+
+
+def test_scores_and_a_failed_request(folder):
+    plain, fast = runners(folder)
+    prompt = prompts(1, 20, 20, vocab_size=128)[0]
+    scores = []
+    for runner in (plain, fast):
+        engine = Engine(runner, max_model_len=128, rows=8)
+        id = engine.add(prompt, Sampling(max_tokens=0, temperature=0.0), score_from=12)
+        engine.finish()
+        scores.append([s for o in engine.outputs[id] for s in o.scores or []])
+    assert torch.allclose(torch.tensor(scores[0]), torch.tensor(scores[1]), atol=1e-4) and len(scores[0]) == 8
+    fast._model._embedding[7] = torch.nan
+    engine = Engine(fast, max_model_len=128, rows=8)
+    bad, good = engine.add([3, 7, 9]), engine.add([5, 4, 9], Sampling(max_tokens=3, temperature=0.0, ignore_eos=True))
+    engine.finish()
+    assert engine.last(bad).finish == "error" and "not finite" in engine.last(bad).error
+    assert engine.last(good).finish == "length" and len(engine.tokens(good)) == 3
+
+
+def test_graph_sizes():
+    assert graph_sizes(0) == []
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    for most in (7, 64, 256, 300, 512):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
