@@ -29,7 +29,7 @@ gpu-wheels:
 
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=.gpu/site python3 -m pytest -m gpu -rs -s -p no:cacheprovider tests/gpu tests/worker/cuda
+	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu tests/worker/cuda/test_kernels.py
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
