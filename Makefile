@@ -33,6 +33,7 @@ gpu-test: .gpu/site
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
+	PYTHONPATH=.gpu/site:. python3 -m bench.attention
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
 
 bench: .venv/installed-test

@@ -157,7 +157,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int, weight_by
         began = time.perf_counter()
         tokens = sum(bench.step() for _ in range(STEPS))
         seconds = time.perf_counter() - began
-        idle = idle_share(bench) if batch in (1, 64, 256) else None
+        idle = idle_share(bench.step, 20) if batch in (1, 64, 256) else None
         bench.finish()
         step_ms = seconds / STEPS * 1e3
         gemm = gemm_ms(bench.worker.runner, batch)
@@ -178,29 +178,25 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int, weight_by
     return rows
 
 
-def idle_share(bench: Bench, steps: int = 20) -> float:
-    """Of the time between the first and the last kernel of some steps, the share in which none ran."""
+def idle_share(run: Callable[[], object], times: int = 1) -> float:
+    """Of the time between the first and the last kernel of some runs, the share in which none ran. Prints the longest."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(steps):
-            bench.step()
+        for _ in range(times):
+            run()
         torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    kernels = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
     busy, last = 0.0, spans[0][0]
     for begin, end in spans:
         busy += max(0.0, end - max(begin, last))
         last = max(last, end)
     by_name: dict[str, float] = {}
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us()
-    for name, us in sorted(by_name.items(), key=lambda item: -item[1])[:12]:
-        print(f"    {us / steps:9.1f} us a step  {name[:100]}")
+    for event in kernels:
+        by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us()
+    for name, us in sorted(by_name.items(), key=lambda item: -item[1])[:14]:
+        print(f"    {us / times:9.1f} us a run  {name[:90]}")
     return 1 - busy / (last - spans[0][0])
 
 
@@ -227,9 +223,12 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
             times.append(time.perf_counter() - began)
         pairs = new * cached + new * (new + 1) / 2
         flops = per_token * new + 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
+        bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
+        idle = idle_share(bench.finish)
         ms = float(np.median(times[1:])) * 1e3
         limit = flops / limits["tflops"] / 1e9
-        rows.append({"what": f"prefill {new} on {cached}", "ms": ms, "limit_ms": limit, "ratio": ms / limit})
+        row = {"what": f"prefill {new} on {cached}", "ms": ms, "limit_ms": limit, "ratio": ms / limit, "gpu_idle": idle}
+        rows.append(row)
         print(rows[-1], flush=True)
     return rows
 

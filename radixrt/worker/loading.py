@@ -67,6 +67,8 @@ def look_up(config: WorkerConfig) -> Loaded:
     if not hf_config:
         raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
     device = torch.device(config.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     dtype = choose_dtype(config.dtype, hf_config, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
     return Loaded(folder, hf_config, read_spec(hf_config), device, dtype, kv_dtype, checkpoint.eos_ids(folder))

@@ -30,7 +30,8 @@ def test_as_torch(way, kv_dtype, page_size, window):
     tokens = DECODES if way == "decode" else CHUNKS
     plan, table = make_plan(np.random.default_rng(0), page_size, tokens)
     pool = KVPool(1, (int(table.max()) + 1) * page_size, KV_HEADS, DIM, DTYPES[kv_dtype], DEVICE)
-    pool.scales[0] = (0.5, 2.0)
+    if pool.dtype.itemsize == 1:
+        pool.scales[0] = (0.5, 2.0)
     everything = torch.arange(pool.slots, device=DEVICE)
     pool.write(0, everything, *torch.randn(2, pool.slots, KV_HEADS, DIM, device=DEVICE))
     q = torch.randn(len(plan.tokens), HEADS, DIM, device=DEVICE).bfloat16()

@@ -54,11 +54,13 @@ def _attend_kernel(
     for j in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = j + n
         inside = key < end
+        # Lanes past the end read the last key again: what lies there is another's, perhaps NaN, and a weight of 0 times
+        # NaN is NaN; and loads without a mask are the faster ones.
+        known = tl.minimum(key, end - 1)
         if PAGE == 1:
-            slot = tl.load(table_ptr + row * stride + key, mask=inside, other=0).to(tl.int64)
+            slot = tl.load(table_ptr + row * stride + known).to(tl.int64)
         else:
-            page = tl.load(table_ptr + row * stride + key // PAGE, mask=inside, other=0).to(tl.int64)
-            slot = page * PAGE + key % PAGE
+            slot = tl.load(table_ptr + row * stride + known // PAGE).to(tl.int64) * PAGE + known % PAGE
         at = ((slot * KV_HEADS + kv_head) * DIM)[:, None] + d[None, :]
         if WIDTH == DIM:
             k = tl.load(k_ptr + at).to(HALF_TYPE)
@@ -79,8 +81,10 @@ def _attend_kernel(
         total = total * keep + tl.sum(p, 1)
         acc = acc * keep[:, None]
         peak = higher
-        # What lies past the end is another's, perhaps NaN, which times a weight of 0 is still NaN.
-        v = tl.load(v_ptr + at, mask=inside[:, None] & wide[None, :], other=0.0).to(HALF_TYPE)
+        if WIDTH == DIM:
+            v = tl.load(v_ptr + at).to(HALF_TYPE)
+        else:
+            v = tl.load(v_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
         acc = tl.dot(p.to(HALF_TYPE), v, acc)
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     stored = real[:, None] & wide[None, :]
@@ -97,35 +101,34 @@ def _attend_kernel(
 @triton.jit
 def _merge_kernel(
     merges_ptr, partial_ptr, lse_ptr, out_ptr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     merge = merges_ptr + tl.program_id(0) * MERGE
+    head = tl.program_id(1)
     query = tl.load(merge).to(tl.int64)
     first = tl.load(merge + 1).to(tl.int64)
     parts = tl.load(merge + 2)
     distance = tl.load(merge + 3)
     if parts == 0:
         return
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, PARTS)
     d = tl.arange(0, WIDTH)
-    real = h < HEADS
-    stored = real[:, None] & (d < DIM)[None, :]
-    peak = tl.full([BLOCK], -1e30, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for part in range(0, parts):
-        spot = (first + part * distance) * HEADS + h
+    peak = -1e30
+    total = 0.0
+    acc = tl.zeros([WIDTH], tl.float32)
+    for begin in range(0, parts, PARTS):
+        real = begin + p < parts
+        spot = (first + (begin + p) * distance) * HEADS + head
         lse = tl.load(lse_ptr + spot, mask=real, other=-1e30)
-        x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=stored, other=0.0)
-        higher = tl.maximum(peak, lse)
+        x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+        higher = tl.maximum(peak, tl.max(lse, 0))
         keep = tl.exp2(peak - higher)
-        weight = tl.exp2(lse - higher)
-        acc = acc * keep[:, None] + x * weight[:, None]
-        total = total * keep + weight
+        weight = tl.where(real, tl.exp2(lse - higher), 0.0)
+        acc = acc * keep + tl.sum(x * weight[:, None], 0)
+        total = total * keep + tl.sum(weight, 0)
         peak = higher
-    out = acc / total[:, None]
-    at = (query * HEADS + h)[:, None] * DIM + d[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=stored)
+    at = (query * HEADS + head) * DIM + d
+    tl.store(out_ptr + at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +227,8 @@ def attend(
         triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages,
         num_warps=variant.warps,
     )  # fmt: skip
-    block = min(32, triton.next_power_of_2(shape.heads))
-    if not len(merges):
-        return
-    _merge_kernel[(len(merges), triton.cdiv(shape.heads, block))](
-        merges, scratch.values, scratch.lse, out, shape.heads, shape.head_dim, block,
-        triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=4,
-    )  # fmt: skip
+    if len(merges):
+        _merge_kernel[(len(merges), shape.heads)](
+            merges, scratch.values, scratch.lse, out, shape.heads, shape.head_dim, 8,
+            triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,214 @@
+"""Which attention kernel for which phase: every way there is, on one layer of a model's shape.
+
+    python -m bench.attention [--sweep]
+
+Phases: decodes of B sequences with S cached tokens each; chunks of N new tokens after S cached ones. Ways: this
+project's Triton kernel over pages, FlashInfer's paged kernels (FA2), FlashInfer's FA3 over K and V that were gathered
+from the pages and widened first (the gather is in its time). Limits: bytes over the copy bandwidth, FLOPs over the
+matrix rate, of the same run. The error is relative to float32 over the same pages. With --sweep, also every compilation
+of the Triton kernel that is worth a try.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from bench.common import save, table
+from bench.worker import ceilings, median_ms
+from radixrt.worker.cuda import attend
+from radixrt.worker.cuda.attend import Scratch, Shape, Variant
+from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences
+from radixrt.worker.cuda.staging import Packer
+from radixrt.worker.cuda.work import Tiling, plan_work
+from radixrt.worker.kv import DTYPES
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+DEVICE = torch.device("cuda")
+DECODES = [(1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 32768)]
+CHUNKS = [(1, 128, 16384), (1, 600, 8192), (1, 8192, 0), (1, 8192, 8192), (12, 600, 8192), (16, 64, 2048)]
+
+
+def in_graph(run: Callable[[], object]) -> Callable[[], object]:
+    """Four calls of it as one graph, so that launches cost nothing."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            run()
+    return graph.replay
+
+
+def graph_ms(run: Callable[[], object]) -> float:
+    return median_ms(in_graph(run)) / 4
+
+
+class Case:
+    """Sequences of one phase, on random pages."""
+
+    def __init__(self, batch: int, new: int, cached: int, kv_dtype: str, page_size: int) -> None:
+        self.shape = Shape(HEADS, KV_HEADS, DIM, page_size)
+        length = cached + new
+        pages = -(-length // page_size)
+        slots = batch * pages * page_size
+        dtype = DTYPES[kv_dtype]
+        self.keys, self.values = (
+            torch.randn(slots, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2)
+        )
+        self.table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
+        self.q = torch.randn(batch * new, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.q)
+        self.batch, self.new, self.cached, self.page_size = batch, new, cached, page_size
+        self.rows = np.arange(batch, dtype=np.int32)
+        self.starts = np.full(batch, cached, dtype=np.int32)
+        self.counts = np.full(batch, new, dtype=np.int32)
+        self.sequences = Sequences(self.rows, self.starts, self.counts, self.rows * new)
+        self.pages = Pages(self.keys, self.values, self.table, (1.0, 1.0), None)
+
+    def limit_ms(self, limits: dict[str, float]) -> float:
+        length = self.cached + self.new
+        moved = 2 * self.batch * length * KV_HEADS * DIM * self.keys.element_size()
+        pairs = self.batch * (self.new * self.cached + self.new * (self.new + 1) / 2)
+        return max(moved / limits["copy_gbs"] / 1e6, 4 * pairs * HEADS * DIM / limits["tflops"] / 1e9)
+
+    def error(self) -> float:
+        """Of the last 16 queries of the first sequence."""
+        length, last = self.cached + self.new, min(16, self.new)
+        at = torch.arange(length, device=DEVICE)
+        slots = self.table[0, at // self.page_size].long() * self.page_size + at % self.page_size
+        k, v = (x[slots].float().transpose(0, 1)[None] for x in (self.keys, self.values))
+        q = self.q[self.new - last : self.new].float().transpose(0, 1)[None]
+        mask = at <= torch.arange(length - last, length, device=DEVICE)[:, None]
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        found = self.out[self.new - last : self.new].float()
+        return float((found - expected).norm() / expected.norm())
+
+    def triton(self, variant: Variant, cut: Tiling, decode: bool) -> Callable[[], None]:
+        packer = Packer(DEVICE)
+        if not decode:
+            step = PagedStep(self.sequences, {None}, packer, self.shape, variant, cut)
+            step.sent(packer.send())
+            return lambda: step.run(self.q, self.pages, self.out)
+        work = plan_work(self.rows, self.starts, self.counts, self.rows, None, cut)
+        items, merges = packer.add(work.items), packer.add(work.merges, self.batch)
+        sent = packer.send()
+        scratch = Scratch.make(max(1, work.partials), self.shape, DEVICE)
+        return lambda: attend.attend(
+            self.q, self.keys, self.values, self.table, items.of(sent), merges.of(sent), self.out, scratch,
+            self.shape, variant, causal=False,
+        )  # fmt: skip
+
+    def gathered(self, flashinfer: FlashInfer) -> Callable[[], None]:
+        packer = Packer(DEVICE)
+        step = RaggedStep(self.sequences, {None}, packer, flashinfer, 0, self.page_size)
+        step.sent(packer.send())
+        return lambda: step.run(self.q, self.pages, self.out)
+
+    def fa2(self) -> Callable[[], object]:
+        import flashinfer
+
+        buffer = torch.empty(512 << 20, dtype=torch.uint8, device=DEVICE)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, kv_layout="NHD", backend="fa2")
+        held = -(-(self.starts + self.counts) // self.page_size)
+        wrapper.plan(
+            qo_indptr=_starts(self.counts),
+            paged_kv_indptr=_starts(held),
+            paged_kv_indices=self.table.flatten(),
+            paged_kv_last_page_len=torch.from_numpy(self.starts + self.counts - (held - 1) * self.page_size).int(),
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim_qk=DIM,
+            page_size=self.page_size,
+            causal=True,
+            q_data_type=torch.bfloat16,
+            kv_data_type=self.keys.dtype,
+        )
+        cache = tuple(x.unflatten(0, (-1, self.page_size)) for x in (self.keys, self.values))
+        return lambda: wrapper.run(self.q, cache, out=self.out)
+
+
+def _starts(counts: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+
+
+def measure(case: Case, limit: float, name: str, run: Callable[[], object], row: dict[str, Any]) -> None:
+    case.out.fill_(torch.nan)
+    run()
+    error = case.error()
+    assert error < 2e-2, f"{name}: {error}"
+    row[f"{name}_ms"] = graph_ms(run)
+
+
+def variants(decode: bool) -> list[Variant]:
+    if decode:
+        return [
+            Variant(16, keys, warps, stages) for keys, warps, stages in product((32, 64, 128), (1, 2, 4), (2, 3, 4))
+        ]
+    return [
+        Variant(rows, keys, warps, stages)
+        for rows, keys, warps, stages in product((64, 128), (64, 128), (4, 8), (2, 3))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    limits = ceilings()
+    print(limits, flush=True)
+    flashinfer = FlashInfer(Shape(HEADS, KV_HEADS, DIM, 1), torch.bfloat16, DEVICE, 1 << 17, "fa3")
+    rows: list[dict[str, Any]] = []
+    kinds = [("decode", batch, 1, cached - 1) for batch, cached in DECODES]
+    kinds += [("chunk", batch, new, cached) for batch, new, cached in CHUNKS]
+    for (phase, batch, new, cached), kv_dtype, page_size in product(kinds, ("fp8_e4m3", "bfloat16"), (1, 16)):
+        if page_size == 16 and (batch, cached + new) not in ((256, 1024), (1, 16384)):
+            continue
+        case = Case(batch, new, cached, kv_dtype, page_size)
+        decode = phase == "decode"
+        limit = case.limit_ms(limits)
+        row: dict[str, Any] = {
+            "phase": f"{phase} {batch} x {new} on {cached + decode - 1 + (not decode)}",
+            "pages": f"{kv_dtype} {page_size}",
+            "limit_ms": limit,
+        }
+        pick = attend.decode_variant if decode else attend.chunk_variant
+        chosen = pick(case.shape, case.keys.element_size())
+        cut = attend.tiling(chosen, case.shape, 132, decode)
+        measure(case, limit, "triton", case.triton(chosen, cut, decode), row)
+        for name, make in (("fa2", case.fa2), ("fa3", lambda case=case: case.gathered(flashinfer))):
+            if name == "fa3" and decode:
+                continue
+            try:
+                measure(case, limit, name, make(), row)
+            except Exception as problem:
+                row[f"{name}_ms"] = f"{type(problem).__name__}"
+        if args.sweep and page_size == 1:
+            found = []
+            for variant, waves in product(variants(decode), (4, 8, 16) if decode else (2, 4)):
+                cut = Tiling(
+                    1 if decode else variant.queries(HEADS // KV_HEADS), variant.keys, 2 * variant.keys,
+                    max(1, 132 * waves // KV_HEADS),
+                )  # fmt: skip
+                try:
+                    found.append((graph_ms(case.triton(variant, cut, decode)), variant, waves))
+                except Exception:  # too much shared memory
+                    continue
+            found.sort(key=lambda one: one[0])
+            print(row["phase"], row["pages"], *(f"\n    {ms:.4f} {v} waves {w}" for ms, v, w in found[:5]), flush=True)
+            row["best_ms"] = found[0][0]
+        rows.append(row)
+        print(row, flush=True)
+    print(table(rows))
+    if not args.sweep:
+        save("attention", rows, device=torch.cuda.get_device_name(), **limits)
+
+
+if __name__ == "__main__":
+    main()
