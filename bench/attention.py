@@ -4,15 +4,16 @@
 
 Phases: decodes of B sequences with S cached tokens each; chunks of N new tokens after S cached ones. Ways: this
 project's Triton kernel over pages, FlashInfer's paged kernels (FA2), FlashInfer's FA3 over K and V that were gathered
-from the pages and widened first (the gather is in its time). Limits: bytes over the copy bandwidth, FLOPs over the
-matrix rate, of the same run. The error is relative to float32 over the same pages. With --sweep, also every compilation
-of the Triton kernel that is worth a try.
+from the pages and widened first (the gather is in its time), and the same with long prefixes cut in parts. Limits:
+bytes over the copy bandwidth, FLOPs over the matrix rate, of the same run. The error is relative to float32 over the
+same pages. With --sweep, also every compilation of the Triton kernel that is worth a try.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,7 @@ from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
-from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences
+from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep, split_parts
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.work import Tiling, plan_work
 from radixrt.worker.kv import DTYPES
@@ -111,6 +112,15 @@ class Case:
         step.sent(packer.send())
         return lambda: step.run(self.q, self.pages, self.out)
 
+    def split(self, flashinfer: FlashInfer) -> Callable[[], None]:
+        packer = Packer(DEVICE)
+        parts = split_parts(self.sequences, HEADS, 132)
+        if not parts.all():
+            raise ValueError("is not cut")
+        step = SplitStep(self.sequences, parts, packer, flashinfer, 0, self.shape)
+        step.sent(packer.send())
+        return lambda: step.run(self.q, self.pages, self.out)
+
     def fa2(self) -> Callable[[], object]:
         import flashinfer
 
@@ -182,9 +192,11 @@ def main() -> None:
         chosen = pick(case.shape, case.keys.element_size())
         cut = attend.tiling(chosen, case.shape, 132, decode)
         measure(case, limit, "triton", case.triton(chosen, cut, decode), row)
-        for name, make in (("fa2", case.fa2), ("fa3", lambda case=case: case.gathered(flashinfer))):
-            if name == "fa3" and decode:
-                continue
+        ways: dict[str, Callable[[], Callable[[], object]]] = {"fa2": case.fa2}
+        if not decode:
+            ways["fa3"] = partial(case.gathered, flashinfer)
+            ways["fa3_split"] = partial(case.split, flashinfer)
+        for name, make in ways.items():
             try:
                 measure(case, limit, name, make(), row)
             except Exception as problem:

@@ -179,7 +179,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int, weight_by
 
 
 def idle_share(run: Callable[[], object], times: int = 1) -> float:
-    """Of the time between the first and the last kernel of some runs, the share in which none ran. Prints the longest."""
+    """Of the time between the first and the last kernel of some runs, the share in which none ran. Prints kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

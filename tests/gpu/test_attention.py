@@ -9,7 +9,7 @@ import torch
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch, Shape
-from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences
+from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.work import plan_work
 from radixrt.worker.kv import DTYPES, KVPool
@@ -18,16 +18,19 @@ from tests.worker.pages import make_plan
 HEADS, KV_HEADS, DIM = 8, 2, 128
 DEVICE = torch.device("cuda")
 CHUNKS = [(0, 300), (1000, 1), (37, 200), (700, 513), (0, 1), (2047, 2)]
+SPLIT = [(700, 100), (37, 200), (1333, 1), (1024, 129)]
 DECODES = [(0, 1), (5, 1), (2047, 1), (130, 1), (8000, 1)]
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("way", ["decode", "chunk", "flashinfer"])
+@pytest.mark.parametrize("way", ["decode", "chunk", "flashinfer", "split"])
 def test_as_torch(way, kv_dtype, page_size, window):
     """Relative to the norm; both read the same pages, so that FP8's own rounding is no error."""
-    tokens = DECODES if way == "decode" else CHUNKS
+    tokens = {"decode": DECODES, "split": SPLIT}.get(way, CHUNKS)
+    if way == "split" and window is not None:
+        pytest.skip("prefixes are not cut where layers have windows")
     plan, table = make_plan(np.random.default_rng(0), page_size, tokens)
     pool = KVPool(1, (int(table.max()) + 1) * page_size, KV_HEADS, DIM, DTYPES[kv_dtype], DEVICE)
     if pool.dtype.itemsize == 1:
@@ -60,6 +63,9 @@ def test_as_torch(way, kv_dtype, page_size, window):
             variant = attend.chunk_variant(shape, pool.dtype.itemsize)
             cut = attend.tiling(variant, shape, 132, decode=False)
             step = PagedStep(sequences, {window}, packer, shape, variant, cut)
+        elif way == "split":
+            flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 4096, "fa3")
+            step = SplitStep(sequences, np.array([3, 1, 5, 2]), packer, flashinfer, 0, shape)
         else:
             flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 2200, "fa3")  # several groups
             step = RaggedStep(sequences, {window}, packer, flashinfer, 0, page_size)

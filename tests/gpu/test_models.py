@@ -95,10 +95,12 @@ def test_draws_are_those_of_the_reference(made):
     assert same >= 28  # rows of one prompt in a batch round otherwise than alone
 
 
-def test_greedy_agreement_is_reported(made):
+@pytest.mark.parametrize(("kv_dtype", "least"), [("bfloat16", 0.25), ("fp8_e4m3", 0.05)])
+def test_greedy_agreement_is_reported(made, kv_dtype, least):
+    """Both round to 8 bits or fewer, and random weights leave narrow margins: the bar only tells noise from a fault."""
     folder, model = made
     asked = prompts(50, 20, 300, vocab_size=4096)
-    found = Engine(load(folder), chunk=8192, max_model_len=4096).generate(asked)
+    found = Engine(load(folder, kv_cache_dtype=kv_dtype), chunk=8192, max_model_len=4096).generate(asked)
     same = total = 0
     for prompt, tokens in zip(asked, found, strict=True):
         ids = torch.tensor([prompt], device="cuda")
@@ -106,8 +108,8 @@ def test_greedy_agreement_is_reported(made):
         expected = out[0, len(prompt) :].tolist()
         first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), 64)
         same, total = same + first, total + 64
-    print(f"greedy tokens before the first that differs: {same / total:.1%}")
-    assert same / total > 0.25, "both round to 8 bits, and random weights leave narrow margins"
+    print(f"{kv_dtype}: greedy tokens before the first that differs: {same / total:.1%}")
+    assert same / total > least
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])

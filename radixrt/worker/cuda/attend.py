@@ -26,8 +26,9 @@ def _attend_kernel(
     ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    item = items_ptr + tl.program_id(0) * ITEM
-    kv_head = tl.program_id(1)
+    # The heads of an item run side by side: they read neighbouring bytes of the same slots.
+    item = items_ptr + tl.program_id(1) * ITEM
+    kv_head = tl.program_id(0)
     queries = tl.load(item + 1)
     if queries == 0:
         return
@@ -109,6 +110,7 @@ def _merge_kernel(
     first = tl.load(merge + 1).to(tl.int64)
     parts = tl.load(merge + 2)
     distance = tl.load(merge + 3)
+    last = tl.load(merge + 4).to(tl.int64)
     if parts == 0:
         return
     p = tl.arange(0, PARTS)
@@ -118,9 +120,10 @@ def _merge_kernel(
     acc = tl.zeros([WIDTH], tl.float32)
     for begin in range(0, parts, PARTS):
         real = begin + p < parts
-        spot = (first + (begin + p) * distance) * HEADS + head
+        spot = tl.where(begin + p == parts - 1, last, first + (begin + p) * distance) * HEADS + head
         lse = tl.load(lse_ptr + spot, mask=real, other=-1e30)
         x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+        x = x.to(tl.float32)
         higher = tl.maximum(peak, tl.max(lse, 0))
         keep = tl.exp2(peak - higher)
         weight = tl.where(real, tl.exp2(lse - higher), 0.0)
@@ -159,17 +162,17 @@ class Variant:
 
 
 def decode_variant(shape: Shape, itemsize: int) -> Variant:
-    """For tiles of one query."""
+    """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep)."""
     rows = max(16, triton.next_power_of_2(shape.group))
-    return Variant(
-        rows, 64 if shape.head_dim <= 128 else 32, 2 if shape.head_dim <= 128 else 4, 4 if itemsize == 1 else 3
-    )
+    if shape.head_dim > 128 or rows > 16:
+        return Variant(rows, 32, 4, 2)
+    return Variant(rows, 64, 1, 2) if itemsize == 1 else Variant(rows, 32, 1, 3)
 
 
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many queries."""
     rows = max(64, triton.next_power_of_2(shape.group))
-    return Variant(rows, 64, 4, 3 if shape.head_dim <= 128 else 2)
+    return Variant(rows, 64, 4, 2)
 
 
 def tiling(variant: Variant, shape: Shape, processors: int, decode: bool) -> Tiling:
@@ -219,7 +222,7 @@ def attend(
     `table` is int32[rows, pages], `items` int32[W, FIELDS], `merges` int32[M, MERGE_FIELDS]; an item without queries
     and a merge without parts do nothing. `causal`: an item's keys may lie after its first query. K and V are times
     `scales`."""
-    _attend_kernel[(len(items), shape.kv_heads)](
+    _attend_kernel[(shape.kv_heads, len(items))](
         q, keys, values, table, items, out, scratch.values, scratch.lse, table.stride(0),
         shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal,
@@ -227,8 +230,14 @@ def attend(
         triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages,
         num_warps=variant.warps,
     )  # fmt: skip
+    merge(scratch.values, scratch.lse, merges, out, shape)
+
+
+def merge(values: torch.Tensor, lse: torch.Tensor, merges: torch.Tensor, out: torch.Tensor, shape: Shape) -> None:
+    """Partial results [P, heads, D] with log-sum-exp in base 2, float32[P, heads], into out[T, heads, D], by
+    int32 merges[M, MERGE_FIELDS]."""
     if len(merges):
         _merge_kernel[(len(merges), shape.heads)](
-            merges, scratch.values, scratch.lse, out, shape.heads, shape.head_dim, 8,
+            merges, values, lse, out, shape.heads, shape.head_dim, 8,
             triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
         )  # fmt: skip

@@ -2,7 +2,10 @@
 
 Two ways. The kernel of `attend` reads pages in place and splits keys over the chip: best for few queries. FlashInfer's
 FA3 wants K and V side by side in the activations' dtype: cached pages are widened into a workspace first, which costs
-their bytes once a layer and gains most of the tensor cores' speed.
+their bytes once a layer and gains most of the tensor cores' speed. FA3 does not split keys, so few queries after a long
+prefix would leave most of the chip idle: then the prefix is cut here, into sequences of their own, and merged.
+
+    128 queries, 16,384 cached:  [ part | part | part | ... | tail, causal ]   each with a copy of the queries
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ import torch
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.staging import Packer, Piece
-from radixrt.worker.cuda.work import Tiling, plan_work
+from radixrt.worker.cuda.work import MERGE_FIELDS, Tiling, plan_work
 
 log = logging.getLogger("radixrt.cuda")
+
+FA3_QUERIES = 128
+SHORTEST_PART = 1024
+"""Keys of a prefix's part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +151,11 @@ class FlashInfer:
             )
         return self._wrappers[key]
 
-    def plan(self, wrapper: object, counts: np.ndarray, keys: np.ndarray, window: int | None) -> None:
-        """Sequences with `counts` queries that are the last of `keys` keys, from host arrays: nothing is waited for."""
+    def plan(
+        self, wrapper: object, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool = True
+    ) -> None:
+        """Sequences with `counts` queries that are the last of `keys` keys (or see all of them, if not `causal`), from
+        host arrays: nothing is waited for."""
         shape = self._shape
         wrapper.plan(  # type: ignore[attr-defined]
             qo_indptr=_starts(counts),
@@ -153,7 +163,7 @@ class FlashInfer:
             num_qo_heads=shape.heads,
             num_kv_heads=shape.kv_heads,
             head_dim_qk=shape.head_dim,
-            causal=True,
+            causal=causal,
             window_left=-1 if window is None else window - 1,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
@@ -210,6 +220,102 @@ class RaggedStep:
                 pages.scales,
             )  # fmt: skip
             wrappers[pages.window].run(q[queries], k, v, out=out[queries])  # type: ignore[attr-defined]
+
+
+class SplitStep:
+    """See the module; for few queries after long prefixes, without windows. The workspace must hold all keys."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        parts: np.ndarray,
+        packer: Packer,
+        flashinfer: FlashInfer,
+        parity: int,
+        shape: Shape,
+    ) -> None:
+        """`parts`[B]: into how many each prefix is cut, at least one; new tokens are the tail."""
+        self._flashinfer = flashinfer
+        self._shape = shape
+        counts = sequences.counts.astype(np.int64)
+        keys = sequences.starts.astype(np.int64) + counts
+        where = np.stack([sequences.rows, np.zeros_like(keys), keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
+        self._where, self._longest, self._total = packer.add(where), int(keys.max()), int(keys.sum())
+        # K and V of a sequence lie in the workspace as its parts and its tail, one after the other: both kernels see
+        # all of it as sequences, the prefixes' kernel with no queries for the tails, the tails' with none for the rest.
+        order = np.repeat(np.arange(len(counts)), parts + 1)
+        tail = np.cumsum(parts + 1) - 1
+        size = np.repeat(sequences.starts // parts, parts + 1).astype(np.int64)
+        size[tail - 1] += sequences.starts % parts
+        size[tail] = counts
+        is_tail = np.zeros(len(order), dtype=bool)
+        is_tail[tail] = True
+        queries = counts[order]
+        self._prefixes, self._tails = flashinfer.wrapper(parity, _SPLIT), flashinfer.wrapper(parity, _SPLIT + 1)
+        flashinfer.plan(self._prefixes, np.where(is_tail, 0, queries), size, None, causal=False)
+        flashinfer.plan(self._tails, np.where(is_tail, queries, 0), size, None)
+        self._prefix_rows = int(queries[~is_tail].sum())
+        # Copies of the queries: those of all parts first, those of the tails after them.
+        copies = [_ranges(sequences.queries[order[chosen]], queries[chosen]) for chosen in (~is_tail, is_tail)]
+        self._copies = packer.add(np.concatenate(copies).astype(np.int32))
+        self._merges = packer.add(_split_merges(sequences, parts, self._prefix_rows))
+
+    def sent(self, integers: torch.Tensor) -> None:
+        self._where_there = self._where.of(integers)
+        self._copies_there = self._copies.of(integers)
+        self._merges_there = self._merges.of(integers)
+        rows = len(self._copies_there)
+        dtype = self._flashinfer.workspace[0].dtype
+        size = (rows, self._shape.heads, self._shape.head_dim)
+        self._values = torch.empty(size, dtype=dtype, device=integers.device)
+        self._lse = torch.empty(size[:2], dtype=torch.float32, device=integers.device)
+
+    def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
+        k, v = (x[: self._total] for x in self._flashinfer.workspace)
+        kernels.gather(
+            pages.keys, pages.values, pages.table, self._shape.page_size, self._where_there, self._longest, (k, v),
+            pages.scales,
+        )  # fmt: skip
+        copies, cut = q.index_select(0, self._copies_there), self._prefix_rows
+        for wrapper, rows in ((self._prefixes, slice(0, cut)), (self._tails, slice(cut, None))):
+            wrapper.run(  # type: ignore[attr-defined]
+                copies[rows], k, v, out=self._values[rows], lse=self._lse[rows], return_lse=True
+            )
+        attend.merge(self._values, self._lse, self._merges_there, out, self._shape)
+
+
+_SPLIT = 1 << 16
+"""Wrappers from this number on are those of SplitStep."""
+
+
+def _split_merges(sequences: Sequences, parts: np.ndarray, prefix_rows: int) -> np.ndarray:
+    """int32[queries, MERGE_FIELDS]: of each query its copies, those of its sequence's parts and the tail's."""
+    counts = sequences.counts.astype(np.int64)
+    within = _ranges(np.zeros(len(counts), dtype=np.int64), counts)
+    firsts = np.cumsum(parts * counts) - parts * counts
+    merges = np.empty((len(within), MERGE_FIELDS), dtype=np.int32)
+    merges[:, 0] = _ranges(sequences.queries, counts)
+    merges[:, 1] = np.repeat(firsts, counts) + within
+    merges[:, 2] = np.repeat(parts + 1, counts)
+    merges[:, 3] = np.repeat(counts, counts)
+    merges[:, 4] = prefix_rows + np.arange(len(within))
+    return merges
+
+
+def split_parts(sequences: Sequences, heads: int, processors: int) -> np.ndarray:
+    """int64[B]: into how many parts prefixes are cut so that FA3, which computes 128 queries of a head at once, has
+    work for the chip about four times over; zeros where it has enough without."""
+    tiles = int((-(-sequences.counts.astype(np.int64) // FA3_QUERIES)).sum()) * heads
+    wanted = -(-4 * processors // tiles)
+    if wanted <= 2:
+        return np.zeros(len(sequences), dtype=np.int64)
+    return np.minimum(wanted, sequences.starts.astype(np.int64) // SHORTEST_PART)
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64: start, start + 1, ... for each start, `count` of them, one after the other."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())
 
 
 def _groups(keys: np.ndarray, sequences: Sequences, room: int) -> Iterator[np.ndarray]:

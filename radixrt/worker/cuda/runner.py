@@ -18,7 +18,16 @@ from tqdm import tqdm
 
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape
-from radixrt.worker.cuda.chunks import ChunkStep, FlashInfer, PagedStep, Pages, RaggedStep, Sequences
+from radixrt.worker.cuda.chunks import (
+    ChunkStep,
+    FlashInfer,
+    PagedStep,
+    Pages,
+    RaggedStep,
+    Sequences,
+    SplitStep,
+    split_parts,
+)
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.step import DecodeInputs, DecodePlanner, StepAttention
 from radixrt.worker.kv import DTYPES, KVPool
@@ -30,7 +39,8 @@ from radixrt.worker.sample import Draws, draw
 log = logging.getLogger("radixrt.cuda")
 
 RAGGED_QUERIES = 256
-"""Chunks of so many tokens and more go to FlashInfer."""
+RAGGED_PAIRS = 1 << 20
+"""Chunks of so many tokens, or pairs of a query and a key, and more go to FlashInfer."""
 DRAW_INTEGERS = 16
 """A request, at most, for its sampling."""
 
@@ -79,6 +89,7 @@ class CudaRunner:
         self._rows = rows
         self._flashinfer = flashinfer
         self._windows: set[int | None] = set(spec.windows)
+        self._processors = processors
         self._shape = shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
         self._decode_variant = attend.decode_variant(shape, pool.dtype.itemsize)
         self._chunk_variant = attend.chunk_variant(shape, pool.dtype.itemsize)
@@ -185,15 +196,20 @@ class CudaRunner:
         """Of what is no decode: long chunks to FlashInfer, if it is there, others over pages."""
         first = (np.cumsum(plan.counts) - plan.counts)[decodes:]
         chunks = Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
+        keys = chunks.starts.astype(np.int64) + chunks.counts
         long = np.zeros(len(chunks), dtype=bool)
         if self._flashinfer is not None:
-            fits = chunks.starts + chunks.counts <= self._flashinfer.tokens
-            long = (chunks.counts >= RAGGED_QUERIES) & fits
+            much = (chunks.counts >= RAGGED_QUERIES) | (chunks.counts * keys >= RAGGED_PAIRS)
+            long = much & (keys <= self._flashinfer.tokens)
         steps: list[ChunkStep] = []
         if long.any() and self._flashinfer is not None:
             part = chunks.take(np.flatnonzero(long))
             parity = self._steps % 2
-            steps.append(RaggedStep(part, self._windows, packer, self._flashinfer, parity, self.page_size))
+            parts = split_parts(part, self._shape.heads, self._processors)
+            if parts.all() and self._windows == {None} and int(keys[long].sum()) <= self._flashinfer.tokens:
+                steps.append(SplitStep(part, parts, packer, self._flashinfer, parity, self._shape))
+            else:
+                steps.append(RaggedStep(part, self._windows, packer, self._flashinfer, parity, self.page_size))
         if not long.all():
             part = chunks.take(np.flatnonzero(~long))
             cut, variant = self._chunk_cut, self._chunk_variant

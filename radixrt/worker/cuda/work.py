@@ -17,8 +17,8 @@ import numpy as np
 FIELDS = 8
 """Of an item: first query, queries, row of the page table, first key, key after the last, position of the first query,
 first partial result, whether the result is written directly."""
-MERGE_FIELDS = 4
-"""Of a query with several parts: itself, its first partial result, how many there are, and how far apart."""
+MERGE_FIELDS = 5
+"""Of a query with several parts: itself, its first partial result, how many there are, how far apart, and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ def plan_work(
     merges[:, 1] = np.repeat(base[split], times) + within
     merges[:, 2] = np.repeat(parts[split], times)
     merges[:, 3] = np.repeat(times, times)
+    merges[:, 4] = merges[:, 1] + (merges[:, 2] - 1) * merges[:, 3]
     return Work(items, merges, int(partials.sum()))
 
 

@@ -33,7 +33,8 @@ def test_every_key_once(tokens, window, queries, items):
                 assert partial + i not in partials, "two write one partial result"
                 partials[partial + i] = query + i
     assert sorted(partials) == list(range(work.partials))
-    merged = {query: (base, parts, distance) for query, base, parts, distance in work.merges.tolist()}
+    merged = {query: (base, parts, distance) for query, base, parts, distance, _ in work.merges.tolist()}
+    assert all(last == base + (parts - 1) * distance for _, base, parts, distance, last in work.merges.tolist())
     assert len(merged) == len(work.merges)
     query = 5
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
