@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from bench.common import save, table
+from bench.shapes import LLAMA_8B
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Run, Sampling
 from radixrt.worker.loading import load_runner, look_up
@@ -30,23 +31,6 @@ from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.plan import Runner
 from radixrt.worker.scheduler import Limits
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "eos_token_id": 128001,
-    "bos_token_id": 128000,
-}
 STEPS = 48
 
 

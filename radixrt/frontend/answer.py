@@ -189,7 +189,7 @@ class Exchange(Mailbox):
                 self._transport.tell(Cancel(answer.id, answer.index))
             last = answer.finish is not None
             ignored = choice.stopping and not stops
-            if text or last or (answer.logprobs and not ignored):
+            if text or last or (answer.ids and not ignored):  # a token may have no text yet: it shows that it is there
                 self._add(choice, text, None if ignored else answer.logprobs, last)
             if last:
                 self._open -= 1

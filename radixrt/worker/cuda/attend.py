@@ -166,13 +166,13 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
     rows = max(16, triton.next_power_of_2(shape.group))
     if shape.head_dim > 128 or rows > 16:
         return Variant(rows, 32, 4, 2)
-    return Variant(rows, 64, 1, 2) if itemsize == 1 else Variant(rows, 32, 1, 3)
+    return Variant(rows, 64, 1, 2) if itemsize == 1 else Variant(rows, 64, 2, 3)
 
 
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many queries."""
     rows = max(64, triton.next_power_of_2(shape.group))
-    return Variant(rows, 64, 4, 2)
+    return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
 
 
 def tiling(variant: Variant, shape: Shape, processors: int, decode: bool) -> Tiling:
