@@ -27,8 +27,11 @@ from radixrt.worker.cuda.work import MERGE_FIELDS, Tiling, plan_work
 log = logging.getLogger("radixrt.cuda")
 
 FA3_QUERIES = 128
-SHORTEST_PART = 1024
+MOST_PARTS = 16
+SHORTEST_PART = 512
 """Keys of a prefix's part."""
+PART_COST = 300
+"""What a part costs however short it is, in keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +306,18 @@ def _split_merges(sequences: Sequences, parts: np.ndarray, prefix_rows: int) -> 
 
 
 def split_parts(sequences: Sequences, heads: int, processors: int) -> np.ndarray:
-    """int64[B]: into how many parts prefixes are cut so that FA3, which computes 128 queries of a head at once, has
-    work for the chip about four times over; zeros where it has enough without."""
+    """int64[B]: into how many parts prefixes are cut, zeros if they had better not be.
+
+    FA3 computes 128 queries of a head on one multiprocessor. The time of n parts is that of the rounds in which the
+    chip takes them, each as long as a part and what a part costs however short it is."""
+    starts = sequences.starts.astype(np.int64)
     tiles = int((-(-sequences.counts.astype(np.int64) // FA3_QUERIES)).sum()) * heads
-    wanted = -(-4 * processors // tiles)
-    if wanted <= 2:
-        return np.zeros(len(sequences), dtype=np.int64)
-    return np.minimum(wanted, sequences.starts.astype(np.int64) // SHORTEST_PART)
+    parts = np.arange(1, MOST_PARTS + 1)
+    times = -(-tiles * parts // processors) * (starts.mean() / parts + PART_COST)
+    best = int(parts[times.argmin()])
+    if best == 1:
+        return np.zeros(len(starts), dtype=np.int64)
+    return np.minimum(best, starts // SHORTEST_PART)
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -143,13 +143,14 @@ def append(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotated queries [T, heads, D] of qkv[T, heads + 2 kv_heads, D]; K, rotated, and V go to int32 slots[T] of
-    keys, values [slots, kv_heads, D], divided by `scales` and rounded to their dtype, FP8 saturating.
+    """Rotated queries [T, heads, D] (in `out`, if given) of qkv[T, heads + 2 kv_heads, D]; K, rotated, and V go to
+    int32 slots[T] of keys, values [slots, kv_heads, D], divided by `scales` and rounded to their dtype, FP8 saturating.
 
     cos, sin are [T, D / 2]; `norms` are weights [D] of the RMSNorm of q's and k's heads before the rotation."""
     tokens, _, dim = qkv.shape
-    q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
     limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0
     q_norm, k_norm = norms or (cos, cos)
     group = 16 if dim <= 128 else 8

@@ -36,7 +36,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
     torch.cuda.set_device(loaded.device)
     model = load_model(config, loaded, ops=kernels)
     flashinfer = find_flashinfer(config, loaded)
-    graphs = 0 if config.enforce_eager else config.max_num_seqs
+    graphs = config.max_num_seqs if graphs_fit(config, loaded) else 0
     tokens = config.max_total_tokens
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer)
@@ -45,6 +45,11 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     return _make(config, loaded, model, pool, flashinfer, graphs)
+
+
+def graphs_fit(config: WorkerConfig, loaded: Loaded) -> bool:
+    """Whether steps are captured. Experts run in one launch in bfloat16 alone; else the host counts their tokens."""
+    return not config.enforce_eager and (loaded.spec.experts is None or loaded.dtype == torch.bfloat16)
 
 
 def _make(

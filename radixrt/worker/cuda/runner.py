@@ -28,6 +28,8 @@ from radixrt.worker.cuda.chunks import (
     SplitStep,
     split_parts,
 )
+from radixrt.worker.cuda.pieces import SIZES as PIECE_SIZES
+from radixrt.worker.cuda.pieces import Pieces
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.step import DecodeInputs, DecodePlanner, StepAttention
 from radixrt.worker.kv import DTYPES, KVPool
@@ -101,6 +103,7 @@ class CudaRunner:
         self._steps = 0
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._device.type == "cuda" else []
         self._graphs: dict[int, Graph] = {}
+        self._pieces: Pieces | None = None
         self._drawn = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
         """Token drawn last, by row of the page table; the last row is padding's."""
         layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
@@ -160,10 +163,14 @@ class CudaRunner:
         return Launched(graph.logits[:count], graph.answer, size)
 
     def _run(self, plan: Plan, packer: Packer, serial: bool) -> Launched:
-        decodes = _leading_decodes(plan)
-        tokens, positions, slots = plan.tokens, ranges(plan.starts, plan.counts).astype(np.int32), plan.slots
+        decodes, count = _leading_decodes(plan), len(plan.tokens)
+        padded = (self._pieces.size_for(count) if self._pieces else 0) or count
         rows = plan.rows[:decodes]
-        common = [packer.add(x) for x in (tokens, positions, slots, rows)]
+        positions = ranges(plan.starts, plan.counts).astype(np.int32)
+        of_tokens = np.zeros((4, padded), dtype=np.int32)
+        of_tokens[:3, :count] = plan.tokens, positions, plan.slots
+        of_tokens[3, :decodes] = rows
+        inputs = packer.add(of_tokens)
         writes = packer.add(plan.table_writes)
         lists = self._decodes.lists(packer, rows, plan.starts[:decodes])
         chunks = self._chunks(plan, packer, decodes)
@@ -176,17 +183,20 @@ class CudaRunner:
 
         sent = packer.send()
         kernels.scatter(writes.of(sent), self._table)
-        on_device = [piece.of(sent) for piece in common]
-        resolved = kernels.resolve(on_device[0], on_device[3], self._drawn)
         for chunk in chunks:
             chunk.sent(sent)
         scratch = Scratch.make(self._decodes.partials(decodes), self._shape, self._device) if decodes else None
         decode_lists = {w: (a.of(sent), b.of(sent)) for w, (a, b) in lists.items()}
+        tokens, positions_there, slots, rows_there = inputs.of(sent)
         attention = StepAttention(
-            self._pages, on_device[2], self._shape, decodes, decode_lists,
-            self._decode_variant, scratch, chunks,
-        )  # fmt: skip
-        logits = self._model.forward(resolved, on_device[1], attention, logit_at.of(sent).long())
+            self._pages, slots, self._shape, decodes, decode_lists, self._decode_variant, scratch, chunks
+        )
+        if self._pieces and padded in self._pieces.sizes:
+            x, residual = self._pieces.run(inputs.of(sent), attention)
+        else:
+            resolved = kernels.resolve(tokens, rows_there[:decodes], self._drawn)
+            x, residual = self._model.attend_all(resolved, positions_there, attention)
+        logits = self._model.finish(x, residual, logit_at.of(sent).long())
         answer = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
         if drawing:
             self._draw(logits, drawing, sent, answer[len(logits) :])
@@ -258,8 +268,10 @@ class CudaRunner:
                 answer = self._decode(inputs, integers, logits[:size], scratch)
             self._graphs[size] = Graph(inputs, integers, graph, logits[:size], answer)
         self._graphs = dict(sorted(self._graphs.items()))
+        self._pieces = Pieces(self._model, self._pages, self._drawn, list(PIECE_SIZES))
         used = before - torch.cuda.mem_get_info(self._device)[0]
-        log.info("%d graphs for up to %d decodes in %.2f GB", len(self._graphs), most, used / 1e9)
+        log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", most, PIECE_SIZES[-1],
+                 used / 1e9)  # fmt: skip
 
     def _decode(
         self, inputs: DecodeInputs, integers: torch.Tensor, logits: torch.Tensor, scratch: Scratch

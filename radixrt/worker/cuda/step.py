@@ -102,12 +102,14 @@ class StepAttention:
         self._chunks = chunks
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
-        pages = self._pages(layer)
-        q = kernels.append(
-            heads.qkv, heads.cos, heads.sin, self._slots, pages.keys, pages.values, heads.num_heads, heads.norms,
-            heads.eps, pages.scales,
-        )  # fmt: skip
+        q = append(self._pages(layer), heads, self._slots)
         out = torch.empty_like(q)
+        self.over_pages(layer, q, out)
+        return out
+
+    def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Attention of rotated q[T, heads, D] into `out`; K and V are in their pages already."""
+        pages = self._pages(layer)
         if self._decodes:
             items, merges = self._decode_lists[pages.window]
             assert self._scratch is not None
@@ -118,4 +120,11 @@ class StepAttention:
             )  # fmt: skip
         for chunk in self._chunks:
             chunk.run(q, pages, out)
-        return out
+
+
+def append(pages: Pages, heads: Heads, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotated queries of a layer, in `out` if given; its K and V go to their pages."""
+    return kernels.append(
+        heads.qkv, heads.cos, heads.sin, slots, pages.keys, pages.values, heads.num_heads, heads.norms, heads.eps,
+        pages.scales, out,
+    )  # fmt: skip

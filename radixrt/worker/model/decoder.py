@@ -140,6 +140,12 @@ class Decoder:
         `out` where that is given.
 
         Past its attention, the last layer is computed for what is wanted alone."""
+        return self.finish(*self.attend_all(tokens, positions, attend), wanted, out)
+
+    def attend_all(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to the last layer's attention: what it gave, [T, heads, D], and the residual stream [T, hidden]."""
         ops, eps = self._ops, self.spec.norm_eps
         residual = F.embedding(tokens, self._embedding)
         turn = positions[:, None, None].float() * self._angles
@@ -150,14 +156,29 @@ class Decoder:
             if number:
                 x = ops.norm(x, layer.attention_norm, eps, residual)
             heads = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
-            x = attend(number, Heads(heads, self.spec.num_heads, layer.head_norms, eps, cos, sin)).flatten(1)
-            if number == len(self._layers) - 1 and wanted is not None:
-                if not len(wanted):
-                    return torch.empty((0, self.spec.vocab_size), device=x.device)
-                x, residual = x[wanted], residual[wanted]
-            x = ops.norm(layer.output(x), layer.mlp_norm, eps, residual)
-            x = layer.mlp(x, ops)
-        return self._logits(ops.norm(x, self._norm, eps, residual), out)
+            x = attend(number, Heads(heads, self.spec.num_heads, layer.head_norms, eps, cos, sin))
+            if number < len(self._layers) - 1:
+                x = self._after_attention(layer, x, residual)
+        return x, residual
+
+    def finish(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The rest of `forward` after `attend_all`."""
+        if wanted is not None:
+            if not len(wanted):
+                return torch.empty((0, self.spec.vocab_size), device=x.device)
+            x, residual = x[wanted], residual[wanted]
+        x = self._after_attention(self._layers[-1], x, residual)
+        return self._logits(self._ops.norm(x, self._norm, self.spec.norm_eps, residual), out)
+
+    def _after_attention(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        x = self._ops.norm(layer.output(x.flatten(1)), layer.mlp_norm, self.spec.norm_eps, residual)
+        return layer.mlp(x, self._ops)
 
     def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if not x.is_cuda or x.dtype == torch.float32 or self._head.batch_invariant:

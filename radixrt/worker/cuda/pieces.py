@@ -1,0 +1,118 @@
+"""Steps of a few hundred tokens, their attention launched by the host and all between as CUDA graphs.
+
+A small step with chunks takes the device less time than Python needs to launch its three hundred kernels. Attention
+depends on lengths and cannot be captured; what lies between two attentions depends on the number of tokens alone:
+
+    graph 0: embed, norm, qkv, append | attention 0 | graph 1: output, mlp, qkv, append | attention 1 | ... | finish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.step import StepAttention, append
+from radixrt.worker.model.decoder import Decoder, Heads
+
+SIZES = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Tokens of a step; more, and the device has enough to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Of a step padded to some size: int32[size] each. Tokens may be FROM_DEVICE, then by row; others' rows are any."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The graphs of one size, and where they leave the residual stream."""
+
+    inputs: Inputs
+    graphs: list[torch.cuda.CUDAGraph]
+    residual: torch.Tensor
+
+
+class Pieces:
+    """All sizes. Queries and what attention gives have one place each, which all graphs share."""
+
+    def __init__(self, model: Decoder, pages: Callable[[int], Pages], drawn: torch.Tensor, sizes: list[int]) -> None:
+        spec = model.spec
+        most = max(sizes)
+        self._model = model
+        self._pages = pages
+        self._drawn = drawn
+        place = (most, spec.num_heads, spec.head_dim)
+        self._q = torch.empty(place, dtype=model.dtype, device=model.device)
+        self._out = torch.zeros(place, dtype=model.dtype, device=model.device)
+        self._integers = torch.zeros((4, most), dtype=torch.int32, device=model.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(model.device)
+        self._captured = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
+
+    @property
+    def sizes(self) -> set[int]:
+        return set(self._captured)
+
+    def size_for(self, tokens: int) -> int:
+        """The smallest size that holds so many tokens; 0 if none does."""
+        return min((size for size in self._captured if size >= tokens), default=0)
+
+    def run(self, inputs: torch.Tensor, attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Decoder.attend_all`, for int32[4, size] of tokens, positions, slots and rows, padded to a size."""
+        size = inputs.shape[1]
+        captured = self._captured[size]
+        self._integers[:, :size].copy_(inputs)
+        q, out = self._q[:size], self._out[:size]
+        for layer, graph in enumerate(captured.graphs):
+            graph.replay()
+            attention.over_pages(layer, q, out)
+        return out, captured.residual
+
+    def _capture(self, size: int) -> Captured:
+        inputs = Inputs(*(row[:size] for row in self._integers))
+        self._through(inputs, self._append(inputs))  # kernels are compiled, workspaces made
+        torch.cuda.synchronize()
+        graphs: list[torch.cuda.CUDAGraph] = []
+        writes = self._append(inputs)
+
+        def attend(layer: int, heads: Heads) -> torch.Tensor:
+            out = writes(layer, heads)
+            graphs[-1].capture_end()
+            if layer < self._model.spec.num_layers - 1:
+                self._begin(graphs)
+            return out
+
+        with torch.cuda.stream(self._stream):
+            self._begin(graphs)
+            _, residual = self._through(inputs, attend)
+        torch.cuda.synchronize()
+        return Captured(inputs, graphs, residual)
+
+    def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        graphs.append(torch.cuda.CUDAGraph())
+        graphs[-1].capture_begin(pool=self._pool)
+
+    def _append(self, inputs: Inputs) -> Callable[[int, Heads], torch.Tensor]:
+        """Stands for attention: K and V go to their pages, queries to their place."""
+        size = len(inputs.tokens)
+
+        def attend(layer: int, heads: Heads) -> torch.Tensor:
+            append(self._pages(layer), heads, inputs.slots, self._q[:size])
+            return self._out[:size]
+
+        return attend
+
+    def _through(
+        self, inputs: Inputs, attend: Callable[[int, Heads], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = kernels.resolve(inputs.tokens, inputs.rows, self._drawn)
+        return self._model.attend_all(tokens, inputs.positions, attend)
