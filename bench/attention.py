@@ -12,9 +12,11 @@ same pages. With --sweep, also every compilation of the Triton kernel that is wo
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +28,11 @@ from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep, split_parts
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists
+from radixrt.worker.cuda.runner import sharing_cost
 from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.work import Tiling, plan_work
+from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -49,6 +54,124 @@ def in_graph(run: Callable[[], object]) -> Callable[[], object]:
 
 def graph_ms(run: Callable[[], object]) -> float:
     return median_ms(in_graph(run)) / 4
+
+
+class Forest:
+    """Decodes of sequences that share prefixes: a tree of (tokens, fan-out) levels over own tokens, on random pages."""
+
+    def __init__(self, levels: list[tuple[int, int]], leaves: int, own: int, kv_dtype: str) -> None:
+        self.shape = Shape(HEADS, KV_HEADS, DIM, 1)
+        paths: list[list[tuple[int, int]]] = [[]]
+        names = itertools.count(1)
+        self.unique = 0
+        for tokens, fan_out in levels:
+            above, paths = paths, []
+            for path in above:
+                for _ in range(fan_out):
+                    paths.append([*path, (next(names), (path[-1][1] if path else 0) + tokens)])
+                    self.unique += tokens
+        paths = [path for path in paths for _ in range(leaves)]
+        self.batch = len(paths)
+        shared = paths[0][-1][1]
+        self.length = shared + own
+        self.unique += self.batch * own
+        pages = torch.randperm(self.unique, device=DEVICE).int()
+        self.table = torch.empty((self.batch, self.length), dtype=torch.int32, device=DEVICE)
+        taken: dict[int, tuple[int, int]] = {}
+        used = 0
+        for row, path in enumerate(paths):
+            begin = 0
+            for name, end in path:
+                if name not in taken:
+                    taken[name] = used, used + end - begin
+                    used += end - begin
+                self.table[row, begin:end] = pages[slice(*taken[name])]
+                begin = end
+            self.table[row, shared:] = pages[used : used + own]
+            used += own
+        dtype = DTYPES[kv_dtype]
+        self.keys, self.values = (
+            torch.randn(self.unique, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2)
+        )
+        self.q = torch.randn(self.batch, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+        self.requests = [SimpleNamespace(lease=SimpleNamespace(path=partial(tuple, path))) for path in paths]
+        self.rows = np.arange(self.batch, dtype=np.int32)
+        self.positions = np.full(self.batch, self.length - 1, dtype=np.int32)
+        self.out = torch.empty_like(self.q)
+
+    def limit_ms(self, limits: dict[str, float]) -> float:
+        moved = 2 * self.unique * KV_HEADS * DIM * self.keys.element_size()
+        flops = 4 * self.batch * self.length * HEADS * DIM
+        return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+
+    def error(self) -> float:
+        """Of the first and the last request."""
+        worst = 0.0
+        for row in (0, self.batch - 1):
+            slots = self.table[row].long()
+            k, v = (x[slots].float().transpose(0, 1)[None] for x in (self.keys, self.values))
+            q = self.q[row : row + 1].float().transpose(0, 1)[None]
+            expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+            found = self.out[row : row + 1].float()
+            worst = max(worst, float((found - expected).norm() / expected.norm()))
+        return worst
+
+    def runner(self, many: Variant | None, waves: int = 4) -> Callable[[], None]:
+        """By tree attention, or plain without a variant for many queries."""
+        itemsize = self.keys.element_size()
+        few = attend.decode_variant(self.shape, itemsize)
+        wide = many or attend.shared_variant(self.shape, itemsize)
+        cuts = Cuts(
+            attend.tiling(few, self.shape, 132, decode=True),
+            Tiling(wide.queries(self.shape.group), wide.keys, 2 * wide.keys, max(1, 132 * waves // KV_HEADS)),
+            sharing_cost(self.shape, itemsize, wide) if many else None,
+        )
+        work = DecodePlanner({None}, cuts).plan(self.requests, self.rows, self.positions, None)[None]
+        packer = Packer(DEVICE)
+        lists = Lists.pack(packer, work)
+        there = DecodeLists.of(lists, packer.send())
+        scratch = Scratch.make(int(work.few[:, 1].sum() + work.many[:, 1].sum()), self.shape, DEVICE)
+        pages = Pages(self.keys, self.values, self.table, (1.0, 1.0), None)
+        step = StepAttention(lambda _: pages, self.q, Kernels(self.shape, few, wide), {None: there}, scratch, [])
+        return lambda: step.over_pages(0, self.q, self.out)
+
+
+FORESTS = {
+    "256, 16384, 256": ([(16384, 1)], 256, 256),
+    "64, 8192, 512": ([(8192, 1)], 64, 512),
+    "128, 2048, 1024": ([(2048, 1)], 128, 1024),
+    "3k > 8 x 1k > 8 x 200 > 4, 128": ([(3000, 1), (1000, 8), (200, 8)], 4, 128),
+    "8 pairs, 4096, 512": ([(4096, 8)], 2, 512),
+    "no sharing, 64 x 4096": ([(16, 64)], 1, 4080),
+}
+
+
+def forest_rows(limits: dict[str, float], sweep: bool) -> list[dict[str, Any]]:
+    rows = []
+    for (name, (levels, leaves, own)), kv_dtype in product(FORESTS.items(), ("fp8_e4m3", "bfloat16")):
+        forest = Forest(levels, leaves, own, kv_dtype)
+        row: dict[str, Any] = {"tree": name, "pages": kv_dtype, "limit_ms": forest.limit_ms(limits)}
+        chosen = attend.shared_variant(forest.shape, forest.keys.element_size())
+        for way, run in (("plain", forest.runner(None)), ("tree", forest.runner(chosen))):
+            forest.out.fill_(torch.nan)
+            run()
+            error = forest.error()
+            assert error < 2e-2, f"{name} {way}: {error}"
+            row[f"{way}_ms"] = graph_ms(run)
+        row["of_limit"] = row["tree_ms"] / row["limit_ms"]
+        if sweep and "no" not in name:
+            found = []
+            for rows_, keys, warps, stages, waves in product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4), (2, 4)):
+                variant = Variant(rows_, keys, warps, stages)
+                try:
+                    found.append((graph_ms(forest.runner(variant, waves)), variant, waves))
+                except Exception:  # too much shared memory
+                    continue
+            found.sort(key=lambda one: one[0])
+            print(name, kv_dtype, *(f"\n    {ms:.4f} {v} waves {w}" for ms, v, w in found[:6]), flush=True)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
 
 
 class Case:
@@ -97,14 +220,20 @@ class Case:
             step = PagedStep(self.sequences, {None}, packer, self.shape, variant, cut)
             step.sent(packer.send())
             return lambda: step.run(self.q, self.pages, self.out)
-        work = plan_work(self.rows, self.starts, self.counts, self.rows, None, cut)
-        items, merges = packer.add(work.items), packer.add(work.merges, self.batch)
+        items, _ = make_items(sequence_tiles(self.rows, self.starts, self.counts, self.rows, None, 1), cut)
+        merges = make_merges([items])
+        pieces = [packer.add(x) for x in (items, merges.queries, merges.entries)]
         sent = packer.send()
-        scratch = Scratch.make(max(1, work.partials), self.shape, DEVICE)
-        return lambda: attend.attend(
-            self.q, self.keys, self.values, self.table, items.of(sent), merges.of(sent), self.out, scratch,
-            self.shape, variant, causal=False,
-        )  # fmt: skip
+        scratch = Scratch.make(merges.partials, self.shape, DEVICE)
+        there, queries, entries = (piece.of(sent) for piece in pieces)
+
+        def run() -> None:
+            attend.attend(
+                self.q, self.keys, self.values, self.table, there, self.out, scratch, self.shape, variant, causal=False
+            )
+            attend.merge(scratch.values, scratch.lse, queries, entries, self.out, self.shape)
+
+        return run
 
     def gathered(self, flashinfer: FlashInfer) -> Callable[[], None]:
         packer = Packer(DEVICE)
@@ -170,10 +299,15 @@ def variants(decode: bool) -> list[Variant]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only-trees", action="store_true")
     args = parser.parse_args()
     limits = ceilings()
     print(limits, flush=True)
     flashinfer = FlashInfer(Shape(HEADS, KV_HEADS, DIM, 1), torch.bfloat16, DEVICE, 1 << 17, "fa3")
+    trees = forest_rows(limits, args.sweep)
+    print(table(trees), flush=True)
+    if args.only_trees:
+        return
     rows: list[dict[str, Any]] = []
     kinds = [("decode", batch, 1, cached - 1) for batch, cached in DECODES]
     kinds += [("chunk", batch, new, cached) for batch, new, cached in CHUNKS]
@@ -219,7 +353,7 @@ def main() -> None:
         print(row, flush=True)
     print(table(rows))
     if not args.sweep:
-        save("attention", rows, device=torch.cuda.get_device_name(), **limits)
+        save("attention", rows, trees=trees, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class WorkerConfig:
     device: str = setting("auto", "auto, cpu or cuda[:n]")
     dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
     kv_cache_dtype: str = setting("auto", "KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
+    kv_scales: str = setting("auto", "of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")
     page_size: int = setting(1, "tokens in a KV page")
     max_total_tokens: int = setting(0, "token slots in the KV pool (0: from memory)")
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: the model's)")
@@ -43,6 +44,7 @@ class WorkerConfig:
         False, "results do not depend on the batch, to the last bit (always so with FP8 pages on a CPU; slower)"
     )
     attention_backend: str = setting("auto", "auto, flashinfer or triton (GPUs), torch")
+    tree_attention: str = setting("auto", "decodes read what they share once: auto (where it pays), off")
     enforce_eager: bool = setting(False, "no CUDA graphs")
     cpu_threads: int = setting(0, "threads that compute on a CPU (0: torch's default)")
     load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")

@@ -11,13 +11,23 @@ import radixrt
 
 ROOT = Path(radixrt.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-TORCH = ("worker/runner.py", "worker/kv.py", "worker/attention.py", "worker/sample.py", "worker/model/")
+TORCH = (
+    "worker/loading.py",
+    "worker/cuda/",
+    "worker/runner.py",
+    "worker/kv.py",
+    "worker/attention.py",
+    "worker/sample.py",
+    "worker/scales.py",
+    "worker/model/",
+)
 ALONE = {"tree", "messages", "config"}
 ONLY_IN = {
     "zmq": ("wire.py",),
     "torch": (*TORCH, "demo/checkpoint.py"),
     "safetensors": TORCH,
-    "flashinfer": ("worker/attention.py",),
+    "flashinfer": ("worker/cuda/",),
+    "triton": ("worker/cuda/", "worker/loading.py"),
     "transformers": ("router/tokens/", "demo/checkpoint.py"),
     "tokenizers": ("router/tokens/", "demo/checkpoint.py"),
     "sentencepiece": ("router/tokens/",),

@@ -233,6 +233,24 @@ PyObject* lease_values(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   return read_values(lease->tree->cache, lease->node, lease->node->length(), start, stop);
 }
 
+PyObject* lease_path(PyObject* self, PyObject*) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  if (!live(lease)) return nullptr;
+  Py_ssize_t n = 0;
+  for (Cache::N* node = lease->node; !node->is_root(); node = node->parent) ++n;
+  PyObject* out = PyTuple_New(n);
+  if (!out) return nullptr;
+  for (Cache::N* node = lease->node; !node->is_root(); node = node->parent) {
+    PyObject* pair = Py_BuildValue("(Kn)", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(node)),
+                                   static_cast<Py_ssize_t>(node->depth + node->length()));
+    if (!pair || PyTuple_SetItem(out, --n, pair) < 0) {
+      Py_DECREF(out);
+      return nullptr;
+    }
+  }
+  return out;
+}
+
 PyObject* lease_extend_match(PyObject* self, PyObject* object) {
   auto* lease = reinterpret_cast<LeaseObject*>(self);
   IntBuffer tokens;
@@ -657,6 +675,9 @@ PyMethodDef lease_methods[] = {
     {"values", method(lease_values), kFast, "values(start=0, stop=None) -> bytes: int32, one a page of tokens [start, stop)."},
     {"extend_match", lease_extend_match, METH_O,
      "extend_match(tokens) -> int: move forward over those of `tokens`, which follow the lease, that the tree holds."},
+    {"path", lease_path, METH_NOARGS,
+     "path() -> tuple of (node, end): the nodes from the root to the lease's end, each by a number of its own for as long "
+     "as it is pinned, and how many tokens there are down to its end. A split gives the upper part a new number."},
     {"release", lease_release, METH_NOARGS, "release(): give the path up for eviction. ValueError the second time."},
     {"__enter__", lease_enter, METH_NOARGS, nullptr},
     {"__exit__", lease_exit, METH_VARARGS, nullptr},

@@ -18,6 +18,7 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
 from radixrt.worker.runner import TorchRunner
+from radixrt.worker.scales import SOURCES, Scales, choose_scales
 
 log = logging.getLogger("radixrt.loading")
 
@@ -44,6 +45,10 @@ def load_runner(config: WorkerConfig) -> Runner:
     """The model of a resolved `config` on its device. ValueError names the setting or the file that is wrong."""
     if config.attention_backend not in BACKENDS:
         raise ValueError(f"attention_backend {config.attention_backend!r}: expected one of {', '.join(BACKENDS)}")
+    if config.kv_scales not in SOURCES:
+        raise ValueError(f"kv_scales {config.kv_scales!r}: expected one of {', '.join(SOURCES)}")
+    if config.tree_attention not in ("auto", "on", "off"):
+        raise ValueError(f"tree_attention {config.tree_attention!r}: expected auto, on or off")
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     began = time.monotonic()
@@ -86,8 +91,10 @@ def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
 
             return load_cuda_runner(config, loaded)
     model = load_model(config, loaded, exact)
+    scales = load_scales(config, loaded, model)
     tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
+    pool.scales = scales
     return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact)
 
 
@@ -110,6 +117,18 @@ def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: A
     weights = open_weights(config, loaded)
     try:
         return Decoder(loaded.spec, weights, exact, ops)
+    finally:
+        weights.close()
+
+
+def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
+    """For `KVPool.scales`. Those of pages that are not FP8 are 1."""
+    if loaded.kv_dtype.itemsize > 1:
+        return [(1.0, 1.0)] * loaded.spec.num_layers
+    weights = open_weights(config, loaded, progress=False)
+    try:
+        bos_id = loaded.hf_config.get("bos_token_id")
+        return choose_scales(config.kv_scales, weights, model, loaded.kv_dtype, bos_id)
     finally:
         weights.close()
 
@@ -154,11 +173,13 @@ def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torc
     return DTYPES[name]
 
 
-def open_weights(config: WorkerConfig, loaded: Loaded) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
+def open_weights(
+    config: WorkerConfig, loaded: Loaded, progress: bool = True
+) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
     """By `load_format`. ValueError for no known one."""
     match config.load_format:
         case "auto" | "safetensors":
-            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device)
+            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device, progress)
         case "dummy":
             return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")

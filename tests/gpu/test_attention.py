@@ -11,7 +11,7 @@ from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch, Shape
 from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep
 from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.work import plan_work
+from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from tests.worker.pages import make_plan
 
@@ -50,13 +50,16 @@ def test_as_torch(way, kv_dtype, page_size, window):
     if way == "decode":
         variant = attend.decode_variant(shape, pool.dtype.itemsize)
         cut = attend.tiling(variant, shape, 132, decode=True)
-        work = plan_work(plan.rows, plan.starts, plan.counts, first, window, cut)
-        items, merges = packer.add(work.items), packer.add(work.merges)
+        items, _ = make_items(sequence_tiles(plan.rows, plan.starts, plan.counts, first, window, 1), cut)
+        merges = make_merges([items])
+        lists = [packer.add(x) for x in (items, merges.queries, merges.entries)]
         sent = packer.send()
+        on_device, queries, entries = (x.of(sent) for x in lists)
+        scratch = Scratch.make(merges.partials, shape, DEVICE)
         attend.attend(
-            q, keys, values, pages.table, items.of(sent), merges.of(sent), out,
-            Scratch.make(work.partials, shape, DEVICE), shape, variant, causal=False, scales=pages.scales,
-        )  # fmt: skip
+            q, keys, values, pages.table, on_device, out, scratch, shape, variant, causal=False, scales=pages.scales
+        )
+        attend.merge(scratch.values, scratch.lse, queries, entries, out, shape)
     else:
         sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
         if way == "chunk":

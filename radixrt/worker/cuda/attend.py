@@ -20,10 +20,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
+    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     # The heads of an item run side by side: they read neighbouring bytes of the same slots.
@@ -46,7 +46,10 @@ def _attend_kernel(
     head = kv_head * GROUP + m % GROUP
     real = (own < queries) & (m < QUERIES * GROUP)
     wide = d < DIM
-    q_at = ((query + own).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    place = query + own
+    if ORDERED:
+        place = tl.load(order_ptr + place, mask=real, other=0)
+    q_at = (place.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
     q = tl.load(q_ptr + q_at, mask=real[:, None] & wide[None, :], other=0.0)
     q = (q.to(tl.float32) * scale).to(HALF_TYPE)
     peak = tl.full([ROWS], -1e30, tl.float32)
@@ -101,16 +104,14 @@ def _attend_kernel(
 
 @triton.jit
 def _merge_kernel(
-    merges_ptr, partial_ptr, lse_ptr, out_ptr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    merges_ptr, entries_ptr, partial_ptr, lse_ptr, out_ptr, HEADS: tl.constexpr, DIM: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     merge = merges_ptr + tl.program_id(0) * MERGE
     head = tl.program_id(1)
     query = tl.load(merge).to(tl.int64)
-    first = tl.load(merge + 1).to(tl.int64)
+    entries = entries_ptr + tl.load(merge + 1)
     parts = tl.load(merge + 2)
-    distance = tl.load(merge + 3)
-    last = tl.load(merge + 4).to(tl.int64)
     if parts == 0:
         return
     p = tl.arange(0, PARTS)
@@ -120,14 +121,13 @@ def _merge_kernel(
     acc = tl.zeros([WIDTH], tl.float32)
     for begin in range(0, parts, PARTS):
         real = begin + p < parts
-        spot = tl.where(begin + p == parts - 1, last, first + (begin + p) * distance) * HEADS + head
+        spot = tl.load(entries + begin + p, mask=real, other=0).to(tl.int64) * HEADS + head
         lse = tl.load(lse_ptr + spot, mask=real, other=-1e30)
         x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
-        x = x.to(tl.float32)
         higher = tl.maximum(peak, tl.max(lse, 0))
         keep = tl.exp2(peak - higher)
         weight = tl.where(real, tl.exp2(lse - higher), 0.0)
-        acc = acc * keep + tl.sum(x * weight[:, None], 0)
+        acc = acc * keep + tl.sum(x.to(tl.float32) * weight[:, None], 0)
         total = total * keep + tl.sum(weight, 0)
         peak = higher
     at = (query * HEADS + head) * DIM + d
@@ -169,6 +169,12 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
     return Variant(rows, 64, 1, 2) if itemsize == 1 else Variant(rows, 64, 2, 3)
 
 
+def shared_variant(shape: Shape, itemsize: int) -> Variant:
+    """For tiles of many sequences under one prefix."""
+    rows = max(128, triton.next_power_of_2(shape.group))
+    return Variant(rows, 64, 4 if shape.head_dim <= 128 else 8, 2 if shape.head_dim > 128 else 3)
+
+
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many queries."""
     rows = max(64, triton.next_power_of_2(shape.group))
@@ -179,8 +185,7 @@ def tiling(variant: Variant, shape: Shape, processors: int, decode: bool) -> Til
     """Of the work for a variant on a chip with so many multiprocessors."""
     waves = 8 if decode else 4
     items = max(1, processors * waves // shape.kv_heads)
-    queries = 1 if decode else variant.queries(shape.group)
-    return Tiling(queries, variant.keys, 2 * variant.keys, items)
+    return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, items)
 
 
 @dataclass(slots=True)
@@ -207,37 +212,43 @@ def attend(
     values: torch.Tensor,
     table: torch.Tensor,
     items: torch.Tensor,
-    merges: torch.Tensor,
     out: torch.Tensor,
     scratch: Scratch,
     shape: Shape,
     variant: Variant,
     *,
+    order: torch.Tensor | None = None,
     window: int | None = None,
     causal: bool = True,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D].
+    """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`.
 
-    `table` is int32[rows, pages], `items` int32[W, FIELDS], `merges` int32[M, MERGE_FIELDS]; an item without queries
-    and a merge without parts do nothing. `causal`: an item's keys may lie after its first query. K and V are times
-    `scales`."""
+    `table` is int32[rows, pages], `items` int32[W, FIELDS] (without queries an item does nothing), their queries places
+    in int32 `order`, if given. `causal`: an item's keys may lie after its first query. K and V are times `scales`."""
+    if not len(items):
+        return
     _attend_kernel[(shape.kv_heads, len(items))](
-        q, keys, values, table, items, out, scratch.values, scratch.lse, table.stride(0),
-        shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
-        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal,
-        1 if not causal else variant.queries(shape.group), variant.rows, variant.keys,
-        triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages,
-        num_warps=variant.warps,
+        q, keys, values, table, items, items if order is None else order, out, scratch.values, scratch.lse,
+        table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
+        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal, order is not None,
+        variant.queries(shape.group), variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS,
+        half_type(keys.dtype), variant.stages, num_warps=variant.warps,
     )  # fmt: skip
-    merge(scratch.values, scratch.lse, merges, out, shape)
 
 
-def merge(values: torch.Tensor, lse: torch.Tensor, merges: torch.Tensor, out: torch.Tensor, shape: Shape) -> None:
-    """Partial results [P, heads, D] with log-sum-exp in base 2, float32[P, heads], into out[T, heads, D], by
-    int32 merges[M, MERGE_FIELDS]."""
+def merge(
+    values: torch.Tensor,
+    lse: torch.Tensor,
+    merges: torch.Tensor,
+    entries: torch.Tensor,
+    out: torch.Tensor,
+    shape: Shape,
+) -> None:
+    """Partial results [P, heads, D] with log-sum-exp in base 2, float32[P, heads], into out[T, heads, D], by int32
+    merges[M, MERGE_FIELDS] (one without parts does nothing) and int32 entries."""
     if len(merges):
         _merge_kernel[(len(merges), shape.heads)](
-            merges, values, lse, out, shape.heads, shape.head_dim, 8,
+            merges, entries, values, lse, out, shape.heads, shape.head_dim, 8,
             triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
         )  # fmt: skip

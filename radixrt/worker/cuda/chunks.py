@@ -22,7 +22,7 @@ import torch
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.staging import Packer, Piece
-from radixrt.worker.cuda.work import MERGE_FIELDS, Tiling, plan_work
+from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -90,23 +90,28 @@ class PagedStep:
     ) -> None:
         self._shape = shape
         self._variant = variant
-        self._pieces: dict[int | None, tuple[Piece, Piece]] = {}
-        self._partials = 0
+        self._pieces: dict[int | None, tuple[Piece, Piece, Piece]] = {}
+        self._partials = 1
         for window in windows:
-            work = plan_work(sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, cut)
-            self._pieces[window] = packer.add(work.items), packer.add(work.merges)
-            self._partials = max(self._partials, work.partials)
+            tiles = sequence_tiles(
+                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, cut.queries
+            )
+            items, _ = make_items(tiles, cut)
+            merges = make_merges([items])
+            self._pieces[window] = packer.add(items), packer.add(merges.queries), packer.add(merges.entries)
+            self._partials = max(self._partials, merges.partials)
 
     def sent(self, integers: torch.Tensor) -> None:
-        self._lists = {window: (a.of(integers), b.of(integers)) for window, (a, b) in self._pieces.items()}
-        self._scratch = Scratch.make(max(self._partials, 1), self._shape, integers.device)
+        self._lists = {window: tuple(x.of(integers) for x in pieces) for window, pieces in self._pieces.items()}
+        self._scratch = Scratch.make(self._partials, self._shape, integers.device)
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        items, merges = self._lists[pages.window]
+        items, merges, entries = self._lists[pages.window]
         attend.attend(
-            q, pages.keys, pages.values, pages.table, items, merges, out, self._scratch, self._shape, self._variant,
+            q, pages.keys, pages.values, pages.table, items, out, self._scratch, self._shape, self._variant,
             window=pages.window, causal=True, scales=pages.scales,
         )  # fmt: skip
+        attend.merge(self._scratch.values, self._scratch.lse, merges, entries, out, self._shape)
 
 
 # ---------------------------------------------------------------- FlashInfer
@@ -261,12 +266,13 @@ class SplitStep:
         # Copies of the queries: those of all parts first, those of the tails after them.
         copies = [_ranges(sequences.queries[order[chosen]], queries[chosen]) for chosen in (~is_tail, is_tail)]
         self._copies = packer.add(np.concatenate(copies).astype(np.int32))
-        self._merges = packer.add(_split_merges(sequences, parts, self._prefix_rows))
+        merges, entries = _split_merges(sequences, parts, self._prefix_rows)
+        self._merges, self._entries = packer.add(merges), packer.add(entries)
 
     def sent(self, integers: torch.Tensor) -> None:
         self._where_there = self._where.of(integers)
         self._copies_there = self._copies.of(integers)
-        self._merges_there = self._merges.of(integers)
+        self._merges_there, self._entries_there = self._merges.of(integers), self._entries.of(integers)
         rows = len(self._copies_there)
         dtype = self._flashinfer.workspace[0].dtype
         size = (rows, self._shape.heads, self._shape.head_dim)
@@ -284,25 +290,26 @@ class SplitStep:
             wrapper.run(  # type: ignore[attr-defined]
                 copies[rows], k, v, out=self._values[rows], lse=self._lse[rows], return_lse=True
             )
-        attend.merge(self._values, self._lse, self._merges_there, out, self._shape)
+        attend.merge(self._values, self._lse, self._merges_there, self._entries_there, out, self._shape)
 
 
 _SPLIT = 1 << 16
 """Wrappers from this number on are those of SplitStep."""
 
 
-def _split_merges(sequences: Sequences, parts: np.ndarray, prefix_rows: int) -> np.ndarray:
-    """int32[queries, MERGE_FIELDS]: of each query its copies, those of its sequence's parts and the tail's."""
+def _split_merges(sequences: Sequences, parts: np.ndarray, prefix_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int32[queries, 3], int32 entries), see `work.Merges`: of each query its copies, of the parts and of the tail."""
     counts = sequences.counts.astype(np.int64)
     within = _ranges(np.zeros(len(counts), dtype=np.int64), counts)
     firsts = np.cumsum(parts * counts) - parts * counts
-    merges = np.empty((len(within), MERGE_FIELDS), dtype=np.int32)
-    merges[:, 0] = _ranges(sequences.queries, counts)
-    merges[:, 1] = np.repeat(firsts, counts) + within
-    merges[:, 2] = np.repeat(parts + 1, counts)
-    merges[:, 3] = np.repeat(counts, counts)
-    merges[:, 4] = prefix_rows + np.arange(len(within))
-    return merges
+    times = np.repeat(parts + 1, counts)
+    begins = np.cumsum(times) - times
+    of = np.repeat(np.arange(len(within)), times)
+    part = np.arange(len(of)) - begins[of]
+    copies = (np.repeat(firsts, counts) + within)[of] + part * np.repeat(counts, counts)[of]
+    entries = np.where(part == times[of] - 1, prefix_rows + of, copies)
+    merges = np.stack([_ranges(sequences.queries.astype(np.int64), counts), begins, times], axis=1)
+    return merges.astype(np.int32), entries.astype(np.int32)
 
 
 def split_parts(sequences: Sequences, heads: int, processors: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.chunks import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.kv import KVPool
-from radixrt.worker.loading import Loaded, load_model, make_pool, pool_tokens
+from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
@@ -35,6 +35,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
     """See `worker.loading.load_runner`. torch.OutOfMemoryError if weights or a step do not fit."""
     torch.cuda.set_device(loaded.device)
     model = load_model(config, loaded, ops=kernels)
+    scales = load_scales(config, loaded, model)
     flashinfer = find_flashinfer(config, loaded)
     graphs = config.max_num_seqs if graphs_fit(config, loaded) else 0
     tokens = config.max_total_tokens
@@ -44,6 +45,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
         tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + (GRAPH_BYTES + logits if graphs else 0))
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
+    pool.scales = scales
     return _make(config, loaded, model, pool, flashinfer, graphs)
 
 
@@ -57,7 +59,7 @@ def _make(
 ) -> CudaRunner:
     return CudaRunner(
         model, pool, config.page_size, rows=config.max_num_seqs, eos_ids=loaded.eos_ids, flashinfer=flashinfer,
-        graph_batch=graphs, processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
+        graph_batch=graphs, tree_attention=config.tree_attention != "off", processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
     )  # fmt: skip
 
 

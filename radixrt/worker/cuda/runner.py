@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from radixrt.worker.cuda import attend, kernels
-from radixrt.worker.cuda.attend import Scratch, Shape
+from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.chunks import (
     ChunkStep,
     FlashInfer,
@@ -28,15 +28,18 @@ from radixrt.worker.cuda.chunks import (
     SplitStep,
     split_parts,
 )
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room
 from radixrt.worker.cuda.pieces import SIZES as PIECE_SIZES
 from radixrt.worker.cuda.pieces import Pieces
 from radixrt.worker.cuda.staging import Packer, Piece
-from radixrt.worker.cuda.step import DecodeInputs, DecodePlanner, StepAttention
+from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import NOT_FINITE, ranges, read_logits, wanted
 from radixrt.worker.sample import Draws, draw
+from radixrt.worker.sharing import Cost
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -48,10 +51,23 @@ DRAW_INTEGERS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where the integers of a batch of decodes lie, padded to `size`; padding has a row of its own."""
+
+    size: int
+    tokens: Piece
+    positions: Piece
+    slots: Piece
+    rows: Piece
+    writes: Piece
+    lists: dict[int | None, Lists]
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A captured step of decodes: it reads `integers`, and leaves logits [size, vocab] and `answer` (see `_pick`)."""
 
-    inputs: DecodeInputs
+    inputs: Inputs
     integers: torch.Tensor
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -62,7 +78,8 @@ class CudaRunner:
     """See `plan.Runner`. For tests it also runs on a CPU, in Triton's interpreter, without graphs.
 
     At most `rows` requests run at once; `flashinfer` computes long chunks where it is given; batches of up to
-    `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over."""
+    `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over. With
+    `tree_attention` decodes read once what they share (`sharing`)."""
 
     overlaps = True
 
@@ -77,6 +94,7 @@ class CudaRunner:
         flashinfer: FlashInfer | None = None,
         graph_batch: int = 0,
         processors: int = 1,
+        tree_attention: bool = True,
     ) -> None:
         spec = model.spec
         self.num_pages = pool.slots // page_size
@@ -93,16 +111,22 @@ class CudaRunner:
         self._windows: set[int | None] = set(spec.windows)
         self._processors = processors
         self._shape = shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
-        self._decode_variant = attend.decode_variant(shape, pool.dtype.itemsize)
-        self._chunk_variant = attend.chunk_variant(shape, pool.dtype.itemsize)
+        itemsize = pool.dtype.itemsize
+        few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
+        self._compiled = Kernels(shape, few, many)
+        self._chunk_variant = attend.chunk_variant(shape, itemsize)
         self._chunk_cut = attend.tiling(self._chunk_variant, shape, processors, decode=False)
-        cut = attend.tiling(self._decode_variant, shape, processors, decode=True)
-        self._decodes = DecodePlanner(self._windows, cut, trash_row=rows)
+        self._cuts = Cuts(
+            attend.tiling(few, shape, processors, decode=True),
+            attend.tiling(many, shape, processors, decode=False),
+            sharing_cost(shape, itemsize, many) if tree_attention and None in self._windows else None,
+        )
+        self._decodes = DecodePlanner(self._windows, self._cuts)
         self._packers = (Packer(self._device), Packer(self._device))
         self._answers = (Answer(self._device), Answer(self._device))
         self._steps = 0
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._device.type == "cuda" else []
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pieces: Pieces | None = None
         self._drawn = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
         """Token drawn last, by row of the page table; the last row is padding's."""
@@ -127,8 +151,8 @@ class CudaRunner:
         packer = self._packers[self._steps % 2]
         packer.clear()
         serial = any(request.serial for request in plan.requests)
-        graph = self._graph_for(plan)
-        step = self._replay(plan, packer, graph, serial) if graph else self._run(plan, packer, serial)
+        size = self._graph_size(plan)
+        step = self._replay(plan, packer, size, serial) if size else self._run(plan, packer, serial)
         if serial:  # the host decides on the tokens, when it knows those before
             return lambda: self._read(plan, step.logits)
         answer = self._answers[self._steps % 2]
@@ -145,22 +169,41 @@ class CudaRunner:
     def _read(self, plan: Plan, logits: torch.Tensor) -> Result:
         return read_logits(plan, logits)
 
-    def _graph_for(self, plan: Plan) -> Graph | None:
-        """The smallest graph that holds a step of decodes; None for other steps."""
+    def _graph_size(self, plan: Plan) -> int:
+        """Of the smallest graph that holds a step of decodes; 0 for other steps."""
         if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
-            return None
-        size = max(len(plan.tokens), len(plan.table_writes))
-        return next((graph for most, graph in self._graphs.items() if most >= size), None)
+            return 0
+        needed = max(len(plan.tokens), len(plan.table_writes))
+        return next((size for size in self._graph_sizes if size >= needed), 0)
 
-    def _replay(self, plan: Plan, packer: Packer, graph: Graph, serial: bool) -> Launched:
-        count, size = len(plan.requests), graph.inputs.size
-        self._decodes.pack(packer, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes, size)
+    def _replay(self, plan: Plan, packer: Packer, size: int, serial: bool) -> Launched:
+        count = len(plan.requests)
+        works = self._decodes.plan(plan.requests, plan.rows, plan.starts, Room.of(size, self._cuts))
+        self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
         drawing = None if serial else Drawing.pack(packer, plan, np.arange(count), plan.rows)
+        graph = self._graphs[size, _shared(works)]
         sent = packer.send(graph.integers)
         graph.graph.replay()
         if drawing:
             self._draw(graph.logits, drawing, sent, graph.answer[size:])
         return Launched(graph.logits[:count], graph.answer, size)
+
+    def _pack(
+        self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
+        positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
+    ) -> Inputs:  # fmt: skip
+        """Decodes for a graph: every integer lies where the graph of that size, with sharing or without, reads it."""
+        padding = np.array([[self._rows, 0, 0]], dtype=np.int32).repeat(size - len(writes), axis=0)
+        cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
+        return Inputs(
+            size,
+            packer.add(tokens, size),
+            packer.add(positions, size),
+            packer.add(slots, size),
+            packer.add(rows, size, fill=self._rows),
+            packer.add(np.concatenate([writes, padding])),
+            {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
+        )
 
     def _run(self, plan: Plan, packer: Packer, serial: bool) -> Launched:
         decodes, count = _leading_decodes(plan), len(plan.tokens)
@@ -172,7 +215,8 @@ class CudaRunner:
         of_tokens[3, :decodes] = rows
         inputs = packer.add(of_tokens)
         writes = packer.add(plan.table_writes)
-        lists = self._decodes.lists(packer, rows, plan.starts[:decodes])
+        works = self._decodes.plan(plan.requests[:decodes], rows, plan.starts[:decodes], None) if decodes else {}
+        lists = {window: Lists.pack(packer, work) for window, work in works.items()}
         chunks = self._chunks(plan, packer, decodes)
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
@@ -185,12 +229,11 @@ class CudaRunner:
         kernels.scatter(writes.of(sent), self._table)
         for chunk in chunks:
             chunk.sent(sent)
-        scratch = Scratch.make(self._decodes.partials(decodes), self._shape, self._device) if decodes else None
-        decode_lists = {w: (a.of(sent), b.of(sent)) for w, (a, b) in lists.items()}
+        partials = max((int(w.few[:, 1].sum() + w.many[:, 1].sum()) for w in works.values()), default=0)
+        scratch = Scratch.make(partials, self._shape, self._device) if decodes else None
+        decode_lists = {window: DecodeLists.of(found, sent) for window, found in lists.items()}
         tokens, positions_there, slots, rows_there = inputs.of(sent)
-        attention = StepAttention(
-            self._pages, slots, self._shape, decodes, decode_lists, self._decode_variant, scratch, chunks
-        )
+        attention = StepAttention(self._pages, slots, self._compiled, decode_lists, scratch, chunks)
         if self._pieces and padded in self._pieces.sizes:
             x, residual = self._pieces.run(inputs.of(sent), attention)
         else:
@@ -247,16 +290,21 @@ class CudaRunner:
     # ------------------------------------------------------------ graphs
 
     def _capture(self) -> None:
-        """Capture a graph for each size, the largest first: the others live in its memory."""
+        """Capture a graph for each size, with sharing and without, the largest first: the others live in its memory."""
         vocab, most = self.vocab_size, max(self._graph_sizes)
         logits = torch.empty((most, vocab), dtype=torch.float32, device=self._device)
-        scratch = Scratch.make(self._decodes.partials(most), self._shape, self._device)
+        room = Room.of(most, self._cuts)
+        scratch = Scratch.make(room.few + room.entries, self._shape, self._device)
         pool = torch.cuda.graph_pool_handle()
         packer = self._packers[0]
         before = torch.cuda.mem_get_info(self._device)[0]
-        for size in tqdm(sorted(self._graph_sizes, reverse=True), desc="capturing graphs", unit="graph"):
+        kinds = (False, True) if self._cuts.cost else (False,)
+        wanted_graphs = [(size, shared) for size in sorted(self._graph_sizes, reverse=True) for shared in kinds]
+        for size, shared in tqdm(wanted_graphs, desc="capturing graphs", unit="graph"):
             packer.clear()
-            inputs = self._decodes.empty(packer, size)
+            none = np.zeros(0, dtype=np.int32)
+            works = {window: _nothing(shared and window is None) for window in self._windows}
+            inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((0, 3), dtype=np.int32))
             integers = torch.zeros(packer.used + DRAW_INTEGERS * size + 1024, dtype=torch.int32, device=self._device)
             packer.send(integers)
             torch.cuda.synchronize(self._device)
@@ -266,26 +314,40 @@ class CudaRunner:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 answer = self._decode(inputs, integers, logits[:size], scratch)
-            self._graphs[size] = Graph(inputs, integers, graph, logits[:size], answer)
-        self._graphs = dict(sorted(self._graphs.items()))
+            self._graphs[size, shared] = Graph(inputs, integers, graph, logits[:size], answer)
         self._pieces = Pieces(self._model, self._pages, self._drawn, list(PIECE_SIZES))
         used = before - torch.cuda.mem_get_info(self._device)[0]
         log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", most, PIECE_SIZES[-1],
                  used / 1e9)  # fmt: skip
 
-    def _decode(
-        self, inputs: DecodeInputs, integers: torch.Tensor, logits: torch.Tensor, scratch: Scratch
-    ) -> torch.Tensor:
+    def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """The step of a graph; what `_pick` says."""
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = kernels.resolve(inputs.tokens.of(integers), rows, self._drawn)
-        lists = {w: (a.of(integers), b.of(integers)) for w, (a, b) in inputs.lists.items()}
-        attention = StepAttention(
-            self._pages, inputs.slots.of(integers), self._shape, inputs.size, lists, self._decode_variant, scratch, []
-        )
+        lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
+        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, scratch, [])
         self._model.forward(tokens, inputs.positions.of(integers), attention, out=logits)
         return self._pick(logits, rows)
+
+
+def sharing_cost(shape: Shape, itemsize: int, many: Variant) -> Cost:
+    """Of pages with so many bytes an element; partial results are float32, written and read."""
+    return Cost(
+        key_bytes=2 * shape.kv_heads * shape.head_dim * itemsize,
+        partial_bytes=2 * 4 * shape.heads * shape.head_dim,
+        tile=many.queries(shape.group),
+    )
+
+
+def _shared(works: dict[int | None, DecodeWork]) -> bool:
+    return any(work.shared for work in works.values())
+
+
+def _nothing(shared: bool) -> DecodeWork:
+    """The work of no decodes."""
+    items, none = np.zeros((0, FIELDS), dtype=np.int32), np.zeros(0, dtype=np.int32)
+    return DecodeWork(items, items, np.zeros((0, MERGE_FIELDS), dtype=np.int32), none, none, none, shared)
 
 
 @dataclass(frozen=True, slots=True)

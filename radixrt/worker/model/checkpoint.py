@@ -23,6 +23,9 @@ class Weights(Protocol):
 
     def load(self, name: str, shape: Sequence[int]) -> torch.Tensor: ...
 
+    def get(self, name: str) -> torch.Tensor | None:
+        """As it is stored, whatever its shape and dtype; None if there is no such tensor."""
+
 
 def find(model: str) -> Path:
     """The folder of a checkpoint, downloaded if `model` is a hub name. ValueError if there is none."""
@@ -69,15 +72,16 @@ class SafetensorsWeights:
     ValueError for a folder without safetensors, a broken shard, a tensor that is missing or of another shape.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, progress: bool = True) -> None:
         self._dtype = dtype
         self._device = device
         self._files: dict[Path, Any] = {}
         self._places = self._find_tensors(folder)
         size = sum(path.stat().st_size for path in set(self._places.values()))
         self._bar = tqdm(
-            total=size, desc="loading weights", unit="B", unit_scale=True, file=sys.stderr, mininterval=0.5
-        )
+            total=size, desc="loading weights", unit="B", unit_scale=True, file=sys.stderr, mininterval=0.5,
+            disable=not progress,
+        )  # fmt: skip
 
     def _find_tensors(self, folder: Path) -> dict[str, Path]:
         """Tensor name -> shard."""
@@ -112,6 +116,10 @@ class SafetensorsWeights:
         self._bar.update(tensor.nbytes)
         return tensor.to(self._dtype)
 
+    def get(self, name: str) -> torch.Tensor | None:
+        name = self._name(name)
+        return self._open(self._places[name]).get_tensor(name) if name in self._places else None
+
     def close(self) -> None:
         """Let go of the files, all of them read but for headers and tensors that nobody wants."""
         self._bar.update(self._bar.total - self._bar.n)
@@ -136,6 +144,9 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(self._seed + zlib.crc32(name.encode()))
         values = torch.empty(shape, dtype=self._dtype, device=self._device)
         return values.normal_(0, 0.02, generator=generator)
+
+    def get(self, name: str) -> None:
+        return None
 
     def close(self) -> None:
         """Nothing is held."""

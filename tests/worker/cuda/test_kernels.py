@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
-from radixrt.worker.cuda.work import plan_work
+from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.decoder import Heads
 from tests.worker.pages import make_plan
@@ -145,13 +145,19 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
         cut = tiling(variant, shape, processors, decode)
         mine = [int(plan.counts[:i].sum()) + j for i in chosen for j in range(plan.counts[i])]
         counts = plan.counts[chosen]
-        work = plan_work(plan.rows[chosen], plan.starts[chosen], counts, 2 + np.cumsum(counts) - counts, window, cut)
+        first = 2 + np.cumsum(counts) - counts
+        tiles = sequence_tiles(
+            plan.rows[chosen], plan.starts[chosen], counts, first, window, 1 if decode else cut.queries
+        )
+        items, _ = make_items(tiles, cut)
+        merges = make_merges([items])
         out = torch.full((len(mine) + 2, heads, dim), torch.nan, device=device)
+        scratch = Scratch.make(merges.partials, shape, device)
         attend.attend(
-            torch.cat((q[:2], q[mine])), keys, values, on_device,
-            torch.from_numpy(work.items).to(device), torch.from_numpy(work.merges).to(device), out,
-            Scratch.make(work.partials, shape, device), shape, variant,
-            window=window, causal=not decode,
+            torch.cat((q[:2], q[mine])), keys, values, on_device, torch.from_numpy(items).to(device), out, scratch,
+            shape, variant, window=window, causal=not decode,
         )  # fmt: skip
+        lists = (torch.from_numpy(x).to(device) for x in (merges.queries, merges.entries))
+        attend.merge(scratch.values, scratch.lse, *lists, out, shape)
         assert error(out[2:], expected[mine]) < 1e-2
         assert out[:2].isnan().all(), "queries before the first are not its own"

@@ -1,4 +1,4 @@
-"""Work lists: every query sees every key it should exactly once."""
+"""Work lists: every query sees every key it should exactly once, shared or not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.worker.cuda.work import Tiling, plan_work
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Room
+from radixrt.worker.cuda.work import Merges, Tiling, make_items, make_merges, sequence_tiles
+from radixrt.worker.sharing import Cost
+from tests.worker.test_sharing import Leased, leased_batches, pages_of
 
 sequences = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 70)), min_size=1, max_size=12)
+
+
+def reads(
+    lists: list[np.ndarray], merges: Merges, order: np.ndarray | None
+) -> dict[int, list[tuple[int, int, int, int]]]:
+    """By query: (row, first key, key after the last, place in its tile) of what it reads. Checks the bookkeeping."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    writers: dict[int, int] = {}
+    direct = set()
+    for query, size, row, begin, end, _, partial, is_direct in np.concatenate(lists).tolist():
+        assert begin < end and size >= 1
+        for i in range(size):
+            who = query + i if order is None else int(order[query + i])
+            found.setdefault(who, []).append((row, begin, end, i))
+            if is_direct:
+                assert who not in direct, "two write one result"
+                direct.add(who)
+            else:
+                assert partial + i not in writers, "two write one partial result"
+                writers[partial + i] = who
+    listed = {}
+    for query, first, count in merges.queries.tolist():
+        if count:
+            assert query not in listed and count > 1
+            listed[query] = merges.entries[first : first + count].tolist()
+    for query, pieces in found.items():
+        if query in direct:
+            assert len(pieces) == 1 and query not in listed
+        else:
+            assert sorted(listed.pop(query)) == sorted(p for p, who in writers.items() if who == query)
+    assert not listed
+    assert max(writers, default=-1) < merges.partials
+    return found
 
 
 @settings(deadline=None, max_examples=150)
@@ -18,42 +54,60 @@ def test_every_key_once(tokens, window, queries, items):
     starts, counts = (np.array(x, dtype=np.int32) for x in zip(*tokens, strict=True))
     rows = np.arange(100, 100 + len(tokens), dtype=np.int32)
     tiling = Tiling(queries, 16, 32, items)
-    work = plan_work(rows, starts, counts, 5 + np.cumsum(counts) - counts, window, tiling)
-    seen = {}
-    partials = {}
-    for item in work.items.tolist():
-        query, size, row, begin, end, position, partial, direct = item
-        assert 1 <= size <= queries and begin < end
-        for i in range(size):
-            visible = range(max(begin, 0 if window is None else position + i - window + 1), min(end, position + i + 1))
-            keys = seen.setdefault(query + i, (row, position + i, []))
-            assert keys[:2] == (row, position + i)
-            keys[2].extend(visible)
-            if not direct:
-                assert partial + i not in partials, "two write one partial result"
-                partials[partial + i] = query + i
-    assert sorted(partials) == list(range(work.partials))
-    merged = {query: (base, parts, distance) for query, base, parts, distance, _ in work.merges.tolist()}
-    assert all(last == base + (parts - 1) * distance for _, base, parts, distance, last in work.merges.tolist())
-    assert len(merged) == len(work.merges)
+    first = 5 + np.cumsum(counts) - counts
+    tiles = sequence_tiles(rows, starts, counts, first, window, queries)
+    work, ends = make_items(tiles, tiling)
+    found = reads([work], make_merges([work]), None)
+    assert len(work) <= tiling.most_items(len(tiles)) and ends[-1] == len(work) - 1
     query = 5
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
         for position in range(start, start + count):
-            first = 0 if window is None else max(0, position - window + 1)
-            assert seen[query] == (row, position, list(range(first, position + 1)))
-            base, parts, distance = merged.pop(query, (0, 0, 0))
-            assert parts != 1
-            assert [partials[base + p * distance] for p in range(parts)] == [query] * parts
+            low = 0 if window is None else max(0, position - window + 1)
+            keys = []
+            for of, begin, end, _ in found.pop(query):
+                assert of == row
+                keys += range(max(begin, low), min(end, position + 1))
+            assert sorted(keys) == list(range(low, position + 1))
             query += 1
-    assert not merged
-    tiles = int((-(-counts // queries)).sum())
-    assert len(work.items) <= tiling.most_items(tiles)
+    assert not found
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 100_000), (256, 1024), (3, 5000)])
 def test_work_is_even(batch, length):
     tiling = Tiling(1, 64, 128, 132)
     rows = np.arange(batch, dtype=np.int32)
-    work = plan_work(rows, np.full(batch, length - 1), np.ones(batch, dtype=np.int32), rows, None, tiling)
-    sizes = work.items[:, 4] - work.items[:, 3]
+    tiles = sequence_tiles(rows, np.full(batch, length - 1), np.ones(batch, dtype=np.int32), rows, None, 1)
+    work, _ = make_items(tiles, tiling)
+    sizes = work[:, 4] - work[:, 3]
     assert sizes.max() <= max(128, 2 * batch * length / 132 + 64)
+
+
+@settings(deadline=None, max_examples=150)
+@given(leased_batches(), st.data())
+def test_decodes_read_their_pages_once(batch: list[Leased], data: st.DataObject):
+    """Through many steps, with requests that come and go: by pages, whoever's row they are read from."""
+    cost = Cost(key_bytes=10, partial_bytes=data.draw(st.sampled_from([1, 200])), tile=8)
+    cuts = Cuts(Tiling(2, 16, 32, 20), Tiling(8, 16, 32, 12), cost)
+    planner = DecodePlanner({None, 40}, cuts)
+    room = Room.of(len(batch), cuts)
+    running = list(batch)
+    for _ in range(data.draw(st.integers(1, 5))):
+        rows = np.array([r.row for r in running], dtype=np.int32)
+        positions = np.array([r.position for r in running], dtype=np.int32)
+        work = planner.plan(running, rows, positions, room)[None]
+        assert room.holds(work)
+        merges = Merges(work.merges, work.entries, 1 << 30)
+        found = reads([work.few, work.many], merges, work.order)
+        by_row = {r.row: r for r in batch}
+        for place, request in enumerate(running):
+            seen = [page for row, b, e, _ in found.pop(place) for page in pages_of(by_row[row])[b:e]]
+            assert sorted(seen) == sorted(pages_of(request)[: request.position + 1])
+        assert not found
+        for request in running:
+            request.position += 1
+        if data.draw(st.booleans()) and len(running) > 1:
+            running.pop(data.draw(st.integers(0, len(running) - 1)))
+        elif data.draw(st.booleans()):
+            for request in running:
+                request.position += 70
+    assert planner.read_keys <= planner.plain_keys

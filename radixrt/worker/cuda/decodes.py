@@ -1,0 +1,181 @@
+"""The work of a step's decodes, planned from what they share and kept from step to step.
+
+As long as the batch stays the same, each request's own last part grows by a token a step; its work is cut anew when it
+has grown by GROWTH, or when somebody comes or goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.work import Tiles, Tiling, make_items, make_merges, segment_tiles, sequence_tiles
+from radixrt.worker.request import Request
+from radixrt.worker.sharing import Cost, Sharing, find_sharing
+
+GROWTH = 64
+"""Tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How the kernels want their work: that of tiles of few queries, and that of many. `cost`: what sharing pays; None:
+    nothing is shared."""
+
+    few: Tiling
+    many: Tiling
+    cost: Cost | None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Entries that the lists of a batch have at most, whatever it shares."""
+
+    few: int
+    many: int
+    merges: int
+    entries: int
+
+    @classmethod
+    def of(cls, size: int, cuts: Cuts) -> Room:
+        """For so many decodes."""
+        few = cuts.few.most_items(2 * size if cuts.cost else size)
+        many = cuts.many.most_items(size) if cuts.cost else 0
+        return cls(few, many, size, few + (few + many * cuts.many.queries if cuts.cost else 0))
+
+    def holds(self, work: DecodeWork) -> bool:
+        found = (len(work.few), len(work.many), len(work.merges), len(work.entries))
+        return all(a <= b for a, b in zip(found, (self.few, self.many, self.merges, self.entries), strict=True))
+
+
+@dataclass(slots=True)
+class DecodeWork:
+    """Of one kind of layer: int32 items of both kernels (see `work.FIELDS`), merges and their entries, and the order
+    in which their queries are places."""
+
+    few: np.ndarray
+    many: np.ndarray
+    merges: np.ndarray
+    entries: np.ndarray
+    order: np.ndarray
+    growing: np.ndarray
+    """Which of `few` end at their query's position, in the order of the batch."""
+    shared: bool
+    """Whether some tiles have several sequences."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    requests: tuple[Request, ...]
+    positions: np.ndarray
+    sharing: Sharing | None
+    work: DecodeWork
+
+
+class DecodePlanner:
+    """Plans and packs. Layers with a window share nothing and are planned each step."""
+
+    def __init__(self, windows: set[int | None], cuts: Cuts) -> None:
+        self._windows = windows
+        self._cuts = cuts
+        self._kept: _Kept | None = None
+        self.read_keys = 0
+        """Keys that decodes have read so far, a layer."""
+        self.plain_keys = 0
+        """Keys that they would have read without sharing."""
+
+    def plan(
+        self, requests: Sequence[Request], rows: np.ndarray, positions: np.ndarray, room: Room | None
+    ) -> dict[int | None, DecodeWork]:
+        """By window, the work of requests whose next tokens are at int32 `positions`, in lists that fit `room`."""
+        found = {}
+        for window in self._windows:
+            if window is None:
+                found[None] = self._unwindowed(tuple(requests), rows, positions, room)
+            else:
+                found[window] = self._cut(rows, positions, window, None)
+        return found
+
+    def _unwindowed(
+        self, requests: tuple[Request, ...], rows: np.ndarray, positions: np.ndarray, room: Room | None
+    ) -> DecodeWork:
+        kept = self._kept
+        if kept is not None and kept.requests == requests and (room is None or room.holds(kept.work)):
+            grown = int(positions[0] - kept.positions[0]) if len(positions) else 0
+            if 0 <= grown < GROWTH and np.array_equal(positions, kept.positions + grown):
+                kept.work.few[kept.work.growing, 4] = positions + 1
+                self._count(positions, kept.sharing)
+                return kept.work
+        sharing = self._share(requests, positions)
+        work = self._cut(rows, positions, None, sharing)
+        if sharing is not None and room is not None and not room.holds(work):
+            sharing = None
+            work = self._cut(rows, positions, None, None)
+        self._kept = _Kept(requests, positions.copy(), sharing, work)
+        self._count(positions, sharing)
+        return work
+
+    def _share(self, requests: tuple[Request, ...], positions: np.ndarray) -> Sharing | None:
+        if self._cuts.cost is None or len(requests) < 2:
+            return None
+        sharing = find_sharing([request.lease.path() for request in requests], self._cuts.cost)
+        return sharing if len(sharing.segments) and (sharing.own <= positions).all() else None
+
+    def _cut(self, rows: np.ndarray, positions: np.ndarray, window: int | None, sharing: Sharing | None) -> DecodeWork:
+        places = np.arange(len(rows))
+        own = sequence_tiles(rows, positions, np.ones_like(rows), places, window, 1)
+        if sharing is None:
+            few, ends = make_items(own, self._cuts.few)
+            merges = make_merges([few])
+            return DecodeWork(few, few[:0], merges.queries, merges.entries, places.astype(np.int32), ends, False)
+        order = sharing.order
+        own = Tiles(places, own.size, own.row[order], sharing.own[order], own.end[order], own.position[order])
+        big = sharing.segments[:, 3] > self._cuts.few.queries
+        small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big))
+        few, ends = make_items(_joined(own, small), self._cuts.few)
+        large = segment_tiles(sharing, rows, self._cuts.many.queries, np.flatnonzero(big))
+        many, _ = make_items(large, self._cuts.many, int(few[:, 1].sum()))
+        merges = make_merges([few, many], order)
+        growing = np.empty(len(rows), dtype=np.int64)
+        growing[order] = ends[: len(rows)]
+        return DecodeWork(few, many, merges.queries, merges.entries, order.astype(np.int32), growing, True)
+
+    def _count(self, positions: np.ndarray, sharing: Sharing | None) -> None:
+        keys = int(positions.sum()) + len(positions)
+        self.plain_keys += keys
+        self.read_keys += keys - (sharing.saved_keys if sharing else 0)
+
+
+def _joined(a: Tiles, b: Tiles) -> Tiles:
+    names = ("query", "size", "row", "begin", "end", "position")
+    return Tiles(*(np.concatenate([getattr(a, name), getattr(b, name)]) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Where the integers of a DecodeWork lie."""
+
+    few: Piece
+    many: Piece
+    merges: Piece
+    entries: Piece
+    order: Piece
+    shared: bool
+
+    @classmethod
+    def pack(cls, packer: Packer, work: DecodeWork, room: Room | None = None, size: int | None = None) -> Lists:
+        """With `room`, each list takes all of it, and the order `size`."""
+        if room is None:
+            pieces = [packer.add(x) for x in (work.few, work.many, work.merges, work.entries, work.order)]
+        else:
+            pieces = [
+                packer.add(work.few, room.few),
+                packer.add(work.many, room.many),
+                packer.add(work.merges, room.merges),
+                packer.add(work.entries, room.entries),
+                packer.add(work.order, size),
+            ]
+        return cls(*pieces, work.shared)

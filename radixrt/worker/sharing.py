@@ -1,0 +1,94 @@
+"""Which decodes of a batch share which pages, as the radix tree knows it: segments of keys that many queries read.
+
+    nodes of the tree        batch, in an order that         segments           each request's own
+                             keeps sharers together
+       system (6k)           a b c d                         [0, 6k) a b c d
+       /         \\
+    agent 1     agent 2      a b | c d                       [6k, 9k) a b       a: from 9k, b: from 9k
+      3k          40         (40 tokens do not pay)                             c: from 6k, d: from 6k
+
+A segment saves what its queries would read one by one, and costs each of them one more partial result. Where that does
+not pay, the keys are read with those below, in the end by each request alone. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Path = Sequence[tuple[int, int]]
+"""The nodes of a lease from the root down: (name of the node, tokens from the root to its end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What sharing costs and saves, in bytes of memory traffic of one layer."""
+
+    key_bytes: int
+    """K and V of one token."""
+    partial_bytes: int
+    """A partial result, written and read once."""
+    tile: int
+    """Queries that read keys together."""
+
+    def saved(self, queries: int, keys: int) -> int:
+        """By one segment; negative where it does not pay."""
+        reads = queries - -(-queries // self.tile)
+        return reads * keys * self.key_bytes - (queries + 1) * self.partial_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """`order` int64[B] are the requests, sharers side by side; `segments` int64[N, 4] their keys from, to, first place
+    in the order, places; `own` int64[B] is, by request, the first key that it reads alone."""
+
+    order: np.ndarray
+    segments: np.ndarray
+    own: np.ndarray
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that need not be read again."""
+        return int(((self.segments[:, 1] - self.segments[:, 0]) * (self.segments[:, 3] - 1)).sum())
+
+
+def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
+    """Of requests by their paths. Every key before `own` is in exactly one segment of the request."""
+    order = sorted(range(len(paths)), key=lambda i: [name for name, _ in paths[i]])
+    own = np.zeros(len(paths), dtype=np.int64)
+    segments: list[list[int]] = []
+    _descend(paths, order, 0, len(order), 0, 0, -1, segments, own, cost)
+    return Sharing(np.array(order, dtype=np.int64), np.array(segments, dtype=np.int64).reshape(-1, 4), own)
+
+
+def _descend(
+    paths: Sequence[Path], order: list[int], first: int, last: int, depth: int, begin: int, above: int,
+    segments: list[list[int]], own: np.ndarray, cost: Cost,
+) -> None:  # fmt: skip
+    """Requests order[first:last] have `depth` nodes in common; keys from `begin` on are not in a segment yet; `above`
+    is the segment that ends there with these very requests, or -1."""
+    while first < last:
+        path = paths[order[first]]
+        if len(path) <= depth:  # it ends here
+            own[order[first]] = begin
+            first += 1
+            above = -1
+            continue
+        name, end = path[depth]
+        stop = first + 1
+        while stop < last and len(paths[order[stop]]) > depth and paths[order[stop]][depth][0] == name:
+            stop += 1
+        count = stop - first
+        if count == 1:
+            own[order[first]] = begin
+        elif above >= 0 and segments[above][3] == count:  # the same requests go on together
+            segments[above][1] = end
+            _descend(paths, order, first, stop, depth + 1, end, above, segments, own, cost)
+        elif cost.saved(count, end - begin) > 0:
+            segments.append([begin, end, first, count])
+            _descend(paths, order, first, stop, depth + 1, end, len(segments) - 1, segments, own, cost)
+        else:
+            _descend(paths, order, first, stop, depth + 1, begin, -1, segments, own, cost)
+        first = stop
