@@ -5,7 +5,8 @@ PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp)
 
-GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout
+GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout \
+  pyzmq uvloop starlette uvicorn httptools prometheus-client
 
 .PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test gpu-bench
 
@@ -35,6 +36,9 @@ gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site:. python3 -m bench.attention
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
+	python3 -m bench.shapes .gpu/llama-8b
+	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
+	  --ceilings bench/results/worker.json -- --load-format dummy --tokenizer none
 
 bench: .venv/installed-test
 	$(BIN)/python -m bench.tree

@@ -217,6 +217,18 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
     return rows
 
 
+def plain_row(bench: Bench) -> dict[str, Any]:
+    """256 requests at once, 1,024 in, 256 out: the load that `bench.serve` calls plain, without the way there."""
+    for _ in range(256):
+        bench.add(bench.ids(1024), 256)
+    began = time.perf_counter()
+    tokens = bench.finish()
+    seconds = time.perf_counter() - began
+    row = {"what": "the load plain, alone", "ms": seconds * 1e3, "tokens_s": tokens / seconds}
+    print(row, flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
@@ -241,6 +253,8 @@ def main() -> None:
         weights = sum(x.nbytes for layer in runner._model._layers for x in (layer.qkv.weight, layer.output.weight))
         rows = decode_rows(bench, limits, spec.kv_elements * itemsize, weights)
         rows += prefill_rows(bench, limits)
+        if not args.quick:
+            rows.append(plain_row(bench))
     print(table(rows))
     if not args.quick and not args.model:
         save("worker", rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)

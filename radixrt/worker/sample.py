@@ -96,6 +96,11 @@ class Draws:
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.min_p is not None or self.top_k is not None
+
     @staticmethod
     def arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> dict[str, np.ndarray]:
         """The same on the host, by name, each [B]: float32, int32, and int64 keys."""

@@ -171,8 +171,8 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
 
 def shared_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many sequences under one prefix."""
-    rows = max(128, triton.next_power_of_2(shape.group))
-    return Variant(rows, 64, 4 if shape.head_dim <= 128 else 8, 2 if shape.head_dim > 128 else 3)
+    rows = max(64, triton.next_power_of_2(shape.group))
+    return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 8, 2)
 
 
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:

@@ -248,3 +248,47 @@ def gather(
         keys, values, table, sequences, *out, table.stride(0), scales[0], scales[1],
         width, block, tokens, page_size, num_warps=8,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@triton.jit
+def _bits(key, token):
+    """SplitMix64 of a key and a token's counter, as `sample.gumbel` makes them; shifts are of int64, made logical."""
+    x = key + (token + 1) * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _perturbed_kernel(
+    logits_ptr, rows_ptr, temperature_ptr, keys_ptr, best_ptr, at_ptr, vocab, stride, blocks, BLOCK: tl.constexpr
+):
+    b = tl.program_id(0)
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    logits = tl.load(logits_ptr + row * stride + token, mask=inside, other=float("-inf"))
+    bits = _bits(tl.load(keys_ptr + b), token.to(tl.int64))
+    uniform = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    noise = -tl.log(-tl.log(uniform))
+    found = logits / tl.load(temperature_ptr + b) + noise.to(tl.float32)
+    found = tl.where(inside, found, float("-inf"))
+    tl.store(best_ptr + b * blocks + tl.program_id(1), tl.max(found, 0))
+    tl.store(at_ptr + b * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(found, 0))
+
+
+def draw(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """int64[B]: the largest of logits / temperature + Gumbel noise, of float32 logits[rows[B], vocab]; temperature is
+    float32[B, 1], keys int64[B, 1]. As `sample.draw` in one pass."""
+    count, vocab = len(rows), logits.shape[1]
+    block = 4096
+    blocks = triton.cdiv(vocab, block)
+    best = torch.empty((count, blocks), dtype=torch.float32, device=logits.device)
+    at = torch.empty((count, blocks), dtype=torch.int64, device=logits.device)
+    _perturbed_kernel[(count, blocks)](
+        logits, rows, temperature, keys, best, at, vocab, logits.stride(0), blocks, block, num_warps=8
+    )
+    return at.gather(1, best.argmax(1, keepdim=True))[:, 0]

@@ -58,9 +58,16 @@ def _make(
     config: WorkerConfig, loaded: Loaded, model: Decoder, pool: KVPool, flashinfer: FlashInfer | None, graphs: int
 ) -> CudaRunner:
     return CudaRunner(
-        model, pool, config.page_size, rows=config.max_num_seqs, eos_ids=loaded.eos_ids, flashinfer=flashinfer,
-        graph_batch=graphs, tree_attention=config.tree_attention != "off", processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
-    )  # fmt: skip
+        model,
+        pool,
+        config.page_size,
+        rows=config.max_num_seqs,
+        eos_ids=loaded.eos_ids,
+        flashinfer=flashinfer,
+        graph_batch=graphs,
+        processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
+        tree_attention=config.tree_attention != "off",
+    )
 
 
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
@@ -107,6 +114,12 @@ def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer:
     _ask(scheduler, -1, np.arange(prompt) % loaded.spec.vocab_size, sampling)
     while scheduler.has_work:
         _step(scheduler, runner)
+    # Kernels of the other ways that chunks are computed, for they are compiled at first use.
+    for number, new in ((-2, 300), (-3, 20)):
+        half = np.arange(prompt // 2) % loaded.spec.vocab_size
+        _ask(scheduler, number, np.concatenate([half, np.full(min(new, prompt // 2), 7)]), sampling)
+        while scheduler.has_work:
+            _step(scheduler, runner)
     peak = torch.cuda.max_memory_allocated(loaded.device) - before
     del runner, pool, cache, scheduler
     torch.cuda.empty_cache()

@@ -283,7 +283,11 @@ class CudaRunner:
 
     def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
         """Draw those that are not greedy, and note them in `tokens` and for their rows."""
-        drawn = draw(logits[drawing.at.of(sent).long()], drawing.draws(sent)).int()
+        draws, rows = drawing.draws(sent), drawing.at.of(sent)
+        if draws.cuts:
+            drawn = draw(logits[rows.long()], draws).int()
+        else:
+            drawn = kernels.draw(logits, rows, draws.temperature, draws.keys).int()
         tokens[drawing.to.of(sent).long()] = drawn
         self._drawn[drawing.rows.of(sent).long()] = drawn
 

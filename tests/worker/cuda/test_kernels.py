@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from radixrt.messages import Sampling
+from radixrt.worker import sample
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.decoder import Heads
+from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -93,6 +96,16 @@ def test_scatter_and_resolve(device):
     tokens = torch.tensor([-1, 5, -1, 8, 9], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
     assert kernels.resolve(tokens, rows, drawn).tolist() == [12, 5, 10, 8, 9]
+
+
+def test_draw_is_that_of_the_reference(device):
+    samplings = [Sampling(temperature=0.3 + 0.4 * i, seed=i * 12345 - 3) for i in range(6)]
+    arrays = Draws.arrays(samplings, list(range(7, 13)))
+    draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    logits = 4 * torch.randn(9, 5000, device=device)
+    rows = torch.tensor([8, 0, 3, 3, 1, 5], dtype=torch.int32, device=device)
+    expected = sample.draw(logits[rows.long()], draws)
+    assert kernels.draw(logits, rows, draws.temperature, draws.keys).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
