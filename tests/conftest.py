@@ -9,6 +9,10 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests import interpreter  # noqa: E402  (torch reads the environment when imported)
+
+interpreter.prepare()
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import attend
-from radixrt.worker.cuda.attend import Scratch, Shape
-from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
-from radixrt.worker.kv import DTYPES, KVPool
-from tests.worker.pages import make_plan
+pytest.importorskip("triton")
+
+from radixrt.worker.attention import TorchAttention  # noqa: E402
+from radixrt.worker.cuda import attend  # noqa: E402
+from radixrt.worker.cuda.attend import Scratch, Shape  # noqa: E402
+from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep  # noqa: E402
+from radixrt.worker.cuda.staging import Packer  # noqa: E402
+from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles  # noqa: E402
+from radixrt.worker.kv import DTYPES, KVPool  # noqa: E402
+from tests.worker.pages import make_plan  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 DEVICE = torch.device("cuda")

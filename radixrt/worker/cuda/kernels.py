@@ -105,8 +105,10 @@ def _append_kernel(
         w2 = tl.where(is_q, tl.load(q_norm_ptr + HALF + i, mask=i < HALF, other=0.0),
                       tl.load(k_norm_ptr + HALF + i, mask=i < HALF, other=0.0))  # fmt: skip
         dtype = qkv_ptr.dtype.element_ty
-        first = tl.where(is_v, first, (first * factor).to(dtype).to(tl.float32) * w1.to(tl.float32))
-        second = tl.where(is_v, second, (second * factor).to(dtype).to(tl.float32) * w2.to(tl.float32))
+        normed1 = (first * factor).to(dtype).to(tl.float32) * w1.to(tl.float32)
+        normed2 = (second * factor).to(dtype).to(tl.float32) * w2.to(tl.float32)
+        first = tl.where(is_v, first, normed1.to(dtype).to(tl.float32))  # rounded where the model rounds
+        second = tl.where(is_v, second, normed2.to(dtype).to(tl.float32))
     cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
     turned1 = tl.where(is_v, first, first * cos - second * sin)

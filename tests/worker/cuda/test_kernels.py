@@ -128,10 +128,16 @@ def test_gather(page_size, device):
 SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("window", [None, 25])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page_size"), [(8, 2, 16, 1), (14, 2, 24, 4), (4, 4, 32, 16), (16, 1, 16, 1)]
+    ("kv_dtype", "window", "heads", "kv_heads", "dim", "page_size"),
+    [
+        ("float32", None, 8, 2, 16, 1),
+        ("float32", 25, 14, 2, 24, 4),
+        ("bfloat16", None, 8, 2, 16, 1),
+        ("fp8_e4m3", None, 4, 4, 32, 16),
+        ("fp8_e4m3", 25, 8, 2, 16, 1),
+        ("fp8_e5m2", None, 16, 1, 16, 1),
+    ],
 )
 def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
     """Chunks and decodes, with many parts and with one; relative to the norm, both read the same pages."""
