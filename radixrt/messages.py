@@ -311,6 +311,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     """Since start."""
     steps: int = 0
+    plain_keys: int = 0
+    """Since start: tokens whose K and V decodes attended to, counted for each of them, in a layer."""
+    read_keys: int = 0
+    """Of them, those that were read from memory: what requests of a batch share is read once."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

@@ -101,6 +101,8 @@ class _Collector(Collector):
                 ("evicted_tokens", "Tokens evicted from the cache."),
                 ("preemptions", "Sequences sent back to wait for want of pages."),
                 ("steps", "Steps computed."),
+                ("plain_keys", "Tokens whose K and V decodes attended to, in a layer."),
+                ("read_keys", "Of them, those read from memory: what a batch shares is read once."),
             )
         }
         for name, state in self._report.workers.items():

@@ -73,6 +73,10 @@ class Tally:
 _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 
+SUMMED = ("evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys")
+"""Counters of a Load."""
+
+
 @dataclass(slots=True)
 class WorkerState:
     """A worker's latest load, and its counters summed over its lives."""
@@ -81,12 +85,13 @@ class WorkerState:
     evicted_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    plain_keys: int = 0
+    read_keys: int = 0
 
     def update(self, load: Load) -> None:
-        self.evicted_tokens += _gained(load.evicted_tokens, self.load.evicted_tokens)
-        self.preemptions += _gained(load.preemptions, self.load.preemptions)
-        self.steps += _gained(load.steps, self.load.steps)
-        self.load = load
+        before, self.load = self.load, load
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + _gained(getattr(load, name), getattr(before, name)))
 
     def to_json(self) -> dict[str, Any]:
         load = self.load
@@ -95,10 +100,7 @@ class WorkerState:
             "used_pages": load.total_pages - load.free_pages,
             "free_pages": load.free_pages,
             "evictable_pages": load.evictable_pages,
-            "evicted_tokens": self.evicted_tokens,
-            "preemptions": self.preemptions,
-            "steps": self.steps,
-        }
+        } | {name: getattr(self, name) for name in SUMMED}
 
 
 def _gained(now: int, before: int) -> int:
@@ -195,7 +197,8 @@ class Report:
             tenants    a list of the same, with `tenant`
             programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (forks above it)
             workers    ... with `worker` ("" for none); for all tenants together also total_pages, used_pages (of them
-                       evictable_pages), free_pages, evicted_tokens, preemptions, steps
+                       evictable_pages), free_pages, evicted_tokens, preemptions, steps, and what decodes attended to
+                       and read of it, plain_keys and read_keys (see `messages.Load`)
             bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
                        tokens (remembered) and forgotten, else null
 

@@ -16,7 +16,7 @@ CAUSES = {
     "logits": "computed for their logits",
 }
 FIGURES = ("requests", "prompt", "hit", "hit rate", "infinite", "generated")
-PAGES = ("pages", "used", "evictable", "evicted tokens", "preemptions", "steps")
+PAGES = ("pages", "used", "evictable", "evicted tokens", "preempted", "steps", "KV read")
 
 
 def to_text(report: dict[str, Any]) -> str:
@@ -75,8 +75,15 @@ def _misses(total: dict[str, Any]) -> list[str]:
 def _pages(workers: list[dict[str, Any]]) -> list[str]:
     names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "preemptions", "steps")
     known = [row for row in workers if row.get("total_pages")]
-    rows = [(f"worker {row['worker']}", *(f"{row[name]:,}" for name in names)) for row in _largest(known)]
+    rows = [
+        (f"worker {row['worker']}", *(f"{row[name]:,}" for name in names), _read_share(row)) for row in _largest(known)
+    ]
     return [*_aligned([("", *PAGES), *rows]), ""] if rows else []
+
+
+def _read_share(row: dict[str, Any]) -> str:
+    """Of the keys that decodes attended to, how many were read."""
+    return f"{row['read_keys'] / row['plain_keys']:.1%}" if row["plain_keys"] else "-"
 
 
 def _drift(total: dict[str, Any]) -> list[str]:
@@ -91,7 +98,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """The first column to the left, cut to what `WIDTH` leaves it, the others to the right."""
     columns = max(map(len, rows))
     widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(1, columns)]
-    room = max(8, WIDTH - sum(widths) - 2 * len(widths))
+    room = max(7, WIDTH - sum(widths) - 2 * len(widths))
     rows = [(_cut(_printable(row[0]), room), *row[1:]) if row else row for row in rows]
     first = max(len(row[0]) for row in rows if row)
     return [

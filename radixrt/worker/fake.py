@@ -58,6 +58,7 @@ class FakeRunner:
         self.prefill_rate = prefill_rate
         self.decode_step = decode_step
         self.overlaps = overlaps
+        self.plain_keys = self.read_keys = 0
         self.computed_tokens = 0
         """Tokens computed since start."""
         self.steps: list[tuple[int, int]] = []

@@ -281,6 +281,8 @@ class Worker:
             evicted_tokens=cache.evicted_tokens,
             preemptions=scheduler.preemptions,
             steps=scheduler.steps,
+            plain_keys=self.runner.plain_keys,
+            read_keys=self.runner.read_keys,
         )
 
     def _beat(self) -> None:

@@ -71,6 +71,9 @@ class Runner(Protocol):
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int
+    plain_keys: int
+    read_keys: int
+    """See `messages.Load`."""
     overlaps: bool
     """Step n+1 may be launched before the result of step n is asked for: tokens drawn stay on the device, by row."""
 

@@ -20,6 +20,7 @@ class TorchRunner:
     """See `plan.Runner`. The model, its KV pool and its attention on one device, one step after the other."""
 
     overlaps = False
+    plain_keys = read_keys = 0
 
     def __init__(
         self,

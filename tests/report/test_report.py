@@ -180,10 +180,14 @@ def test_beyond_the_budget_the_bound_is_a_lower_one():
 
 def test_counters_of_a_worker_outlive_it():
     report = Report(100)
-    for load in (Load(evicted_tokens=5, steps=9), Load(evicted_tokens=7, steps=12), Load(evicted_tokens=1, steps=2)):
+    for load in (
+        Load(evicted_tokens=5, steps=9, plain_keys=7, read_keys=3),
+        Load(evicted_tokens=7, steps=12, plain_keys=10, read_keys=4),
+        Load(evicted_tokens=1, steps=2, plain_keys=1, read_keys=1),
+    ):
         report.load("w", load)
     row = report.to_json()["workers"][0]
-    assert (row["evicted_tokens"], row["steps"]) == (8, 14)
+    assert (row["evicted_tokens"], row["steps"], row["plain_keys"], row["read_keys"]) == (8, 14, 11, 5)
 
 
 def test_text():
@@ -197,7 +201,9 @@ def test_text():
             origin=Origin("a program with a name of more than forty characters", "0", 2),
         )
     finish(report, tuple(range(1000)), 500, predicted=510, best=800)
-    report.load("w", Load(total_pages=5000, free_pages=4000, evictable_pages=900, preemptions=3))
+    report.load(
+        "w", Load(total_pages=5000, free_pages=4000, evictable_pages=900, preemptions=3, plain_keys=800, read_keys=100)
+    )
     text = to_text(report.to_json())
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and not any(line != line.rstrip() for line in lines if line.strip())
@@ -213,6 +219,7 @@ def test_text():
         "0",
         "3",
         "0",
+        "12.5%",
     ]
     assert to_text(Report(10).to_json()).startswith("Cache-hit-rate report")
 

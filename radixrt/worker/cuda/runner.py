@@ -139,6 +139,16 @@ class CudaRunner:
         if self._graph_sizes:
             self._capture()
 
+    @property
+    def plain_keys(self) -> int:
+        """See `messages.Load`."""
+        return self._decodes.plain_keys
+
+    @property
+    def read_keys(self) -> int:
+        """See `messages.Load`."""
+        return self._decodes.read_keys
+
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
         return Pages(keys, values, self._table, self.pool.scales[layer], self._model.spec.windows[layer])

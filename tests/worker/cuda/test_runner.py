@@ -60,6 +60,7 @@ def test_it_generates_what_the_plain_one_does(folder):
         Sampling(max_tokens=4, temperature=0.0, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
     ]
     found = []
+    assert fast.read_keys == 0
     for runner in (plain, fast):
         engine = Engine(runner, chunk=23, rows=8, max_model_len=128)
         for some in (range(4), range(5)):  # without and with what the host must know first
@@ -67,6 +68,8 @@ def test_it_generates_what_the_plain_one_does(folder):
             engine.finish()
             found.append([engine.tokens(id) for id in ids])
     assert found[2:] == found[:2]
+    windowed = fast._model.spec.windows[0] is not None
+    assert (fast.read_keys < fast.plain_keys) != windowed, "what they share is read once"
 
 
 def test_scores_and_a_failed_request(folder):

@@ -1,0 +1,98 @@
+"""What is said of a GPU, or of settings, that cannot be."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker import loading
+from tests.checkpoints import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model(path, "llama")
+    return path
+
+
+def config(folder, **settings) -> WorkerConfig:
+    return resolve(WorkerConfig(**{"model": str(folder), "device": "cpu", "max_total_tokens": 256} | settings))
+
+
+def test_bad_settings_are_named(folder):
+    for name, value in (("attention_backend", "magic"), ("tree_attention", "maybe"), ("kv_scales", "some")):
+        with pytest.raises(ValueError, match=f"{name} '{value}'"):
+            loading.load_runner(config(folder, **{name: value}))
+
+
+def on_gpu(folder, monkeypatch, capability) -> loading.Loaded:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    return replace(loading.look_up(config(folder)), device=torch.device("cuda", 0))
+
+
+def test_an_old_gpu_computes_by_torch_and_says_why(folder, monkeypatch):
+    assert "7.5, the kernels need 8.0" in loading._no_kernels(on_gpu(folder, monkeypatch, (7, 5)))
+    ampere = replace(on_gpu(folder, monkeypatch, (8, 0)), kv_dtype=torch.float8_e4m3fn)
+    assert "8.0, kernels with e4m3 pages need 8.9" in loading._no_kernels(ampere)
+
+
+def test_fp8_pages_are_the_default_from_hopper_on(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for capability, expected in (
+        ((9, 0), torch.float8_e4m3fn),
+        ((10, 0), torch.float8_e4m3fn),
+        ((8, 9), torch.bfloat16),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        assert loading.choose_kv_dtype("auto", torch.bfloat16, gpu) == expected
+    assert loading.choose_kv_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
+    assert loading.choose_kv_dtype("fp8", torch.float32, gpu) == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="kv_cache_dtype 'int3'"):
+        loading.choose_kv_dtype("int3", torch.float32, gpu)
+
+
+def test_out_of_memory_names_numbers_and_flags(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 * 10**9, 80 * 10**9))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loading, "make_runner", fail)
+    with pytest.raises(ValueError) as problem:
+        loading.load_runner(config(folder))
+    text = str(problem.value)
+    assert "80.0 GB in all, 3.0 GB free" in text
+    assert "--gpu-memory-utilization (0.9)" in text and "--max-num-batched-tokens" in text
+
+
+def test_no_room_for_pages(folder, monkeypatch):
+    loaded = on_gpu(folder, monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (9 * 10**9, 80 * 10**9))
+    assert loading.pool_tokens(loaded, 0.9) == 10**9 // (loaded.spec.kv_elements * loaded.kv_dtype.itemsize)
+    with pytest.raises(ValueError, match=r"9.0 GB free, 2.0 GB needed by a step; see --gpu-memory-utilization"):
+        loading.pool_tokens(loaded, 0.9, reserved=2 * 10**9)
+
+
+@pytest.mark.parametrize(("backend", "fails"), [("auto", False), ("flashinfer", True), ("triton", False)])
+def test_flashinfer_that_cannot_be_built_is_replaced_with_a_warning(folder, monkeypatch, caplog, backend, fails):
+    cuda = pytest.importorskip("radixrt.worker.cuda.loading")
+    loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
+
+    def fail(*_):
+        raise RuntimeError("ninja: build stopped")
+
+    monkeypatch.setattr(cuda, "FlashInfer", fail)
+    settings = SimpleNamespace(attention_backend=backend, page_size=1, max_num_batched_tokens=64)
+    with caplog.at_level(logging.WARNING):
+        if fails:
+            with pytest.raises(ValueError, match="attention_backend: FlashInfer is not used: RuntimeError: ninja"):
+                cuda.find_flashinfer(settings, loaded)
+        else:
+            assert cuda.find_flashinfer(settings, loaded) is None
+    assert ("ninja: build stopped" in caplog.text) == (backend == "auto")
