@@ -129,7 +129,7 @@ class Bench:
         return tokens
 
 
-def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int, weight_bytes: int) -> list[dict[str, Any]]:
+def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
     rows = []
     for batch, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)):
         for _ in range(batch):
@@ -234,6 +234,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     limits = ceilings()
@@ -242,7 +243,11 @@ def main() -> None:
         config = LLAMA_8B | ({"num_hidden_layers": 2} if args.quick else {})
         Path(folder, "config.json").write_text(json.dumps(config))
         model = args.model or folder
-        settings = {"kv_cache_dtype": args.kv_cache_dtype, "attention_backend": args.attention_backend}
+        settings = {
+            "kv_cache_dtype": args.kv_cache_dtype,
+            "attention_backend": args.attention_backend,
+            "deterministic": args.deterministic,
+        }
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()
         runner = load_runner(worker)
@@ -250,14 +255,14 @@ def main() -> None:
         bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
         start = time.perf_counter() - began
         print(f"ready in {start:.1f} s", flush=True)
-        weights = sum(x.nbytes for layer in runner._model._layers for x in (layer.qkv.weight, layer.output.weight))
-        rows = decode_rows(bench, limits, spec.kv_elements * itemsize, weights)
+        rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
         rows += prefill_rows(bench, limits)
         if not args.quick:
             rows.append(plain_row(bench))
     print(table(rows))
     if not args.quick and not args.model:
-        save("worker", rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)
+        name = "worker_deterministic" if args.deterministic else "worker"
+        save(name, rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
     """By device: kernels on a GPU, unless they cannot be there or torch is asked for."""
     on_gpu = loaded.device.type == "cuda"
     exact = config.deterministic or (not on_gpu and loaded.kv_dtype.itemsize == 1)
-    if on_gpu and config.attention_backend != "torch" and not exact:
+    if on_gpu and config.attention_backend != "torch":
         if reason := _no_kernels(loaded):
             log.warning("%s: everything by torch, much slower", reason)
         else:

@@ -34,9 +34,9 @@ GATHERED_TOKENS = 1 << 17
 def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
     """See `worker.loading.load_runner`. torch.OutOfMemoryError if weights or a step do not fit."""
     torch.cuda.set_device(loaded.device)
-    model = load_model(config, loaded, ops=kernels)
+    model = load_model(config, loaded, config.deterministic, ops=kernels)
     scales = load_scales(config, loaded, model)
-    flashinfer = find_flashinfer(config, loaded)
+    flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
     graphs = config.max_num_seqs if graphs_fit(config, loaded) else 0
     tokens = config.max_total_tokens
     if not tokens:
@@ -51,7 +51,11 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
 
 def graphs_fit(config: WorkerConfig, loaded: Loaded) -> bool:
     """Whether steps are captured. Experts run in one launch in bfloat16 alone; else the host counts their tokens."""
-    return not config.enforce_eager and (loaded.spec.experts is None or loaded.dtype == torch.bfloat16)
+    return (
+        not config.enforce_eager
+        and not config.deterministic
+        and (loaded.spec.experts is None or loaded.dtype == torch.bfloat16)
+    )
 
 
 def _make(
@@ -67,6 +71,7 @@ def _make(
         graph_batch=graphs,
         processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
         tree_attention=config.tree_attention != "off",
+        exact=config.deterministic,
     )
 
 

@@ -8,6 +8,7 @@ Nothing in a step waits for the device but the question for its result. Batches 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ log = logging.getLogger("radixrt.cuda")
 RAGGED_QUERIES = 256
 RAGGED_PAIRS = 1 << 20
 """Chunks of so many tokens, or pairs of a query and a key, and more go to FlashInfer."""
+EXACT_PART = 1024
+"""Keys of a part where results must not depend on the batch."""
 DRAW_INTEGERS = 16
 """A request, at most, for its sampling."""
 
@@ -79,7 +82,8 @@ class CudaRunner:
 
     At most `rows` requests run at once; `flashinfer` computes long chunks where it is given; batches of up to
     `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over. With
-    `tree_attention` decodes read once what they share (`sharing`)."""
+    `tree_attention` decodes read once what they share (`sharing`). `exact`: results do not depend on the batch, to the
+    last bit, if the model's do not: one kernel and one cut for all attention, nothing shared, no FlashInfer."""
 
     overlaps = True
 
@@ -95,6 +99,7 @@ class CudaRunner:
         graph_batch: int = 0,
         processors: int = 1,
         tree_attention: bool = True,
+        exact: bool = False,
     ) -> None:
         spec = model.spec
         self.num_pages = pool.slots // page_size
@@ -113,11 +118,14 @@ class CudaRunner:
         self._shape = shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
         itemsize = pool.dtype.itemsize
         few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
-        self._compiled = Kernels(shape, few, many)
         self._chunk_variant = attend.chunk_variant(shape, itemsize)
         self._chunk_cut = attend.tiling(self._chunk_variant, shape, processors, decode=False)
+        if exact:
+            few, tree_attention, self._flashinfer = self._chunk_variant, False, None
+            self._chunk_cut = dataclasses.replace(self._chunk_cut, fixed=EXACT_PART)
+        self._compiled = Kernels(shape, few, many, exact)
         self._cuts = Cuts(
-            attend.tiling(few, shape, processors, decode=True),
+            self._chunk_cut if exact else attend.tiling(few, shape, processors, decode=True),
             attend.tiling(many, shape, processors, decode=False),
             sharing_cost(shape, itemsize, many) if tree_attention and None in self._windows else None,
         )
@@ -125,6 +133,8 @@ class CudaRunner:
         self._packers = (Packer(self._device), Packer(self._device))
         self._answers = (Answer(self._device), Answer(self._device))
         self._steps = 0
+        if exact:
+            graph_batch = 0  # the room for a batch's fixed parts would be that of the longest context
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._device.type == "cuda" else []
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pieces: Pieces | None = None

@@ -21,6 +21,8 @@ class Kernels:
     shape: Shape
     few: Variant
     many: Variant
+    exact: bool = False
+    """Items hold keys that a window hides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class StepAttention:
             # Items hold only keys that all their queries see, windows and all: nothing is masked.
             attend.attend(
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
-                order=lists.order, causal=False, scales=pages.scales,
+                order=lists.order, window=pages.window if compiled.exact else None, causal=False, scales=pages.scales,
             )  # fmt: skip
         attend.merge(scratch.values, scratch.lse, lists.merges, lists.entries, out, compiled.shape)
 

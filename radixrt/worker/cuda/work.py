@@ -30,16 +30,17 @@ MERGE_FIELDS = 3
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a kernel wants its work: at most `queries` a tile, parts in multiples of `keys`, `shortest` keys at least,
-    about `items` items."""
+    about `items` items. With `fixed`, parts are the same whatever the batch is: keys 0 to `fixed`, and so on."""
 
     queries: int
     keys: int
     shortest: int
     items: int
+    fixed: int = 0
 
     def most_items(self, tiles: int) -> int:
-        """No more items come of so many tiles."""
-        return tiles + self.items
+        """No more items come of so many tiles (`fixed`: if none is longer than `items` parts)."""
+        return tiles * self.items if self.fixed else tiles + self.items
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,12 @@ def segment_tiles(sharing: Sharing, rows: np.ndarray, most: int, chosen: np.ndar
 
 def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(int32[W, FIELDS] of the parts of tiles, none direct; the last item of each tile)."""
-    length, parts = _split(tiles.end - tiles.begin, tiling)
+    # Fixed parts are counted from key 0 also where a window begins later: a result is merged from the same places.
+    first = np.zeros_like(tiles.begin) if tiling.fixed else tiles.begin
+    length, parts = _split(tiles.end - first, tiling)
     tile = np.repeat(np.arange(len(tiles)), parts)
     part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
-    begin = tiles.begin[tile] + part * length[tile]
+    begin = first[tile] + part * length[tile]
     size = tiles.size[tile]
     items = np.empty((len(tile), FIELDS), dtype=np.int32)
     items[:, 0] = tiles.query[tile]
@@ -151,6 +154,8 @@ def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Mer
 
 def _split(keys: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
     """(length of a part, parts) of tiles with so many keys: parts of about the same length everywhere."""
+    if tiling.fixed:
+        return np.full_like(keys, tiling.fixed), -(-keys // tiling.fixed)
     goal = max(tiling.shortest, _rounded_up(-(-int(keys.sum()) // tiling.items), tiling.keys))
     parts = -(-keys // goal)
     length = _rounded_up(_rounded_up(keys, parts) // parts, tiling.keys)

@@ -181,7 +181,12 @@ class Decoder:
         return layer.mlp(x, self._ops)
 
     def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if not x.is_cuda or x.dtype == torch.float32 or self._head.batch_invariant:
+        if x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:
+            from radixrt.worker.cuda.invariant import product
+
+            logits = product(x, self._head.weight, dtype=torch.float32)
+            return logits if out is None else out.copy_(logits)
+        if not x.is_cuda or x.dtype == torch.float32:
             logits = self._head(x).float()
             return logits if out is None else out.copy_(logits)
         if out is None:

@@ -22,6 +22,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.batch_invariant:
             return F.linear(x, self.weight, self.bias)
+        if x.is_cuda and x.dtype.itemsize == 2:
+            from radixrt.worker.cuda.invariant import product
+
+            return product(x, self.weight, self.bias)
         tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
         return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from radixrt.messages import Sampling
 from radixrt.worker import sample
 from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import attend, kernels
+from radixrt.worker.cuda import attend, invariant, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
@@ -96,6 +96,14 @@ def test_scatter_and_resolve(device):
     tokens = torch.tensor([-1, 5, -1, 8, 9], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
     assert kernels.resolve(tokens, rows, drawn).tolist() == [12, 5, 10, 8, 9]
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 7, 33), (70, 130, 64), (3, 256, 200)])
+def test_product(rows, columns, depth, device):
+    x, weight, bias = (torch.randn(*size, device=device) for size in ((rows, depth), (columns, depth), (columns,)))
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert error(invariant.product(x, weight, bias), expected) < 1e-5
+    assert invariant.product(x[:0], weight).shape == (0, columns)
 
 
 def test_draw_is_that_of_the_reference(device):

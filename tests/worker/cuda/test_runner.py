@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
@@ -37,14 +38,14 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def runners(folder, page_size: int = 1, tokens: int = 1200):
+def runners(folder, page_size: int = 1, tokens: int = 1200, exact: bool = False):
     """(plain, of the GPU) on the same weights, in float32."""
     config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=tokens, page_size=page_size))
     loaded = loading.look_up(config)
     plain = loading.make_runner(config, loaded)
     model = loading.load_model(config, loaded, ops=kernels)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
-    return plain, CudaRunner(model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4)
+    return plain, CudaRunner(model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4, exact=exact)
 
 
 def test_it_generates_what_the_plain_one_does(folder):
@@ -70,6 +71,38 @@ def test_it_generates_what_the_plain_one_does(folder):
     assert found[2:] == found[:2]
     windowed = fast._model.spec.windows[0] is not None
     assert (fast.read_keys < fast.plain_keys) != windowed, "what they share is read once"
+
+
+def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
+    """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
+    (here by one row at a time)."""
+    monkeypatch.setattr("radixrt.worker.cuda.runner.EXACT_PART", 16)
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: torch.stack([w @ row for row in x]) if len(x) else x @ w.t())
+    asked = prompts(3, 30, 70, vocab_size=128)
+    logits: list[torch.Tensor] = []
+    for together, chunk in ((False, 512), (True, 19)):
+        _, runner = runners(folder, exact=True)
+        seen: dict[int, list[torch.Tensor]] = {}
+        inner = runner._pick
+
+        def pick(found, rows, at=None, inner=inner, seen=seen):
+            for row, one in zip(rows.tolist(), found if at is None else found[at], strict=True):
+                seen.setdefault(row, []).append(one.clone())
+            return inner(found, rows, at)
+
+        runner._pick = pick
+        sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+        if together:
+            Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate(asked, sampling)
+            logits += [torch.stack(seen[row]) for row in sorted(seen)]
+        else:
+            for prompt in asked:
+                Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate([prompt], sampling)
+            logits += torch.stack(seen[0]).split(3)
+    alone, batched = logits[:3], logits[3:]
+    assert len(batched) == 3
+    for one in alone:
+        assert any(torch.equal(one, other) for other in batched)
 
 
 def test_scores_and_a_failed_request(folder):
