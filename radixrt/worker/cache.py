@@ -46,6 +46,7 @@ class PageCache:
         self._rows = list(range(rows - 1, -1, -1))
         self._running: dict[int, Request] = {}
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []
+        self._before_admit = 0
 
     # ------------------------------------------------------------ figures
 
@@ -79,11 +80,17 @@ class PageCache:
 
     def admit(self, request: Request) -> None:
         """Give a waiting request a row and lease what the tree holds of it. `has_row` must be true."""
+        self._before_admit = len(self._writes)
         request.row = self._rows.pop()
         request.lease = self.tree.lease(self.tree.match(request.namespace, request.tokens))
         self._running[request.row] = request
         self._fill(request.row, 0, _int32(request.lease.values()))
         request.computed = min(request.lease.length, request.reusable)
+
+    def withdraw(self, request: Request) -> None:
+        """Undo the `admit` before: nothing has happened."""
+        self._leave(request)
+        del self._writes[self._before_admit :]
 
     def catch_up(self, request: Request) -> int:
         """Let a request that is behind lease what others have computed of its path meanwhile; tokens gained."""
@@ -151,10 +158,14 @@ class PageCache:
 
     def discard(self, request: Request, keep: int) -> None:
         """Take a request off its row; what the tree has of it beyond `keep` tokens goes too, if it is its own."""
-        length, path = request.lease.length, request.tokens[: request.lease.length]
+        length = request.lease.length
         self._leave(request)
         if length > keep:
-            self._give_back(_int32(self.tree.forget(request.namespace, path, keep)))
+            self.forget(request, length, keep)
+
+    def forget(self, request: Request, length: int, keep: int = 0) -> None:
+        """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, unless others lease it."""
+        self._give_back(_int32(self.tree.forget(request.namespace, request.tokens[:length], keep)))
 
     def _leave(self, request: Request) -> None:
         row = request.row

@@ -28,7 +28,7 @@ class Request:
     __slots__ = (
         "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
-        "pending", "over", "serial", "draws",
+        "pending", "over", "serial", "draws", "next_score",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -49,6 +49,7 @@ class Request:
         self.cached_tokens = 0
         self.admissions = 0
         self.scores: list[float] = []
+        self.next_score = 0 if run.score_from is None else run.score_from
         self.pending = 0
         self.over = False
         self.draws = run.sampling.temperature >= GREEDY_BELOW
@@ -79,6 +80,12 @@ class Request:
     def generated(self) -> int:
         """Tokens after the prompt, known or drawn."""
         return self.total - self.prompt_len
+
+    def add_scores(self, position: int, scores: list[float]) -> None:
+        """Take scores of the tokens from `position` on; after a preemption they come a second time."""
+        fresh = scores[max(0, self.next_score - position) :]
+        self.scores.extend(fresh)
+        self.next_score += len(fresh)
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, not copied; drop it before the sequence grows."""

@@ -210,12 +210,11 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int, builder: _Builder) -> int:
         """Plan the next chunk of a request that is behind; its tokens, 0 when it was preempted for want of pages."""
-        if request.admissions == 1:
-            request.cached_tokens += self.cache.catch_up(request)
-        else:
-            self.cache.catch_up(request)
-        count = min(budget, request.behind)
         while True:
+            # Anew after each preemption: what the victim leaves in the tree may be what comes next here.
+            gained = self.cache.catch_up(request)
+            request.cached_tokens += gained if request.admissions == 1 else 0
+            count = min(budget, request.behind)
             try:
                 self.cache.reserve(request, request.computed + count)
                 break
@@ -258,7 +257,7 @@ class Scheduler:
         self.cache.admit(request)
         missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
         if self.num_running and not self.cache.can_take(missing + self.num_running):
-            self.cache.retire(request)
+            self.cache.withdraw(request)
             return None
         heapq.heappop(self._waiting)
         self._waiting_tokens -= request.total - request.hit
@@ -274,13 +273,14 @@ class Scheduler:
         """Take in what a step gave, in the order of plans; what each request gained, for the reply."""
         outputs: list[Output] = []
         for index, request in enumerate(plan.requests):
+            if index in result.failed:
+                self._fail_for_good(request, result.failed[index], outputs)
+                continue
             if request.over:  # it ended while the step ran
                 continue
-            if index in result.failed:
-                self._fail(request, int(plan.starts[index]), result.failed[index], outputs)
-                continue
             if index in result.scores:
-                request.scores.extend(result.scores[index])
+                stop = int(plan.starts[index] + plan.counts[index])
+                request.add_scores(stop - int(plan.wants[index]) + 1, result.scores[index])
             if plan.samples[index]:
                 self._gain(request, result.tokens[index], result.logprobs[index] if result.logprobs else None, outputs)
             elif plan.starts[index] + plan.counts[index] == request.total:
@@ -315,6 +315,12 @@ class Scheduler:
             request.computed = min(request.computed, len(request.tokens) - 1)
         self._let_go(request)
 
+    def _fail_for_good(self, request: Request, reason: str, outputs: list[Output]) -> None:
+        """What a request computed is of no use: nothing of its path stays, whosever it was, that nobody else leases."""
+        if not request.over:
+            self._fail(request, 0, reason, outputs)
+        self.cache.forget(request, len(request.tokens))
+
     def _fail(self, request: Request, keep: int, reason: str, outputs: list[Output]) -> None:
         outputs.append(Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason))
         del self._requests[request.id]
@@ -328,7 +334,8 @@ class Scheduler:
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Every request of a step that could not be run fails; nothing of that step stays cached."""
         outputs: list[Output] = []
-        for request, start in zip(plan.requests, plan.starts.tolist(), strict=True):
+        # The last first: they may lease what those before them were to compute.
+        for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             if not request.over:
                 self._fail(request, start, reason, outputs)
         return outputs

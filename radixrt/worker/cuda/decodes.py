@@ -70,6 +70,7 @@ class DecodeWork:
 @dataclass(slots=True)
 class _Kept:
     requests: tuple[Request, ...]
+    rows: np.ndarray
     positions: np.ndarray
     sharing: Sharing | None
     work: DecodeWork
@@ -103,7 +104,8 @@ class DecodePlanner:
         self, requests: tuple[Request, ...], rows: np.ndarray, positions: np.ndarray, room: Room | None
     ) -> DecodeWork:
         kept = self._kept
-        if kept is not None and kept.requests == requests and (room is None or room.holds(kept.work)):
+        same = kept is not None and kept.requests == requests and np.array_equal(kept.rows, rows)
+        if same and (room is None or room.holds(kept.work)):
             grown = int(positions[0] - kept.positions[0]) if len(positions) else 0
             if 0 <= grown < GROWTH and np.array_equal(positions, kept.positions + grown):
                 kept.work.few[kept.work.growing, 4] = positions + 1
@@ -114,15 +116,16 @@ class DecodePlanner:
         if sharing is not None and room is not None and not room.holds(work):
             sharing = None
             work = self._cut(rows, positions, None, None)
-        self._kept = _Kept(requests, positions.copy(), sharing, work)
+        self._kept = _Kept(requests, rows.copy(), positions.copy(), sharing, work)
         self._count(positions, sharing)
         return work
 
     def _share(self, requests: tuple[Request, ...], positions: np.ndarray) -> Sharing | None:
         if self._cuts.cost is None or len(requests) < 2:
             return None
-        sharing = find_sharing([request.lease.path() for request in requests], self._cuts.cost)
-        return sharing if len(sharing.segments) and (sharing.own <= positions).all() else None
+        paths = [_path(request, position) for request, position in zip(requests, positions.tolist(), strict=True)]
+        sharing = find_sharing(paths, self._cuts.cost)
+        return sharing if len(sharing.segments) else None
 
     def _cut(self, rows: np.ndarray, positions: np.ndarray, window: int | None, sharing: Sharing | None) -> DecodeWork:
         places = np.arange(len(rows))
@@ -147,6 +150,23 @@ class DecodePlanner:
         keys = int(positions.sum()) + len(positions)
         self.plain_keys += keys
         self.read_keys += keys - (sharing.saved_keys if sharing else 0)
+
+
+def _path(request: Request, position: int) -> tuple[tuple[int, int], ...]:
+    """The nodes of a request's lease, less what does not lie before its next token. (Of a prompt that is cached as a
+    whole, the last token is computed again.)"""
+    path = request.lease.path()
+    if not path or path[-1][1] <= position:
+        return path
+    nodes = []
+    begin = 0
+    for name, end in path:
+        if begin >= position:
+            break
+        # The part of a node has a name of its own, the same for all that share so much of it.
+        nodes.append((name, end) if end <= position else (-(name << 32) - position, position))
+        begin = end
+    return tuple(nodes)
 
 
 def _joined(a: Tiles, b: Tiles) -> Tiles:

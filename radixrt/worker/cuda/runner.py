@@ -138,6 +138,8 @@ class CudaRunner:
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._device.type == "cuda" else []
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pieces: Pieces | None = None
+        self._scratch: Scratch | None = None
+        """Of all graphs, which hold its address alone."""
         self._drawn = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
         """Token drawn last, by row of the page table; the last row is padding's."""
         layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
@@ -173,10 +175,10 @@ class CudaRunner:
         serial = any(request.serial for request in plan.requests)
         size = self._graph_size(plan)
         step = self._replay(plan, packer, size, serial) if size else self._run(plan, packer, serial)
-        if serial:  # the host decides on the tokens, when it knows those before
-            return lambda: self._read(plan, step.logits)
         answer = self._answers[self._steps % 2]
         answer.fetch(step.answer)
+        if serial:  # the host decides on the tokens, when it knows those before
+            return lambda: self._read(plan, step.logits, answer)
         return lambda: _result(plan, step.logit_rows, answer.wait())
 
     @torch.inference_mode()
@@ -186,7 +188,8 @@ class CudaRunner:
         return self._run(plan, packer, serial=True).logits
 
     @torch.inference_mode()
-    def _read(self, plan: Plan, logits: torch.Tensor) -> Result:
+    def _read(self, plan: Plan, logits: torch.Tensor, answer: Answer) -> Result:
+        answer.wait()  # also a step without logits has ended then, and what was packed for it may be overwritten
         return read_logits(plan, logits)
 
     def _graph_size(self, plan: Plan) -> int:
@@ -318,7 +321,7 @@ class CudaRunner:
         vocab, most = self.vocab_size, max(self._graph_sizes)
         logits = torch.empty((most, vocab), dtype=torch.float32, device=self._device)
         room = Room.of(most, self._cuts)
-        scratch = Scratch.make(room.few + room.entries, self._shape, self._device)
+        self._scratch = scratch = Scratch.make(room.few + room.entries, self._shape, self._device)
         pool = torch.cuda.graph_pool_handle()
         packer = self._packers[0]
         before = torch.cuda.mem_get_info(self._device)[0]
