@@ -77,11 +77,13 @@ class StepAttention:
     def _decode(self, pages: Pages, lists: DecodeLists, q: torch.Tensor, out: torch.Tensor) -> None:
         assert self._scratch is not None
         compiled, scratch = self._compiled, self._scratch
+        window = pages.window if compiled.exact else None
         for items, variant in ((lists.many, compiled.many), (lists.few, compiled.few)):
-            # Items hold only keys that all their queries see, windows and all: nothing is masked.
+            # Items hold only keys that all their queries see, windows and all: nothing is masked. Exact ones are masked
+            # as those of chunks are, by the same compilation.
             attend.attend(
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
-                order=lists.order, window=pages.window if compiled.exact else None, causal=False, scales=pages.scales,
+                order=lists.order, window=window, causal=compiled.exact, scales=pages.scales,
             )  # fmt: skip
         attend.merge(scratch.values, scratch.lse, lists.merges, lists.entries, out, compiled.shape)
 

@@ -1,0 +1,76 @@
+"""Every kernel compiles for GPUs that are not here: in a process that does not interpret them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import triton.language as tl
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from radixrt.worker.cuda import attend, invariant, kernels
+
+target = GPUTarget("cuda", int(sys.argv[1]), 32)
+fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
+
+
+def build(kernel, pointers, numbers, constants, warps=4, stages=3):
+    types = dict(zip((n for n in kernel.arg_names if n.endswith("_ptr")), pointers, strict=True)) | numbers
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": warps, "num_stages": stages}
+    built = compile(ASTSource(kernel, signature, constexprs=fixed), target=target, options=options)
+    assert built.metadata.shared < 100_000
+
+
+f, i = "fp32", "i32"
+build(kernels._norm_kernel, ["*bf16"] * 4, {"eps": f, "size": i}, {"ADD": True, "BLOCK": 4096})
+build(kernels._gate_kernel, ["*bf16"] * 2, {"size": i}, {"ACTIVATION": 1, "BLOCK": 2048})
+scales = {"eps": f, "k_scale": f, "v_scale": f}
+heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16}
+gather = {"WIDTH": 1024, "BLOCK": 1024, "TOKENS": 16, "PAGE": 1}
+pointers = ["*bf16"] * 5 + ["*i32", "*bf16", fp8, fp8]
+build(kernels._append_kernel, pointers, scales, heads | {"NORM": True, "LIMIT": 448.0})
+pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
+build(kernels._gather_kernel, pointers, {"stride": i, "k_scale": f, "v_scale": f}, gather, 8)
+build(kernels._scatter_kernel, ["*i32"] * 2, {"count": i, "stride": i}, {"BLOCK": 256})
+build(kernels._resolve_kernel, ["*i32"] * 4, {"count": i}, {"BLOCK": 256})
+pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*i64"]
+build(kernels._perturbed_kernel, pointers, {"vocab": i, "stride": i, "blocks": i}, {"BLOCK": 4096}, 8)
+tile = {"ROWS": invariant.ROWS, "COLUMNS": invariant.COLUMNS, "DEPTH": invariant.DEPTH, "BIAS": True}
+build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], {"rows": i, "columns": i, "depth": i}, tile, 4, 4)
+shape = attend.Shape(32, 8, 128, 1)
+for pages, dot, size in ((fp8, tl.float16, 1), ("*bf16", tl.bfloat16, 2)):
+    for variant, causal, window, ordered in (
+        (attend.decode_variant(shape, size), False, 0, True),
+        (attend.shared_variant(shape, size), False, 0, True),
+        (attend.chunk_variant(shape, size), True, 100, False),
+    ):
+        constants = dict(
+            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered,
+            QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=128, ITEM=8, HALF_TYPE=dot,
+            STAGES=variant.stages,
+        )
+        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        build(attend._attend_kernel, pointers, {"stride": i, "scale": f, "v_scale": f}, constants, variant.warps)
+constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3}
+build(attend._merge_kernel, ["*i32", "*i32", "*fp32", "*fp32", "*bf16"], {}, constants, 1)
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_kernels_compile(capability, tmp_path):
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", SCRIPT, str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
