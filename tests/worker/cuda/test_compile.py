@@ -66,7 +66,7 @@ build(attend._merge_kernel, ["*i32", "*i32", "*fp32", "*fp32", "*bf16"], {}, con
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_all_kernels_compile(capability, tmp_path):
     pytest.importorskip("triton")
     root = Path(__file__).parents[3]

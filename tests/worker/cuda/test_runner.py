@@ -73,6 +73,7 @@ def test_it_generates_what_the_plain_one_does(folder):
     assert (fast.read_keys < fast.plain_keys) != windowed, "what they share is read once"
 
 
+@pytest.mark.parametrize("folder", ["llama", "mistral"], indirect=True)
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time)."""
