@@ -1,0 +1,88 @@
+"""A step's way back: what is drawn by what, and integers that come to the host when they are ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.plan import Plan, Result
+from radixrt.worker.runner import NOT_FINITE
+from radixrt.worker.sample import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way."""
+
+    logits: torch.Tensor
+    answer: torch.Tensor
+    """See `runner.CudaRunner._pick`."""
+    logit_rows: int
+    """How many of the answer's first integers are about logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Of the requests whose tokens are drawn: their rows of logits and of the page table, their places among the
+    step's tokens, and what they are drawn by."""
+
+    at: Piece
+    rows: Piece
+    to: Piece
+    pieces: dict[str, Piece]
+
+    @classmethod
+    def pack(cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray) -> Drawing | None:
+        """`logit_rows`[n] are those of the n requests that sample; None if all are greedy."""
+        chosen = np.flatnonzero(plan.samples)
+        drawn = [i for i, b in enumerate(chosen.tolist()) if plan.requests[b].draws]
+        if not drawn:
+            return None
+        who = chosen[drawn]
+        samplings = [plan.requests[b].sampling for b in who]
+        arrays = Draws.arrays(samplings, (plan.starts + plan.counts)[who].tolist())
+        pieces = {name: packer.add(array) for name, array in arrays.items()}
+        to = np.array(drawn, dtype=np.int32)
+        return cls(packer.add(logit_rows[drawn].astype(np.int32)), packer.add(rows[who]), packer.add(to), pieces)
+
+    def draws(self, sent: torch.Tensor) -> Draws:
+        return Draws.of({name: piece.of(sent) for name, piece in self.pieces.items()})
+
+
+class Answer:
+    """Integers on their way to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._host = torch.empty(4096, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._size = 0
+        self._event = torch.cuda.Event() if self._on_gpu else None
+
+    def fetch(self, integers: torch.Tensor) -> None:
+        self._size = len(integers)
+        if self._size > len(self._host):
+            self._host = torch.empty(2 * self._size, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._host[: self._size].copy_(integers, non_blocking=True)
+        if self._event:
+            self._event.record()
+
+    def wait(self) -> np.ndarray:
+        """int32, when they have come; valid until the next `fetch`."""
+        if self._event:
+            self._event.synchronize()
+        return self._host[: self._size].numpy()
+
+
+def make_result(plan: Plan, logit_rows: int, answer: np.ndarray) -> Result:
+    """The Result of a step whose tokens were drawn on the device."""
+    total = int(plan.wants.sum())
+    bad = np.flatnonzero(answer[:total] == 0)
+    ends = np.cumsum(plan.wants)
+    failed = {int(np.searchsorted(ends, row, side="right")): NOT_FINITE for row in bad}
+    tokens = np.zeros(len(plan.requests), dtype=np.int64)
+    chosen = np.flatnonzero(plan.samples)
+    tokens[chosen] = answer[logit_rows : logit_rows + len(chosen)]
+    return Result(tokens.tolist(), [], {}, failed)
