@@ -19,6 +19,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # ---------------------------------------------------------------- shared by all edges
 
 
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a generated text must be: JSON of any kind, JSON by a schema (`text`: the schema as JSON), a match of a
+    regular expression or of a grammar in EBNF, or free text with parts by schema (`text`: a structural tag of xgrammar
+    as JSON)."""
+
+    kind: Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
+    text: str = ""
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. One object, passed whole from the client to the sampler.
 
@@ -46,6 +55,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
 
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
