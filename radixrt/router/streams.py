@@ -15,6 +15,7 @@ import msgspec
 from radixrt.messages import Delta, Deltas, Generate, Score, TextPrompt, TokenPrompt
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect
+from radixrt.router.grammar import check_aside, is_checked
 from radixrt.router.request import Client
 from radixrt.router.tokens import TextService, TextStream
 
@@ -22,13 +23,17 @@ Request = TypeVar("Request", Generate, Score)
 
 
 def is_encoded(request: Generate | Score) -> bool:
-    """True where everything is token ids already."""
+    """True where everything is token ids already, and a grammar one that is known to compile, or not to."""
+    if isinstance(request, Generate) and request.sampling.grammar and not is_checked(request.sampling.grammar):
+        return False
     choices = request.choices if isinstance(request, Score) else ()
     return isinstance(request.prompt, TokenPrompt) and all(isinstance(c, TokenPrompt) for c in choices)
 
 
 async def encode(request: Request, service: TextService) -> Request:
-    """The same request of token ids alone. FieldError names the part that cannot be encoded."""
+    """The same request of token ids alone. FieldError names the part that cannot be encoded, or compiled."""
+    if isinstance(request, Generate) and request.sampling.grammar:
+        await check_aside(request.sampling.grammar)
     changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt))}
     if isinstance(request, Score):
         changes["choices"] = await asyncio.to_thread(_encode_choices, request.choices, service)

@@ -8,8 +8,9 @@ import re
 import msgspec
 import numpy as np
 
-from radixrt.messages import Error, Sampling
+from radixrt.messages import Error, Grammar, Sampling
 from radixrt.router.errors import FieldError
+from radixrt.router.grammar import check_grammar
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -65,6 +66,15 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
         _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"may have {MAX_BIASES} entries at most")
         _check_ids(min(s.logit_bias), max(s.logit_bias), "logit_bias", vocab_size)
         _require(all(-100 <= b <= 100 for b in s.logit_bias.values()), "logit_bias", "must be in [-100, 100]")
+    if s.grammar is not None:
+        _check_grammar(s.grammar)
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    try:
+        check_grammar(grammar)
+    except FieldError as problem:
+        raise Refused(problem.field, str(problem)) from problem
 
 
 def _check_ids(lowest: int, highest: int, field: str, vocab_size: int) -> None:

@@ -1,0 +1,129 @@
+"""Whether a grammar can be compiled, asked before anything is sent to a worker.
+
+xgrammar parses it here without a tokenizer; the worker compiles it against its own. What was found is remembered, so
+that a grammar which comes with every request of an agent is parsed once. The first of all imports xgrammar, seconds
+of time: `check_aside` does that beside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from radixrt.messages import Grammar
+from radixrt.router.errors import FieldError
+
+MAX_BYTES = 64 << 10
+"""Of a grammar's text."""
+MAX_DEPTH = 64
+"""Of objects and arrays within each other in a schema: the time that xgrammar takes grows with the cube of it."""
+REMEMBERED = 256
+
+KINDS = {
+    "json": "JSON",
+    "json_schema": "the JSON schema",
+    "regex": "the regular expression",
+    "ebnf": "the EBNF grammar",
+    "structural_tag": "the structural tag",
+}
+NEEDS_TOKENIZER = "requires tokenizer_info"
+"""xgrammar's words for a structural tag that names a token: the worker knows whether there is one."""
+
+_found: OrderedDict[Grammar, str] = OrderedDict()
+
+
+def check_grammar(grammar: Grammar, field: str = "grammar") -> None:
+    """FieldError for what cannot be compiled; `field` is what the caller's API calls it."""
+    if not is_checked(grammar):
+        found = _problem(grammar)
+        _found[grammar] = found
+        while len(_found) > REMEMBERED:
+            _found.popitem(last=False)
+    else:
+        found = _found.get(grammar, "")
+    if found:
+        raise FieldError(field, f"{field}: {found}")
+
+
+async def check_aside(grammar: Grammar, field: str = "grammar") -> None:
+    """`check_grammar`, in a thread if it takes time."""
+    if not is_checked(grammar):
+        await asyncio.to_thread(_try_out, grammar)
+    check_grammar(grammar, field)
+
+
+def is_checked(grammar: Grammar) -> bool:
+    """Whether `check_grammar` knows the answer already."""
+    return grammar in _found
+
+
+def _try_out(grammar: Grammar) -> None:
+    try:
+        check_grammar(grammar)
+    except FieldError:
+        pass  # remembered
+
+
+def _problem(grammar: Grammar) -> str:
+    """What is wrong with a grammar; "" if nothing is."""
+    name = KINDS[grammar.kind]
+    if importlib.util.find_spec("xgrammar") is None:
+        return "structured output needs xgrammar: pip install 'radixrt[grammar]'"
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeEncodeError:
+        return f"{name} is not Unicode: it holds half of a surrogate pair"
+    if size > MAX_BYTES:
+        return f"{name} has {size} bytes, at most {MAX_BYTES} are served"
+    if "\0" in grammar.text:
+        return f"{name} holds the character U+0000"
+    if grammar.kind in ("json_schema", "structural_tag"):
+        try:
+            depth = _depth(msgspec.json.decode(grammar.text))
+        except (msgspec.DecodeError, RecursionError) as error:
+            return f"{name} is not JSON: {error}"
+        if depth > MAX_DEPTH:
+            return f"{name} has {depth} objects and arrays within each other, at most {MAX_DEPTH} are served"
+    return _parse(grammar)
+
+
+def _depth(value: Any) -> int:
+    """Of objects and arrays within each other."""
+    depth, level = 0, [value]
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        depth += 1
+        level = [x for inner in level for x in (inner.values() if isinstance(inner, dict) else inner)]
+    return depth
+
+
+def _parse(grammar: Grammar) -> str:
+    import xgrammar
+
+    parse: dict[str, Callable[[str], Any]] = {
+        "json": lambda _: None,
+        "json_schema": xgrammar.Grammar.from_json_schema,
+        "regex": xgrammar.Grammar.from_regex,
+        "ebnf": xgrammar.Grammar.from_ebnf,
+        "structural_tag": xgrammar.Grammar.from_structural_tag,
+    }
+    try:
+        parse[grammar.kind](grammar.text)
+    except Exception as error:  # of many types, none of them promised
+        text = str(error)
+        if NEEDS_TOKENIZER not in text:
+            return f"{KINDS[grammar.kind]} cannot be compiled: {plain(text)}"
+    return ""
+
+
+def plain(text: str) -> str:
+    """xgrammar's message without the time, the place in its source, and the text that it was given."""
+    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", text)
+    text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
+    text = text.partition(" The JSON string is:")[0]
+    return " ".join(text.split())[:500]

@@ -1,0 +1,129 @@
+"""What is refused before a worker hears of it, and what it costs the router to know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from radixrt.messages import Generate, Grammar, Sampling, TokenPrompt
+from radixrt.router import grammar as module
+from radixrt.router.errors import FieldError
+from radixrt.router.grammar import MAX_BYTES, MAX_DEPTH, check_aside, check_grammar, is_checked
+from radixrt.router.streams import encode, is_encoded
+from radixrt.router.validate import Refused, check_sampling
+
+TAG = '{"type": "structural_tag", "format": {"type": "token", "token": "<|im_end|>"}}'
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("json", ""),
+        ("json_schema", '{"type": "object", "properties": {"größe": {"type": "integer"}}}'),
+        ("json_schema", nested(MAX_DEPTH - 1)),
+        ("regex", r"[a-zäöü]{2,5}(\d|[^a])*"),
+        ("regex", ""),
+        ("ebnf", 'root ::= "a" root | "b"'),
+        ("structural_tag", TAG),
+    ],
+)
+def test_what_can_be_compiled_passes(kind, text):
+    check_grammar(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    "kind, text, said",
+    [
+        ("json_schema", "{", "the JSON schema is not JSON"),
+        ("json_schema", "3", "the JSON schema cannot be compiled"),
+        ("json_schema", '{"type": "integr"}', 'Unsupported type "integr"'),
+        ("json_schema", '{"type": "string", "pattern": "(a"}', "The parenthesis is not closed"),
+        ("json_schema", '{"$ref": "#/$defs/none"}', "$defs"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum greater than maximum"),
+        ("json_schema", nested(MAX_DEPTH), f"{MAX_DEPTH + 1} objects and arrays within each other"),
+        ("json_schema", nested(5_000), "is not JSON"),
+        ("regex", "(a", "The parenthesis is not closed"),
+        ("regex", "(?=a)b", "Lookahead is not supported"),
+        ("regex", "(" * 20_000 + ")" * 20_000, "cannot be compiled"),
+        ("regex", "a" * (MAX_BYTES + 1), f"has {MAX_BYTES + 1} bytes"),
+        ("regex", "a\0", "U+0000"),
+        ("regex", "a\ud800", "not Unicode"),
+        ("ebnf", "root ::= other", '"other" is not defined'),
+        ("ebnf", "", '"root" is not found'),
+        ("structural_tag", "{}", "must have a format field"),
+    ],
+)
+def test_what_cannot_is_refused_and_the_field_named(kind, text, said):
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(FieldError) as found:
+            check_grammar(Grammar(kind, text), "response_format.json_schema")
+        assert found.value.field == "response_format.json_schema"
+        assert said in str(found.value) and str(found.value).startswith("response_format.json_schema: the ")
+        assert "/project/" not in str(found.value) and len(str(found.value)) < 600
+    with pytest.raises(Refused) as refused:
+        check_sampling(Sampling(grammar=Grammar(kind, text)))
+    assert (refused.value.code, refused.value.field) == (400, "grammar")
+
+
+def test_the_worst_that_is_served_is_parsed_in_a_second():
+    level = {"type": "integer"}
+    for _ in range(MAX_DEPTH // 2 - 3):
+        level = {"type": "object", "properties": {"a": level}}
+    wide = {"type": "object", "properties": {f"k{i}": level for i in range(40)}}
+    text = json.dumps(wide)
+    assert MAX_BYTES * 0.7 < len(text) < MAX_BYTES
+    began = time.process_time()
+    check_grammar(Grammar("json_schema", text))
+    assert time.process_time() - began < 1
+
+
+def test_what_was_found_is_remembered_within_bounds(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_parse", lambda grammar: calls.append(grammar) or "")
+    monkeypatch.setattr(module, "_found", type(module._found)())
+    for _ in range(2):
+        for i in range(module.REMEMBERED):
+            check_grammar(Grammar("regex", f"r{i}"))
+    assert len(calls) == module.REMEMBERED
+    check_grammar(Grammar("regex", "one more"))
+    assert len(module._found) == module.REMEMBERED
+
+
+def test_without_xgrammar_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FieldError, match=r"radixrt\[grammar\]"):
+        check_grammar(Grammar("regex", "not installed"))
+    module._found.pop(Grammar("regex", "not installed"))
+
+
+def test_the_event_loop_goes_on(monkeypatch):
+    """A grammar that is new is parsed in a thread; one that is known costs nothing."""
+    monkeypatch.setattr(module, "_parse", lambda grammar: time.sleep(0.2) or "too odd")
+
+    async def main() -> int:
+        beats, checking = 0, asyncio.ensure_future(check_aside(Grammar("regex", "slow")))
+        while not checking.done():
+            await asyncio.sleep(0.01)
+            beats += 1
+        with pytest.raises(FieldError, match="too odd"):
+            await checking
+        return beats
+
+    assert asyncio.run(main()) > 5
+    assert is_checked(Grammar("regex", "slow"))
+    module._found.pop(Grammar("regex", "slow"))
+
+
+def test_a_request_of_ids_with_a_new_grammar_is_checked_aside():
+    request = Generate(id=1, prompt=TokenPrompt(b"\1\0\0\0"), sampling=Sampling(grammar=Grammar("regex", "[new")))
+    assert not is_encoded(request)
+    with pytest.raises(FieldError, match="regular expression"):
+        asyncio.run(encode(request, None))
+    assert is_encoded(request), "the core refuses it at once"
