@@ -72,6 +72,7 @@ def run_role(role: str, config: Any) -> None:
 
 def make_worker(config: WorkerConfig) -> Worker:
     """The worker of a resolved `config`, its model loaded (or none, with `fake`)."""
+    from radixrt.worker.grammar import Grammars
     from radixrt.worker.loop import Identity, Worker
     from radixrt.worker.scheduler import Limits
 
@@ -84,7 +85,15 @@ def make_worker(config: WorkerConfig) -> Worker:
 
     identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), config.device)
     limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
-    return Worker(runner, identity, connect, limits=limits, max_model_len=config.max_model_len, check=config.check)
+    return Worker(
+        runner,
+        identity,
+        connect,
+        limits=limits,
+        max_model_len=config.max_model_len,
+        check=config.check,
+        grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids),
+    )
 
 
 def make_runner(config: WorkerConfig) -> Runner:

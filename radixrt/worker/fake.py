@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from radixrt.messages import TokenLogprob
+from radixrt.worker.grammar import fill_masks
 from radixrt.worker.plan import FROM_DEVICE, Plan, Result
 from radixrt.worker.request import Request
 
@@ -100,16 +101,30 @@ class FakeRunner:
         positions = (plan.starts + plan.counts - 1).astype(np.int64)
         drawn = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
         tokens = drawn.tolist()
+        failed = self._follow_grammars(plan, tokens)
         if self.overlaps:
             self._drawn.update(zip(rows, tokens, strict=True))
-        return self._result(plan, tokens)
+        return self._result(plan, tokens, failed)
 
-    def _result(self, plan: Plan, tokens: list[int]) -> Result:
+    def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
+        """Put in place of tokens others that the grammars allow, ends first; why some cannot go on."""
+        chosen = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
+        if not chosen:
+            return {}
+        masks = np.zeros((len(chosen), -(-self.vocab_size // 32)), dtype=np.int32)
+        problems = fill_masks([plan.requests[b] for b in chosen], range(len(chosen)), masks)
+        for b, bits in zip(chosen, np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little"), strict=True):
+            allowed = np.flatnonzero(bits[: self.vocab_size])
+            ends = [i for i in allowed.tolist() if i in plan.requests[b].stop_ids]
+            tokens[b] = ends[0] if ends else int(allowed[tokens[b] % len(allowed)])
+        return {chosen[n]: problem for n, problem in problems.items()}
+
+    def _result(self, plan: Plan, tokens: list[int], failed: dict[int, str]) -> Result:
         logprobs: list[TokenLogprob | None] = []
         if any(r.sampling.logprobs is not None for r in plan.requests):
             logprobs = [self._logprob(r, token) for r, token in zip(plan.requests, tokens, strict=True)]
         scores = {b: self._score(plan, b) for b, r in enumerate(plan.requests) if r.score_from is not None}
-        return Result(tokens, logprobs, scores)
+        return Result(tokens, logprobs, scores, failed)
 
     def _logprob(self, request: Request, token: int) -> TokenLogprob | None:
         count = request.sampling.logprobs

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from radixrt import messages as m
 from radixrt.worker.cache import PageCache
+from radixrt.worker.grammar import Compiled, Grammars, Matcher
 from radixrt.worker.plan import Plan, Result, Runner
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
@@ -28,6 +30,8 @@ from radixrt.worker.scheduler import Limits, Scheduler
 log = logging.getLogger("radixrt.worker")
 
 HEARTBEAT_SECONDS = 1.0
+COMPILING_SECONDS = 0.001
+"""Between looks at a grammar that is being compiled, when there is nothing else to do."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
 _EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared}
@@ -94,6 +98,7 @@ class Worker:
         limits: Limits,
         max_model_len: int = 0,
         check: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         room = (runner.num_pages - 1) * runner.page_size
         self.runner = runner
@@ -112,6 +117,8 @@ class Worker:
         self._stopped = threading.Event()
         self._last_report = 0.0
         self._refused: list[m.Output] = []
+        self._grammars = grammars or Grammars("", runner.vocab_size, runner.eos_ids)
+        self._compiling: dict[int, tuple[Request, Future[Compiled]]] = {}
         self._snapshot_wanted = False
 
     # ------------------------------------------------------------ the loop
@@ -184,10 +191,13 @@ class Worker:
         """Handle all messages there are; wait for one only when there is nothing to compute."""
         busy = self.scheduler.has_work or self._flight
         idle = not busy and not self._refused and not self._snapshot_wanted
-        payload = self._link.recv(HEARTBEAT_SECONDS / 4 if idle else 0)
+        patience = COMPILING_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
+        payload = self._link.recv(patience if idle else 0)
         while payload is not None:
             self._handle(payload)
             payload = self._link.recv(0)
+        if self._compiling:
+            self._add_compiled()
 
     def _handle(self, payload: bytes) -> None:
         try:
@@ -200,7 +210,8 @@ class Worker:
                 self._add(message)
             case m.Abort():
                 for id in message.ids:
-                    self.scheduler.abort(id)
+                    if self._compiling.pop(id, None) is None:
+                        self.scheduler.abort(id)
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Stop():
@@ -208,9 +219,30 @@ class Worker:
 
     def _add(self, run: m.Run) -> None:
         try:
-            self.scheduler.add(self._request(run))
+            if run.id in self._compiling:
+                raise ValueError(f"id: request {run.id} exists")
+            request = self._request(run)
+            if run.sampling.grammar is None:
+                self.scheduler.add(request)
+            else:
+                self._compiling[run.id] = request, self._grammars.get(run.sampling.grammar)
         except ValueError as error:
-            self._refused.append(m.Output(run.id, finish="error", error=str(error)))
+            self._refuse(run.id, error)
+
+    def _add_compiled(self) -> None:
+        """Schedule requests whose grammar is ready; those whose grammar cannot be compiled fail alone."""
+        for id, (request, compiled) in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[id]
+            try:
+                request.matcher = Matcher(compiled.result(), request)
+                self.scheduler.add(request)
+            except ValueError as error:
+                self._refuse(id, error)
+
+    def _refuse(self, id: int, error: ValueError) -> None:
+        self._refused.append(m.Output(id, finish="error", error=str(error)))
 
     def _request(self, run: m.Run) -> Request:
         """A Request of a Run; ValueError names the field that is wrong."""

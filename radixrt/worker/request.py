@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 from radixrt.messages import Run, Sampling
 from radixrt.tree import Lease
+
+if TYPE_CHECKING:
+    from radixrt.worker.grammar import Matcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it count as 0."""
@@ -23,12 +27,13 @@ class Request:
     lease     pins the part of the path that is in the tree (set while it runs)
     arrival   tokens the worker had scheduled when it came (its age in tokens)
     hit       tokens the tree held when last looked, while it waits
+    matcher   where its text stands in its grammar (set before it is scheduled, if it has one)
     """
 
     __slots__ = (
         "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
-        "pending", "over", "serial", "draws", "next_score",
+        "pending", "over", "serial", "draws", "next_score", "matcher",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -40,7 +45,9 @@ class Request:
         self.sampling: Sampling = run.sampling
         self.score_from = run.score_from
         self.limit = limit
-        self.stop_ids = frozenset(run.sampling.stop_token_ids) | (frozenset() if run.sampling.ignore_eos else eos_ids)
+        # With a grammar eos may end it all the same, where nothing else can follow.
+        keeps_eos = not run.sampling.ignore_eos or run.sampling.grammar is not None
+        self.stop_ids = frozenset(run.sampling.stop_token_ids) | (eos_ids if keeps_eos else frozenset())
         self.row = -1
         self.computed = 0
         self.lease: Lease | None = None
@@ -53,6 +60,7 @@ class Request:
         self.pending = 0
         self.over = False
         self.draws = run.sampling.temperature >= GREEDY_BELOW
+        self.matcher: Matcher | None = None
         self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
@@ -101,4 +109,5 @@ def _depends_on_tokens(s: Sampling) -> bool:
         or s.logit_bias
         or s.min_tokens
         or s.logprobs is not None
+        or s.grammar is not None
     )

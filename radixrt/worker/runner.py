@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker.grammar import fill_masks
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.sample import sample, token_logprobs
+from radixrt.worker.sample import Masks, sample, token_logprobs
 
 NOT_FINITE = "the model gave logits that are not finite"
 
@@ -89,9 +90,10 @@ def read_logits(plan: Plan, logits: torch.Tensor) -> Result:
     chosen = np.flatnonzero(plan.samples)
     requests = [plan.requests[b] for b in chosen]
     raw = logits[torch.from_numpy(ends[chosen] - 1).to(logits.device)]
+    masks = read_masks(plan, chosen, raw, failed)
     wants_logprobs = any(r.sampling.logprobs is not None for r in requests)
     positions = (plan.starts + plan.counts)[chosen].tolist()
-    drawn = sample(raw.clone() if wants_logprobs else raw, requests, positions)
+    drawn = sample(raw.clone() if wants_logprobs else raw, requests, positions, masks)
     tokens = np.zeros(len(plan.requests), dtype=np.int64)
     tokens[chosen] = drawn
     logprobs: list = []
@@ -100,6 +102,18 @@ def read_logits(plan: Plan, logits: torch.Tensor) -> Result:
         for b, found in zip(chosen, token_logprobs(raw, requests, drawn), strict=True):
             logprobs[b] = found
     return Result(tokens.tolist(), logprobs, scores, failed)
+
+
+def read_masks(plan: Plan, chosen: np.ndarray, logits: torch.Tensor, failed: dict[int, str]) -> Masks | None:
+    """Of the `chosen` requests, those that have a grammar, as rows of `logits`; None without any. Those that cannot
+    go on are added to `failed`."""
+    rows = [row for row, b in enumerate(chosen) if plan.requests[b].matcher is not None]
+    if not rows:
+        return None
+    bits = np.zeros((len(rows), -(-logits.shape[-1] // 32)), dtype=np.int32)
+    problems = fill_masks([plan.requests[chosen[row]] for row in rows], range(len(rows)), bits)
+    failed.update({int(chosen[rows[n]]): problem for n, problem in problems.items()})
+    return Masks(torch.from_numpy(bits).to(logits.device), torch.tensor(rows, device=logits.device))
 
 
 def _not_finite(plan: Plan, logits: torch.Tensor, ends: np.ndarray) -> dict[int, str]:

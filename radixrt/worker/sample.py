@@ -4,6 +4,7 @@ The order of what is done to a request's logits, where its Sampling asks for it:
 
     raw logits -> log-probabilities that are reported
       repetition, presence, frequency penalty -> logit_bias -> stop ids banned below min_tokens
+      -> what its grammar does not allow, and then the grammar says where stop ids are banned
       temperature 0: the largest
       else: / temperature -> min_p -> top_k -> top_p -> + Gumbel noise: the largest
 
@@ -22,10 +23,14 @@ from radixrt.messages import Sampling, TokenLogprob
 from radixrt.worker.request import Request
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], masks: Masks | None = None
+) -> list[int]:
     """One token a request, at its position, from float32 logits[B, vocab], which may be overwritten."""
     for row, request in enumerate(requests):
         adjust(logits[row], request)
+    if masks is not None:
+        apply_masks(logits, masks)
     drawn = [row for row, request in enumerate(requests) if request.draws]
     tokens = logits.argmax(-1)
     if drawn:
@@ -67,7 +72,7 @@ def adjust(logits: torch.Tensor, request: Request) -> None:
     if s.logit_bias:
         bias = torch.tensor(list(s.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
-    if generated < s.min_tokens and request.stop_ids:
+    if generated < s.min_tokens and request.stop_ids and request.matcher is None:
         logits[_index(list(request.stop_ids), logits)] = -torch.inf
 
 
@@ -80,6 +85,23 @@ def _penalize_repetition(logits: torch.Tensor, request: Request, penalty: float)
 
 def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(ids, dtype=torch.int64, device=logits.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What the grammars of some requests allow next."""
+
+    bits: torch.Tensor
+    """int32[N, ceil(vocab / 32)], on the device of the logits: bit i % 32 of word i // 32 for id i."""
+    rows: torch.Tensor
+    """int64[N]: whose rows of the logits they are."""
+
+
+def apply_masks(logits: torch.Tensor, masks: Masks) -> None:
+    """Set what is not allowed to -inf in logits[B, vocab], in place."""
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((masks.bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[-1]]
+    logits[masks.rows] = logits[masks.rows].masked_fill(~allowed, -torch.inf)
 
 
 # ---------------------------------------------------------------- drawing

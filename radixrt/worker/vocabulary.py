@@ -1,0 +1,137 @@
+"""The bytes that each token id stands for inside a text: what a grammar is compiled against.
+
+Read from the checkpoint's tokenizer files: `tokenizer.json`, else a sentencepiece model, else what transformers makes
+of the rest. Their libraries are imported when a grammar is first asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPACE = "\u2581"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`tokens` by id, b"" for an id that no text is made of; `special`: ids that are hidden in text, by what they are
+    written as."""
+
+    tokens: list[bytes]
+    special: dict[int, bytes]
+
+
+def read_vocabulary(folder: Path, size: int) -> Vocabulary:
+    """Of the model whose embedding has `size` rows: ids of the tokenizer beyond it are left out, rows that no token
+    has stand for nothing. ValueError without tokenizer files, or with some of a kind that is not known."""
+    path = folder / "tokenizer.json"
+    config = _read_json(folder / "tokenizer_config.json")
+    if path.is_file():
+        import tokenizers
+
+        return _of_tokenizer(tokenizers.Tokenizer.from_file(str(path)), config, size)
+    for pattern in SENTENCEPIECE_FILES:
+        for path in sorted(folder.glob(pattern)):
+            return _of_sentencepiece(path, _read_json(folder / "added_tokens.json"), config, size)
+    if not any((folder / name).is_file() for name in ("vocab.json", "vocab.txt", "tokenizer_config.json")):
+        raise ValueError(f"structured output needs the tokenizer's files, and {folder} holds none")
+    from transformers import AutoTokenizer
+
+    backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{folder}: this kind of tokenizer is not known here")
+    return _of_tokenizer(backend, config, size)
+
+
+def _collect(
+    pieces: Iterable[tuple[int, bytes]], added: dict[int, tuple[str, bool]], named: set[str], size: int
+) -> Vocabulary:
+    """From ordinary tokens and `added` ones: id -> (text, special). Those `named` in the configuration are special."""
+    tokens, special = [b""] * size, {}
+    for i, piece in pieces:
+        if i < size:
+            tokens[i] = piece
+    for i, (text, hidden) in added.items():
+        if i >= size:
+            continue
+        if hidden or text in named:
+            tokens[i], special[i] = b"", text.encode()
+        elif not tokens[i]:
+            tokens[i] = text.encode()
+    return Vocabulary(tokens, special)
+
+
+def _of_tokenizer(tokenizer: Any, config: dict[str, Any], size: int) -> Vocabulary:
+    to_bytes = _decoder(tokenizer.decoder)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    added = _declared(config)
+    added |= {i: (token.content, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
+    return _collect(((i, to_bytes(token)) for token, i in vocabulary.items()), added, _named(config), size)
+
+
+def _decoder(decoder: Any) -> Callable[[str], bytes]:
+    """What a token's spelling in the vocabulary stands for. ValueError for a decoder that no such rule describes."""
+    spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [step["type"] for step in steps if step["type"] not in ("Fuse", "Strip")]
+    match kinds:
+        case ["ByteLevel"]:
+            return _byte_level()
+        case ["Metaspace"]:
+            return _spelled(steps[0].get("replacement", SPACE))
+        case ["Replace", "ByteFallback"] | ["ByteFallback", "Metaspace"]:
+            return _spelled(SPACE)
+    raise ValueError(f"a tokenizer that decodes by {' and '.join(kinds)} is not known here")
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    to_byte = {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+    return lambda token: bytes(map(to_byte.get, token)) if all(c in to_byte for c in token) else token.encode()
+
+
+def _spelled(space: str) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        byte = BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(space, " ").encode()
+
+    return to_bytes
+
+
+def _of_sentencepiece(path: Path, listed: dict[str, int], config: dict[str, Any], size: int) -> Vocabulary:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ids = range(model.vocab_size())
+    own = {i: (model.id_to_piece(i), True) for i in ids if model.is_control(i) or model.is_unknown(i)}
+    added = own | {i: (token, False) for token, i in listed.items()} | _declared(config)
+    to_bytes = _spelled(SPACE)
+    return _collect(((i, to_bytes(model.id_to_piece(i))) for i in ids), added, _named(config), size)
+
+
+# ---------------------------------------------------------------- the JSON files beside it
+
+
+def _declared(config: dict[str, Any]) -> dict[int, tuple[str, bool]]:
+    """`added_tokens_decoder` of tokenizer_config.json."""
+    found = config.get("added_tokens_decoder", {})
+    return {int(i): (token["content"], token.get("special", False)) for i, token in found.items()}
+
+
+def _named(config: dict[str, Any]) -> set[str]:
+    """bos_token and the like; each is a string or an object with `content`."""
+    values = [config.get(name) for name in SPECIAL_NAMES]
+    return {value["content"] if isinstance(value, dict) else value for value in values if value}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
