@@ -1,0 +1,34 @@
+"""What models write, read as it comes: text in; content, reasoning and tool calls out. Pure.
+
+text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
+           thoughts           <think>...</think>
+           hermes, llama, mistral   one family's calls each: how to read them, and how to make a model write them
+           calls              a call as a JSON object, the core of all three
+           reader             text in cuts as if it were whole
+           pieces             what comes out
+detect     which of them a model's chat template asks for
+"""
+
+from radixrt.frontend.parsing.detect import PROBE, reasoning_format, tool_format
+from radixrt.frontend.parsing.formats import Function, ToolFormat, either, json_schema
+from radixrt.frontend.parsing.parser import OutputParser
+from radixrt.frontend.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
+
+__all__ = [
+    "PROBE",
+    "CallArguments",
+    "CallStart",
+    "Content",
+    "Function",
+    "OutputParser",
+    "Piece",
+    "Reasoning",
+    "ReasoningFormat",
+    "Thinking",
+    "ToolFormat",
+    "either",
+    "json_schema",
+    "reasoning_format",
+    "tool_format",
+]

@@ -1,0 +1,52 @@
+"""What a format of tool calls is, and the parts of xgrammar's structural tags that say how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps
+
+
+class Function(NamedTuple):
+    """A function that may be called; `schema` is that of its arguments."""
+
+    name: str
+    schema: dict[str, Any] | bool
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes calls: to read it, and to make a model write it."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Strings that must be visible to `read` also where they are special tokens."""
+
+    def new_id(self) -> str:
+        """An id for a call, of the form that the family's chat templates take."""
+
+    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+        """Read an answer to its end. What is no call after all is content, but for marks that are `hidden`."""
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        """A structural tag's format: one call of these, or several where `parallel`, and nothing else."""
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        """The same for any text with such calls in it."""
+
+
+def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def json_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def either(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "or", "elements": list(elements)}

@@ -1,0 +1,61 @@
+"""Calls as Hermes and Qwen write them: <tool_call>{"name": "f", "arguments": {...}}</tool_call>, one after another."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.calls import read_call
+from radixrt.frontend.parsing.formats import Function, json_schema, tag
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes:
+    """See `formats.ToolFormat`."""
+
+    marks = (OPEN, CLOSE)
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+        begins, ends = marks((OPEN,), hidden), marks((OPEN, CLOSE), hidden)
+        mark = yield from reader.until(begins, sink.content)
+        while mark:
+            start = reader.at
+            yield from reader.space()
+            if (yield from read_call(reader, sink)):
+                mark = yield from reader.until(ends, sink.content)
+                sink.bound()
+                if mark == OPEN:
+                    continue
+            else:
+                reader.at = start
+                sink.content("" if mark in hidden else mark)
+            mark = yield from reader.until(begins, sink.content)
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return {
+            "type": "tags_with_separator",
+            "tags": [self._tag(function) for function in functions],
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return {
+            "type": "triggered_tags",
+            "triggers": [OPEN],
+            "tags": [self._tag(function) for function in functions],
+            "stop_after_first": not parallel,
+        }
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        begin = f'{OPEN}\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": '
+        return tag(begin, json_schema(function.schema), "}\n" + CLOSE)

@@ -1,0 +1,67 @@
+"""Calls as Llama 3.1 writes them: {"name": "f", "parameters": {...}}, several separated by semicolons, at the start of
+the answer or behind <|python_tag|>."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.calls import read_call
+from radixrt.frontend.parsing.formats import Function, json_schema, tag
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+PYTHON = "<|python_tag|>"
+
+
+class Llama:
+    """See `formats.ToolFormat`."""
+
+    marks = (PYTHON,)
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+        begins = marks((PYTHON,), hidden)
+        # Bare JSON may be an answer: it is a call only of a function that there is.
+        yield from self._calls(reader, sink, names)
+        while mark := (yield from reader.until(begins, sink.content)):
+            if not (yield from self._calls(reader, sink, None)):
+                sink.content("" if mark in hidden else mark)
+
+    def _calls(self, reader: Reader, sink: Sink, known: Collection[str] | None) -> Steps[bool]:
+        """Read the calls that come next; False, and nothing read, if there are none."""
+        start, found = reader.at, False
+        while True:
+            yield from reader.space()
+            if not (yield from read_call(reader, sink, known)):
+                reader.at = start
+                return found
+            found, start = True, reader.at
+            yield from reader.space()
+            if not (yield from reader.take(";")):
+                yield from reader.take(",")
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return {
+            "type": "tags_with_separator",
+            "tags": [self._tag(function) for function in functions],
+            "separator": "; ",
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return {
+            "type": "triggered_tags",
+            "triggers": ['{"name": "'],
+            "tags": [self._tag(function) for function in functions],
+            "stop_after_first": not parallel,
+        }
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        begin = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "parameters": '
+        return tag(begin, json_schema(function.schema), "}")

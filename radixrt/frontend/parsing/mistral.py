@@ -1,0 +1,97 @@
+"""Calls as Mistral's models write them: [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], or, the newer ones,
+[TOOL_CALLS]f[ARGS]{...} for each."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.calls import begins_object, read_call
+from radixrt.frontend.parsing.formats import Function, json_schema, tag
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[\w.:/-]")
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class Mistral:
+    """See `formats.ToolFormat`. `opening` is how the array of calls begins; None for the form without one."""
+
+    marks = (CALLS, ARGS, CALL_ID)
+
+    def __init__(self, opening: str | None = CALLS + " [") -> None:
+        self._opening = opening
+
+    def new_id(self) -> str:
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+        begins = marks((CALLS,), hidden)
+        while mark := (yield from reader.until(begins, sink.content)):
+            start = reader.at
+            yield from reader.space()
+            found = yield from (self._array if (yield from reader.take("[")) else self._one)(reader, sink)
+            if not found:
+                reader.at = start
+                sink.content("" if mark in hidden else mark)
+
+    def _array(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        """The calls of an array, as far as they are calls; its bracket is read."""
+        start, found = reader.at, False
+        while True:
+            yield from reader.space()
+            if not (yield from read_call(reader, sink)):
+                reader.at = start
+                return found
+            found, start = True, reader.at
+            yield from reader.space()
+            if (yield from reader.take("]")):
+                return True
+            yield from reader.take(",")
+
+    def _one(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        name = yield from reader.word(_NAME)
+        yield from reader.space()
+        if (yield from reader.take(CALL_ID)):
+            yield from reader.word(_NAME)
+        yield from reader.take(ARGS)
+        yield from reader.space()
+        if not name or not (yield from begins_object(reader)):
+            return False
+        sink.call(name)
+        yield from reader.nested(sink.arguments)
+        return True
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        calls = self._calls(functions, parallel)
+        if self._opening is None:
+            return calls
+        return tag(self._opening, calls, "]")
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        tags = [self._tag(function) for function in functions]
+        if self._opening is not None:
+            tags = [tag(self._opening, self._calls(functions, parallel), "]")]
+        stops = self._opening is not None or not parallel
+        return {"type": "triggered_tags", "triggers": [CALLS], "tags": tags, "stop_after_first": stops}
+
+    def _calls(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return {
+            "type": "tags_with_separator",
+            "tags": [self._tag(function) for function in functions],
+            "separator": "" if self._opening is None else ", ",
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        schema = json_schema(function.schema)
+        if self._opening is None:
+            return tag(f"{CALLS}{function.name}{ARGS}", schema, "")
+        return tag(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ', schema, "}")

@@ -1,0 +1,77 @@
+"""The parser of one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixrt.frontend.parsing.formats import ToolFormat
+from radixrt.frontend.parsing.pieces import Content, Piece, Sink
+from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
+
+
+class OutputParser:
+    """Text goes in as it comes, pieces come out; all of them together depend on the text alone, not on its cuts.
+
+    Nothing is lost and nothing raises: what is no call after all is content. `hidden` are marks that are special
+    tokens, which content never shows. With `most_calls` the answer ends where one more begins: `full`."""
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        names: frozenset[str] = frozenset(),
+        reasoning: ReasoningFormat | None = None,
+        thinking: Thinking = "no",
+        hidden: frozenset[str] = frozenset(),
+        most_calls: int | None = None,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._reader = Reader()
+        self._sink = Sink(new_id or (tools.new_id if tools else str), most_calls)
+        self._steps = self._read(tools, names, reasoning, thinking, hidden)
+        self.idle = False
+        """All that comes is content."""
+        self._advance()
+
+    def _read(
+        self,
+        tools: ToolFormat | None,
+        names: frozenset[str],
+        reasoning: ReasoningFormat | None,
+        thinking: Thinking,
+        hidden: frozenset[str],
+    ) -> Steps[None]:
+        if reasoning is not None and thinking != "no":
+            yield from reasoning.read(self._reader, self._sink, thinking, hidden)
+        if tools is not None:
+            yield from tools.read(self._reader, self._sink, names, hidden)
+
+    @property
+    def full(self) -> bool:
+        return self._sink.full
+
+    def push(self, text: str) -> list[Piece]:
+        """What is settled by this text."""
+        if self.idle:
+            return [Content(text)] if text else []
+        if not text:
+            return []
+        self._reader.feed(text)
+        return self._advance()
+
+    def finish(self) -> list[Piece]:
+        """The rest, when no more text comes."""
+        self._reader.ended = True
+        pieces = self._advance() if not self.idle else []
+        self._sink.finish()
+        return pieces + self._sink.take()
+
+    def _advance(self) -> list[Piece]:
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.idle = True
+        pieces = self._sink.take()
+        if self.idle and (rest := self._reader.rest()):
+            pieces.append(Content(rest))
+        return pieces

@@ -1,0 +1,99 @@
+"""What a model's text is made of once it is read: content, reasoning, tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True, gc=False):
+    """A call begins; its arguments follow. Calls never overlap."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
+    """More of a call's arguments, as the model wrote them."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallStart | CallArguments
+
+
+class Sink:
+    """Gathers the pieces of one answer.
+
+    White space beside a call or a thought belongs to the format, not to what is said: it is held until it is known
+    what follows.
+
+        text ␣␣ <tool_call>...</tool_call> ␣ <tool_call>...</tool_call> ␣ text ␣
+        said drop                         drop                         said said
+    """
+
+    def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
+        self.full = False
+        """A call more than `most_calls` has begun: nothing is taken any more."""
+        self._new_id = new_id
+        self._most_calls = most_calls
+        self._pieces: list[Piece] = []
+        self._calls = 0
+        self._space = ""
+        self._kind: type[Content] | type[Reasoning] = Content
+        self._bounded = False
+
+    def take(self) -> list[Piece]:
+        """The pieces gained since the last time."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def content(self, text: str) -> None:
+        self._say(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._say(Reasoning, text)
+
+    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        text = self._space + text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        self._kind = kind
+        if said and not self.full:
+            self._pieces.append(kind(said))
+            self._bounded = False
+
+    def bound(self) -> None:
+        """Here a call or a thought begins or ends."""
+        self._space = ""
+        self._bounded = True
+
+    def call(self, name: str) -> None:
+        """A call begins."""
+        self.bound()
+        self.full = self.full or self._calls == self._most_calls
+        if not self.full:
+            self._pieces.append(CallStart(self._calls, self._new_id(), name))
+            self._calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the last call."""
+        if text and not self.full:
+            self._pieces.append(CallArguments(self._calls - 1, text))
+
+    def finish(self) -> None:
+        """No more comes."""
+        if self._space and not self._bounded and not self.full:
+            self._pieces.append(self._kind(self._space))
+        self._space = ""
