@@ -86,6 +86,8 @@ class FrontendConfig:
     max_body_bytes: int = setting(32 << 20, "largest request body")
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: what the router says)")
     tokenizer_threads: int = setting(2, "threads that tokenize")
+    tool_call_parser: str = setting("auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral")
+    reasoning_parser: str = setting("auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One HTTP request in flight.
 
-    transport --Delta--> Choice (text, stop strings) --> gathered, or bytes in a mailbox --> ASGI send
+    transport --Delta--> Choice (text, stop strings, calls) --> gathered, or bytes in a mailbox --> ASGI send
 
 Answers arrive as callbacks on the event loop; the request's own coroutine wakes up, takes all there is, and sends it
 in one piece. A client that leaves, or that does not read, is cancelled at the router.
@@ -12,10 +12,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import msgspec
-
+from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.replies import DONE, Reply, native_line
+from radixrt.frontend.output import TEXT, Output
+from radixrt.frontend.parsing import Content, Piece
+from radixrt.frontend.replies import Reply, native_line
 from radixrt.messages import (
     Cancel,
     ClientRequest,
@@ -25,7 +26,7 @@ from radixrt.messages import (
     TokenLogprob,
     Usage,
 )
-from radixrt.router.tokens import TextService, TextStream
+from radixrt.router.tokens import TextService
 from radixrt.transports import Answer, ZmqTransport
 
 MAX_BACKLOG = 4 << 20
@@ -33,6 +34,8 @@ MAX_BACKLOG = 4 << 20
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+OnAnswer = Callable[[Choice], None]
+"""Told of each choice that has ended."""
 
 
 class Disconnected(Exception):
@@ -93,46 +96,6 @@ class Mailbox:
         return out[0] if len(out) == 1 else b"".join(out)
 
 
-class Choice:
-    """One choice of an answer: its text so far, and how it ended."""
-
-    __slots__ = ("chars", "finish", "index", "logprobs", "stop", "stopping", "stream", "text", "tokens", "usage")
-
-    def __init__(self, index: int, stream: TextStream) -> None:
-        self.index = index
-        self.stream = stream
-        self.text: list[str] = []
-        self.chars = 0
-        self.tokens = 0
-        """Taken before a stop string was complete: what the worker adds until it hears of that is nobody's."""
-        self.logprobs: list[TokenLogprob] | None = None
-        self.finish: Any = None
-        self.stop: str | int | None = None
-        self.stopping = False
-        """A stop string was found; the last Delta, with the usage, is on its way."""
-        self.usage = Usage()
-
-    def take(self, delta: Delta) -> tuple[str, bool]:
-        """(text gained, whether the choice must be ended at the router)."""
-        text = ""
-        if not self.stopping:
-            text = self.stream.take(delta)
-            self.tokens += len(delta.ids) // 4
-        found = self.stream.stop
-        if delta.finish is not None:
-            self.finish, self.stop = delta.finish, delta.stop
-            self.usage = delta.usage or Usage()
-        if found is not None:
-            self.stop = found
-            if delta.finish is not None:
-                self.finish = "stop"
-                self.usage = msgspec.structs.replace(self.usage, completion_tokens=self.tokens)
-            elif not self.stopping:
-                self.stopping = True
-                return text, True
-        return text, False
-
-
 class Exchange(Mailbox):
     """All choices of one HTTP request, which may be several requests of the router's (one a prompt)."""
 
@@ -149,24 +112,28 @@ class Exchange(Mailbox):
         self._open = 0
         self.refusal: ApiError | None = None
         """A stream of OpenAI's is refused by an error in its place."""
-        self._include_usage = usage
         self._streams = streams
         self.held = True  # until the router has taken the request: a stream that has opened cannot be refused
-        self._head, self._tail = reply.chunk_ends(usage) if streams else (b"", b"")
+        if streams:
+            reply.begin(usage)
 
-    def submit(self, request: Generate, echo: str = "") -> None:
+    def submit(
+        self, request: Generate, echo: str = "", output: Output = TEXT, on_answer: OnAnswer | None = None
+    ) -> None:
         """Send one request; its choices follow those of the requests before. `echo` is text put before each."""
         first = len(self.choices)
         for index in range(first, first + request.n):
-            choice = Choice(index, TextStream(self._service, request.sampling))
+            choice = Choice(index, self._service, request.sampling, output)
             self.choices.append(choice)
-            if self._streams and (opening := self.reply.first_chunk(index)):
-                self.put(self._head + opening + self._tail)
+            if self._streams and (opening := self.reply.opening(index)):
+                self.put(opening)
             if echo:
-                self._add(choice, echo, None, last=False)
+                piece = Content(echo)
+                choice.message.add(piece)
+                self._add(choice, [piece], None, last=False)
         self.prompts += 1
         self._open += request.n
-        self._ids.append(self._transport.submit(request, lambda answer: self._take(answer, first)))
+        self._ids.append(self._transport.submit(request, lambda answer: self._take(answer, first, on_answer)))
 
     def cancel(self) -> None:
         for request_id in self._ids:
@@ -178,42 +145,47 @@ class Exchange(Mailbox):
 
     # ------------------------------------------------------------ from the router
 
-    def _take(self, answer: Answer, first: int) -> None:
+    def _take(self, answer: Answer, first: int, on_answer: OnAnswer | None) -> None:
         if isinstance(answer, Error):
             self.fail(ApiError.of(answer, self.names))
         elif isinstance(answer, Delta):
             self.held = False
             choice = self.choices[first + answer.index]
-            text, stops = choice.take(answer)
+            ignored = choice.stopping
+            pieces, stops = choice.take(answer)
             if stops:
                 self._transport.tell(Cancel(answer.id, answer.index))
             last = answer.finish is not None
-            ignored = choice.stopping and not stops
-            if text or last or (answer.ids and not ignored):  # a token may have no text yet: it shows that it is there
-                self._add(choice, text, None if ignored else answer.logprobs, last)
+            # A token may have no text yet: it shows that it is there.
+            if pieces or last or (answer.ids and not ignored and (answer.logprobs or not choice.parsed)):
+                self._add(choice, pieces, None if ignored else answer.logprobs, last)
             if last:
+                if on_answer is not None:
+                    on_answer(choice)
                 self._open -= 1
                 if not self._open:
                     self._end()
 
-    def _add(self, choice: Choice, text: str, logprobs: list[TokenLogprob] | None, last: bool) -> None:
-        """Text gained by a choice: into a chunk, or kept for the whole answer."""
+    def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
+        """What a choice has gained: into chunks, one a piece, or kept for the whole answer."""
         if not self._streams:
-            choice.text.append(text)
             if logprobs:
                 choice.logprobs = (choice.logprobs or []) + logprobs
             return
         found = self.reply.logprobs(logprobs, choice.chars)
-        choice.chars += len(text)
-        chunk = self.reply.choice_chunk(choice.index, text, found, choice.finish if last else None)
-        tail = self.reply.last_end(self._tail, choice.usage) if last else self._tail
-        self.put(self._head + chunk + tail)
+        for piece in pieces[:-1]:
+            self.put(self.reply.chunk(choice.index, piece, found))
+            found = None
+        piece = pieces[-1] if pieces else None
+        choice.chars += sum(len(piece.text) for piece in pieces if type(piece) is Content)
+        if last:
+            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
+        else:
+            self.put(self.reply.chunk(choice.index, piece, found))
 
     def _end(self) -> None:
         if self._streams:
-            if self._include_usage:
-                self.put(self.reply.usage_chunk(self.usages, self.prompts))
-            self.put(DONE)
+            self.put(self.reply.end(self.usages, self.prompts))
         self.finished = True
         self.wake()
 
@@ -224,7 +196,7 @@ class Exchange(Mailbox):
         while not self.finished:
             await self.changed()
         choices = [
-            self.reply.choice(c.index, "".join(c.text), self.reply.logprobs(c.logprobs, 0), c.finish, c.stop)
+            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, 0), c.finish, c.stop)
             for c in self.choices
         ]
         return self.reply.body(choices, self.usages, self.prompts)

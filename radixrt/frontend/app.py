@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -19,9 +20,24 @@ from radixrt.client import AsyncClient, ServerError, token_bytes, token_list
 from radixrt.config import FrontendConfig
 from radixrt.frontend import schema
 from radixrt.frontend.answer import Exchange, NativeExchange, StreamAnswer, WholeAnswer
+from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.replies import ChatReply, Reply, encode, native_line
-from radixrt.messages import Cancel, ClientRequest, Error, Generate, Origin, Sampling, TextPrompt, TokenPrompt
+from radixrt.frontend.structured import Constraint
+from radixrt.frontend.tools import ToolUse
+from radixrt.messages import (
+    Cancel,
+    ChatPrompt,
+    ClientRequest,
+    Error,
+    Generate,
+    Origin,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
@@ -49,6 +65,7 @@ class Frontend:
     def __init__(self, config: FrontendConfig, text: TextService) -> None:
         self._config = config
         self._text = text
+        self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._tenants = parse_api_keys(config.api_key)
         routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
@@ -147,8 +164,8 @@ class Frontend:
     async def _generate(
         self, request: Request, key: str, body: schema.Completion | schema.Chat, kind: type[Reply]
     ) -> StreamAnswer | WholeAnswer:
-        names = body.names()
-        sampling, prompts, n, usage = body.sampling(), body.prompts(), body.choices(), body.wants_usage()
+        names, use, wanted = body.names(), body.tool_use(), body.constraint()
+        sampling, prompts, n, usage = body.sampling(), body.prompts(use), body.choices(), body.wants_usage()
         origin = _origin(request)
         try:
             check_choices(n)
@@ -157,6 +174,8 @@ class Frontend:
             samplings = [self._fitted(sampling, encoded) for encoded in ids]
         except FieldError as problem:
             raise _api_error(problem, names) from None
+        outputs = [self._output(*both, sampling, use, wanted) for both in zip(prompts, ids, strict=True)]
+        grammars = [await output.checked_grammar() for output in outputs]
         self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
         streams = bool(body.stream)
@@ -164,26 +183,47 @@ class Frontend:
         exchange.names = names
         echo = isinstance(body, schema.Completion) and body.echo
         try:
-            for prompt, encoded, fitted in zip(prompts, ids, samplings, strict=True):
+            for prompt, encoded, fitted, output, grammar in zip(
+                prompts, ids, samplings, outputs, grammars, strict=True
+            ):
                 message = Generate(
                     id=0,
                     prompt=TokenPrompt(encoded),
-                    sampling=fitted,
+                    sampling=msgspec.structs.replace(fitted, grammar=grammar) if grammar else fitted,
                     model=body.model or "",
                     n=n,
-                    stream=streams or bool(sampling.stop),
+                    stream=streams or bool(sampling.stop) or output.ends_early,
                     text=False,
                     origin=origin,
                     api_key=key,
                     cache_salt=body.cache_salt or "",
                 )
-                exchange.submit(message, self._echo(prompt, encoded) if echo else "")
+                told = functools.partial(self._told, message, prompt) if isinstance(prompt, ChatPrompt) else None
+                exchange.submit(message, self._echo(prompt, encoded) if echo else "", output, told)
         except BaseException:
             exchange.cancel()
             raise
         if streams:
             return StreamAnswer(exchange, b"text/event-stream; charset=utf-8")
         return WholeAnswer(exchange)
+
+    def _output(
+        self, prompt: Prompt, ids: bytes, sampling: Sampling, use: ToolUse, wanted: Constraint | None
+    ) -> Output:
+        """What the answers to one prompt may be, and how they are read."""
+        if isinstance(prompt, ChatPrompt):
+            return self._formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
+        return Output(grammar=wanted.grammar, field=wanted.field) if wanted else TEXT
+
+    def _told(self, request: Generate, prompt: ChatPrompt, choice: Choice) -> None:
+        if choice.whole:
+            self.on_answer(request, prompt, choice.message.to_openai(), choice.ids)
+
+    def on_answer(self, request: Generate, prompt: ChatPrompt, message: dict[str, Any], ids: bytes) -> None:
+        """A choice of a chat has ended by itself or for length: its message as the client sees it, and all ids that
+        were generated for it, the one that ended the turn included. `request` has the prompt's ids, the key and the
+        cache salt; `prompt` is the chat as it was rendered. Not called for choices that were cut at a stop string or
+        before a second call that was not wanted, whose ids say more than the message."""
 
     def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
         """`sampling` within --max-model-len, if there is one (the router has its own); FieldError without room."""

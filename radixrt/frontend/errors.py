@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import msgspec
 
@@ -41,3 +42,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
+
+
+def refuse(field: str, message: str) -> NoReturn:
+    """ApiError 400: `field` of the request is wrong, and how."""
+    raise ApiError(400, f"{field}: {message}", field)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from radixrt.messages import Delta, FinishReason, TokenLogprob, Usage
+from radixrt.frontend.message import AssistantMessage
+from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
+from radixrt.messages import Delta, TokenLogprob, Usage
 from radixrt.router.tokens import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 def usage_json(usages: Sequence[Usage], prompts: int) -> dict[str, Any]:
@@ -60,36 +63,47 @@ class Reply:
 
     # ------------------------------------------------------------ chunks
 
-    def chunk_ends(self, include_usage: bool) -> tuple[bytes, bytes]:
-        """What stands before and after `choices` in each chunk."""
+    def begin(self, include_usage: bool) -> None:
+        """A stream begins; `include_usage` is what `stream_options` asks for."""
+        self._include_usage = include_usage
         head = encode(self.head(self.part))
-        return b"data: " + head[:-1] + b',"choices":[', b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    @staticmethod
-    def last_end(tail: bytes, usage: Usage) -> bytes:
-        """`tail` for the last chunk of a choice: it says who served it and what was reused, usage asked for or not."""
+    def opening(self, index: int) -> bytes:
+        """What comes before all that a choice says."""
+        return b""
+
+    def chunk(self, index: int, piece: Piece | None, logprobs: Any) -> bytes:
+        """A choice has gained a piece; None: a token that has no text yet."""
+        return self._head + self.choice_chunk(index, piece, logprobs, None) + self._tail
+
+    def last_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage) -> bytes:
+        """The last of a choice: it says who served it and what was reused, usage asked for or not."""
         about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens}
-        return tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
+        tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
+        return self._head + self.choice_chunk(index, piece, logprobs, finish) + tail
 
-    def usage_chunk(self, usages: Sequence[Usage], prompts: int) -> bytes:
-        """The chunk that `stream_options.include_usage` asks for."""
+    def end(self, usages: Sequence[Usage], prompts: int) -> bytes:
+        """The end of a stream."""
+        if not self._include_usage:
+            return DONE
         about = {"worker": usages[0].worker}
         data = self.head(self.part) | {"choices": [], "usage": usage_json(usages, prompts), "radixrt": about}
-        return b"data: " + encode(data) + b"\n\n"
+        return b"data: " + encode(data) + b"\n\n" + DONE
 
-    def first_chunk(self, index: int) -> bytes | None:
-        """A choice of a chunk that comes before any text; None if there is none."""
-        return None
-
-    def choice_chunk(self, index: int, text: str, logprobs: Any, finish: FinishReason | None) -> bytes:
+    def choice_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None) -> bytes:
         """A choice of a chunk."""
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
-            index, encode(text), encode(logprobs), encode(finish)
+            index, encode(piece.text) if piece else b'""', encode(logprobs), encode(finish)
         )  # fmt: skip
 
-    def choice(self, index: int, text: str, logprobs: Any, finish: FinishReason, stop: str | int | None) -> dict:
+    def choice(
+        self, index: int, message: AssistantMessage, logprobs: Any, finish: Finish, stop: str | int | None
+    ) -> dict[str, Any]:
         """A choice of a whole answer."""
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        about = {"logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        return {"index": index, "text": message.content} | about
 
     # ------------------------------------------------------------ log-probabilities
 
@@ -122,18 +136,24 @@ class ChatReply(Reply):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def first_chunk(self, index: int) -> bytes | None:
-        return b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+    def opening(self, index: int) -> bytes:
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        return self._head + delta + self._tail
 
-    def choice_chunk(self, index: int, text: str, logprobs: Any, finish: FinishReason | None) -> bytes:
-        delta = b'{"content":%b}' % encode(text) if text or logprobs else b"{}"
+    def choice_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None) -> bytes:
+        if piece is None:
+            delta = b'{"content":""}' if logprobs else b"{}"
+        else:
+            delta = _delta(piece)
         return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
             index, delta, encode(logprobs), encode(finish)
         )  # fmt: skip
 
-    def choice(self, index: int, text: str, logprobs: Any, finish: FinishReason, stop: str | int | None) -> dict:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+    def choice(
+        self, index: int, message: AssistantMessage, logprobs: Any, finish: Finish, stop: str | int | None
+    ) -> dict[str, Any]:
+        about = {"logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        return {"index": index, "message": message.to_openai() | {"refusal": None}} | about
 
     def logprobs(self, found: list[TokenLogprob] | None, offset: int) -> Any:
         if found is None:
@@ -147,6 +167,20 @@ class ChatReply(Reply):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token) if self._tokenizer else b""
         return {"token": self._text(token), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _delta(piece: Piece) -> bytes:
+    """What a piece adds to a message."""
+    match piece:
+        case Content(text=text):
+            return b'{"content":%b}' % encode(text)
+        case Reasoning(text=text):
+            return b'{"reasoning_content":%b}' % encode(text)
+        case CallStart(index=index, id=call_id, name=name):
+            function = {"name": name, "arguments": ""}
+            return encode({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
+        case CallArguments(index=index, text=text):
+            return encode({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
 
 
 def _finite(logprob: float) -> float:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import re
 from array import array
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 
-from radixrt.frontend.errors import ApiError
+from radixrt.frontend import structured
+from radixrt.frontend.errors import ApiError, refuse
+from radixrt.frontend.history import checked_messages
+from radixrt.frontend.structured import Constraint
+from radixrt.frontend.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.tokens import parse_ids
 
@@ -25,23 +29,20 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """Numbers that a message can carry: JSON knows larger ones."""
 
 UNSERVED = (
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "documents", "ebnf", "guided_choice", "guided_grammar",
-    "guided_json", "guided_regex", "json_schema", "logits_processors", "lora_path", "prompt_embeds", "prompt_logprobs",
-    "regex", "return_token_ids", "return_tokens_as_token_ids", "structural_tag", "structured_outputs",
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "documents", "logits_processors", "lora_path",
+    "prompt_embeds", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "structural_tag",
     "truncate_prompt_tokens", "use_beam_search", "web_search_options",
 )  # fmt: skip
 """Fields that change an answer, known from OpenAI, vLLM and SGLang: to ignore them would be a wrong answer."""
-
-
-def refuse(field: str, message: str) -> NoReturn:
-    raise ApiError(400, f"{field}: {message}", field)
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
 
 
-Unserved = msgspec.defstruct("Unserved", [(name, Any, None) for name in UNSERVED], kw_only=True)
+Unserved = msgspec.defstruct(
+    "Unserved", [(name, Any, None) for name in UNSERVED + structured.FIELDS if name != "response_format"], kw_only=True
+)
 
 
 class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
@@ -71,6 +72,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
+    user: str | None = None
 
     def choices(self) -> int:
         """Choices of each prompt."""
@@ -91,12 +93,18 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
         """How the caller calls the fields of a message."""
         return {"include_stop": "include_stop_str_in_output"}
 
+    def tool_use(self) -> ToolUse:
+        """What an answer may do with tools."""
+        return NO_TOOLS
+
+    def constraint(self) -> Constraint | None:
+        """What the text must be."""
+        return structured.constraint({name: getattr(self, name) for name in structured.FIELDS})
+
     def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
         for name in UNSERVED:
             if getattr(self, name):
                 refuse(name, "is not served")
-        if self.response_format and self.response_format.get("type", "text") != "text":
-            refuse("response_format", "only plain text is served")
         fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         names = {"include_stop_str_in_output": "include_stop"}
@@ -124,7 +132,7 @@ class Completion(Common, kw_only=True):
     echo: bool | None = None
     logprobs: Int | None = None
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
         """Text, a list of texts, token ids, or a list of token ids."""
         if (ids := parse_ids(self.prompt)) is not None:
             return [TokenPrompt(ids)]
@@ -165,6 +173,12 @@ class Chat(Common, kw_only=True):
     top_logprobs: Int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    """A hint where to route; not needed here, where placement goes by the tokens themselves."""
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -173,18 +187,21 @@ class Chat(Common, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
+        """The chat, its template shown what may be used."""
         if self.functions:
             refuse("functions", "is not served; use tools")
         if self.echo:
             refuse("echo", "is not served in a chat")
         if self.modalities not in (None, [], ["text"]):
             refuse("modalities", "only text is served")
-        for field, choice in (("tool_choice", self.tool_choice), ("function_call", self.function_call)):
-            if choice not in (None, "none", "auto"):
-                refuse(field, "only none and auto are served")
-        tools = None if self.tool_choice == "none" else self.tools or None
-        return [chat_prompt(self, self.messages, tools)]
+        if self.function_call not in (None, "none", "auto"):
+            refuse("function_call", "is not served; use tool_choice")
+        return [chat_prompt(self, self.messages, use.shown)]
+
+    def tool_use(self) -> ToolUse:
+        """See Common."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def names(self) -> dict[str, str]:
         """See Common."""
@@ -216,7 +233,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
         if (self.prompt is None) == (self.messages is None):
             refuse("prompt", "either prompt or messages is needed")
         if self.messages is not None:
-            return chat_prompt(self, self.messages, self.tools)
+            return chat_prompt(self, self.messages, tool_use(self.tools, None, None).shown)
         return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
 
 
@@ -227,7 +244,7 @@ def chat_prompt(
     partial = bool(body.continue_final_message)
     if body.add_generation_prompt is not None and body.add_generation_prompt == partial:
         refuse("add_generation_prompt", "must be the opposite of continue_final_message")
-    return ChatPrompt(messages, tools, partial, body.chat_template_kwargs or {})
+    return ChatPrompt(checked_messages(messages), tools, partial, body.chat_template_kwargs or {})
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

@@ -98,9 +98,9 @@ class FrontendThread:
     def __init__(self, config: FrontendConfig, text: TextService | None = None) -> None:
         self._text = text or TextService.load(config)
         self._owns_text = text is None
+        self._server = make_server(config, self._text)
         self._socket = listen(config)
         self.url = f"http://{config.host}:{self._socket.getsockname()[1]}"
-        self._server = make_server(config, self._text)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="frontend")
         self._thread.start()
 

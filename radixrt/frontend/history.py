@@ -1,0 +1,76 @@
+"""The messages of a chat, checked: every refusal names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.frontend.errors import refuse
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Message = dict[str, Any]
+
+
+def checked_messages(messages: list[Message]) -> list[Message]:
+    """The messages for a chat template: a `developer` speaks as the system, for templates know no other. ApiError (400)
+    for unknown roles, broken tool calls, and a tool's answer to a call that nobody made."""
+    calls: set[str] = set()
+    for i, message in enumerate(messages):
+        field = f"messages[{i}]"
+        role = message.get("role")
+        if role not in ROLES:
+            refuse(f"{field}.role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+        _check_content(field, message)
+        if role == "assistant":
+            calls |= _call_ids(f"{field}.tool_calls", message.get("tool_calls"))
+        if role == "tool":
+            _check_tool_call_id(f"{field}.tool_call_id", message.get("tool_call_id"), calls)
+    return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def _check_content(field: str, message: Message) -> None:
+    content = message.get("content")
+    if content is None:
+        if message["role"] != "assistant":
+            refuse(f"{field}.content", "is missing")
+        if not message.get("tool_calls"):
+            refuse(f"{field}.content", "is missing, and there are no tool_calls")
+    elif not isinstance(content, str | list):
+        refuse(f"{field}.content", "must be a string or a list of parts")
+    if message["role"] != "assistant":
+        return
+    for name in ("reasoning_content", "reasoning"):
+        if not isinstance(message.get(name), str | None):
+            refuse(f"{field}.{name}", "must be a string")
+
+
+def _check_tool_call_id(field: str, call_id: Any, calls: set[str]) -> None:
+    if not isinstance(call_id, str):
+        refuse(field, "must be the id of the call that this answers")
+    if call_id not in calls:
+        refuse(field, f"no message before this one has a tool call with the id {call_id!r}")
+
+
+def _call_ids(field: str, calls: Any) -> set[str]:
+    if calls is None:
+        return set()
+    if not isinstance(calls, list):
+        refuse(field, "must be a list")
+    return {_checked_call(f"{field}[{j}]", call) for j, call in enumerate(calls)}
+
+
+def _checked_call(field: str, call: Any) -> str:
+    """The call's id."""
+    if not isinstance(call, dict):
+        refuse(field, "must be an object")
+    if call.get("type", "function") != "function":
+        refuse(f"{field}.type", f"must be 'function', not {call['type']!r}")
+    if not isinstance(call.get("id"), str) or not call["id"]:
+        refuse(f"{field}.id", "must be a string that is not empty")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        refuse(f"{field}.function", "must be an object with a name and arguments")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        refuse(f"{field}.function.name", "must be a string that is not empty")
+    if not isinstance(function.get("arguments"), str):
+        refuse(f"{field}.function.arguments", "must be a string, the arguments as JSON")
+    return call["id"]

@@ -1,0 +1,68 @@
+"""An assistant's message, gathered piece by piece as it is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
+
+
+class ToolCall:
+    """`arguments` is what the model wrote: JSON, if it did as it was told."""
+
+    __slots__ = ("_arguments", "id", "name")
+
+    def __init__(self, id: str, name: str) -> None:
+        self.id = id
+        self.name = name
+        self._arguments: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._arguments)
+
+    def add(self, text: str) -> None:
+        self._arguments.append(text)
+
+
+class AssistantMessage:
+    """What one choice says; every API writes the same one in its own way."""
+
+    __slots__ = ("_content", "_reasoning", "calls")
+
+    def __init__(self) -> None:
+        self.calls: list[ToolCall] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    def add(self, piece: Piece) -> None:
+        kind = type(piece)
+        if kind is Content:
+            self._content.append(piece.text)
+        elif kind is CallArguments:
+            self.calls[piece.index].add(piece.text)
+        elif kind is CallStart:
+            self.calls.append(ToolCall(piece.id, piece.name))
+        else:
+            self._reasoning.append(piece.text)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    def to_openai(self) -> dict[str, Any]:
+        """As a message of OpenAI's API, in answers and in the next request's history."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self._reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message

@@ -1,0 +1,173 @@
+"""What an answer may be, and how it is read: tools, grammars and reasoning in the formats of one model.
+
+ToolUse, Constraint ──Formats.output──> Output: the Grammar that the worker follows, the parser of each choice
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from radixrt.frontend.errors import refuse
+from radixrt.frontend.parsing import (
+    PROBE,
+    OutputParser,
+    ReasoningFormat,
+    Thinking,
+    ToolFormat,
+    either,
+    reasoning_format,
+    tool_format,
+)
+from radixrt.frontend.parsing.llama import Llama
+from radixrt.frontend.structured import Constraint
+from radixrt.frontend.tools import NO_TOOLS, ToolUse
+from radixrt.messages import Grammar, Sampling
+from radixrt.router.errors import FieldError
+from radixrt.router.grammar import check_aside
+from radixrt.router.tokens import Tokenizer
+
+TAIL_TOKENS = 16
+"""Of a prompt, in which a mark that opens or closes thoughts would be found."""
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How the choices of one request are read; the default one is text and nothing else."""
+
+    tools: ToolFormat | None = None
+    use: ToolUse = NO_TOOLS
+    reasoning: ReasoningFormat | None = None
+    thinking: Thinking = "no"
+    grammar: Grammar | None = None
+    field: str = ""
+    """What has asked for the grammar."""
+    hidden_ids: frozenset[int] = frozenset()
+    """Special tokens that never become text; the others must, for a parser needs them."""
+    hidden_marks: frozenset[str] = frozenset()
+    """Marks that are special tokens: seen by the parser, never by the client."""
+
+    @property
+    def parses(self) -> bool:
+        return self.tools is not None or self.thinking != "no"
+
+    @property
+    def ends_early(self) -> bool:
+        """The parser may end an answer before the worker does."""
+        return self.tools is not None and not self.use.parallel
+
+    def parser(self) -> OutputParser | None:
+        """A parser for one choice; None where all is content."""
+        if not self.parses:
+            return None
+        most_calls = 1 if self.ends_early else None
+        return OutputParser(self.tools, self.use.names, self.reasoning, self.thinking, self.hidden_marks, most_calls)
+
+    def shown(self, sampling: Sampling) -> Sampling:
+        """`sampling` for the text that the parser reads."""
+        return msgspec.structs.replace(sampling, skip_special_tokens=False) if self.hidden_marks else sampling
+
+    async def checked_grammar(self) -> Grammar | None:
+        """The grammar, if it can be compiled; FieldError names what is to blame, a tool's schema where it is one."""
+        if self.grammar is None:
+            return None
+        try:
+            await check_aside(self.grammar, self.field)
+        except FieldError:
+            for tool in self.use.tools:
+                part = Grammar("json_schema", json.dumps(tool.schema, ensure_ascii=False))
+                await check_aside(part, f"{tool.field}.parameters")
+            raise
+        return self.grammar
+
+
+TEXT = Output()
+
+
+class Formats:
+    """The formats of the model that is served, as its chat template shows them or as told."""
+
+    def __init__(self, tokenizer: Tokenizer | None, tool_call_parser: str = "auto", reasoning_parser: str = "auto"):
+        rendered = probe_text(tokenizer)
+        self.tools = tool_format(tool_call_parser, rendered)
+        self.reasoning = reasoning_format(reasoning_parser, rendered)
+        self._tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
+
+    def output(
+        self, prompt: bytes, partial: bool, skips_special: bool, use: ToolUse, wanted: Constraint | None
+    ) -> Output:
+        """How answers to a chat are written and read. `prompt` are its ids; `partial`: its last message goes on."""
+        thinking = self._thinking(prompt, partial)
+        # A model without a format of its own is made to write the plainest one.
+        tools = (self.tools or (Llama() if use.forced else None)) if use.tools else None
+        grammar, field = self._grammar(tools, use, wanted, thinking)
+        output = Output(tools, use, self.reasoning, thinking, grammar, field)
+        if not output.parses or not skips_special:
+            return output
+        marks = [
+            *(tools.marks if tools else ()),
+            *(self.reasoning.marks if thinking != "no" and self.reasoning else ()),
+        ]
+        special = self._special(marks)
+        if not special:
+            return output
+        hidden_ids, hidden_marks = self._special_ids - special.keys(), frozenset(special.values())
+        return replace(output, hidden_ids=hidden_ids, hidden_marks=hidden_marks)
+
+    def _special(self, marks: Sequence[str]) -> dict[int, str]:
+        if self._tokenizer is None:
+            return {}
+        ids = {self._tokenizer.token_id(mark): mark for mark in marks}
+        return {i: mark for i, mark in ids.items() if i in self._special_ids}
+
+    def _thinking(self, prompt: bytes, partial: bool) -> Thinking:
+        if self.reasoning is None or self._tokenizer is None:
+            return "no"
+        tail = np.frombuffer(prompt[-TAIL_TOKENS * TOKEN_BYTES :], "<i4").tolist()
+        thinking = self.reasoning.after(self._tokenizer.decode(tail, skip_special_tokens=False))
+        return "no" if partial and thinking == "may" else thinking
+
+    def _grammar(
+        self, tools: ToolFormat | None, use: ToolUse, wanted: Constraint | None, thinking: Thinking
+    ) -> tuple[Grammar | None, str]:
+        """The grammar of an answer, and the field that has asked for it."""
+        if tools is not None and use.forced:
+            if wanted is not None:
+                refuse(wanted.field, "cannot be followed when tool_choice asks for a call")
+            form = tools.forced([tool.function() for tool in use.forced], use.parallel)
+            return self._tagged(form, thinking), "tool_choice"
+        if tools is not None and wanted is not None:
+            calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)
+            return self._tagged(either(calls, wanted.as_format()), thinking), wanted.field
+        if wanted is not None:
+            if thinking == "no":
+                return wanted.grammar, wanted.field
+            return self._tagged(wanted.as_format(), thinking), wanted.field
+        strict = [tool for tool in use.tools if tool.strict]
+        if tools is not None and strict:
+            form = tools.free([tool.function(loose=True) for tool in use.tools], use.parallel)
+            return self._tagged(form, thinking), f"{strict[0].field}.strict"
+        return None, ""
+
+    def _tagged(self, form: dict[str, Any], thinking: Thinking) -> Grammar:
+        if self.reasoning is not None:
+            form = self.reasoning.before(thinking, form)
+        tag = {"type": "structural_tag", "format": form}
+        return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False, separators=(",", ":")))
+
+
+def probe_text(tokenizer: Tokenizer | None) -> str:
+    """What the chat template makes of a chat with a call and a thought; "" where it refuses one."""
+    if tokenizer is None:
+        return ""
+    try:
+        return tokenizer.apply_chat(PROBE)
+    except FieldError:
+        return ""

@@ -1,0 +1,169 @@
+"""The tools of a request, and which of them an answer may or must call. Every refusal names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from radixrt.frontend.errors import refuse
+from radixrt.frontend.parsing import Function
+
+MAX_TOOLS = 1024
+MAX_NAME = 256
+MAX_DEPTH = 64
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+CHOICES = ("auto", "none", "required")
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function; `field` is where the request defines it."""
+
+    name: str
+    field: str
+    schema: dict[str, Any]
+    """Of its arguments."""
+    strict: bool = False
+    """The arguments must follow the schema also where the model is free to call it or not."""
+
+    def function(self, *, loose: bool = False) -> Function:
+        """The function as it is to be written; a `loose` one that is not strict takes any object."""
+        return Function(self.name, ANY_OBJECT if loose and not self.strict else self.schema)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What an answer may do with tools. Without any it may not call."""
+
+    tools: tuple[Tool, ...] = ()
+    forced: tuple[Tool, ...] = ()
+    """The answer is one or more calls of these, and nothing else; empty: it is free."""
+    parallel: bool = True
+    """Several calls in one answer."""
+    shown: list[dict[str, Any]] | None = None
+    """What the chat template is shown."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools)
+
+
+NO_TOOLS = ToolUse()
+
+
+def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
+    """`tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. ApiError (400) names the field."""
+    found = _tools(tools or [])
+    named = _choice(choice)
+    if choice in (None, "auto", "none") or not found:
+        if not found and choice not in (None, "auto", "none"):
+            refuse("tool_choice", "there are no tools to choose from")
+        if not found or choice == "none":
+            return NO_TOOLS
+        return ToolUse(found, parallel=parallel is not False, shown=tools)
+    if named is None:
+        return ToolUse(found, found, parallel=parallel is not False, shown=tools)
+    only = tuple(tool for tool in found if tool.name == named)
+    if not only:
+        refuse("tool_choice.function.name", f"there is no tool {named!r}")
+    return ToolUse(found, only, parallel=False, shown=tools)
+
+
+def _choice(choice: Any) -> str | None:
+    """The name of the one function that is to be called."""
+    if choice is None or choice in CHOICES:
+        return None
+    if not isinstance(choice, dict):
+        refuse("tool_choice", f"must be one of {', '.join(CHOICES)}, or name a function; not {choice!r}")
+    if choice.get("type") != "function":
+        refuse("tool_choice.type", f"must be 'function', not {choice.get('type')!r}")
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        refuse("tool_choice.function", "must be an object with the name of a function")
+    name = function.get("name")
+    if not isinstance(name, str):
+        refuse("tool_choice.function.name", "must be a string")
+    return name
+
+
+def _tools(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
+    if len(tools) > MAX_TOOLS:
+        refuse("tools", f"at most {MAX_TOOLS} tools")
+    found: dict[str, Tool] = {}
+    for i, tool in enumerate(tools):
+        one = _tool(f"tools[{i}]", tool)
+        if one.name in found:
+            refuse(f"{one.field}.name", f"there are two tools {one.name!r}")
+        found[one.name] = one
+    return tuple(found.values())
+
+
+def _tool(field: str, tool: dict[str, Any]) -> Tool:
+    if tool.get("type") != "function":
+        refuse(f"{field}.type", f"must be 'function', not {tool.get('type')!r}")
+    function = tool.get("function")
+    field += ".function"
+    if not isinstance(function, dict):
+        refuse(field, "must be an object with a name")
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        refuse(f"{field}.name", f"must be a string of 1 to {MAX_NAME} characters")
+    if not isinstance(function.get("description"), str | None):
+        refuse(f"{field}.description", "must be a string")
+    if not isinstance(function.get("strict"), bool | None):
+        refuse(f"{field}.strict", "must be true or false")
+    schema = function.get("parameters")
+    if schema is not None:
+        check_parameters(f"{field}.parameters", schema)
+    return Tool(name, field, schema or ANY_OBJECT, bool(function.get("strict")))
+
+
+# ---------------------------------------------------------------- JSON schemas
+
+
+def check_parameters(field: str, schema: Any) -> None:
+    """ApiError (400) unless it has the shape of the JSON schema of an object."""
+    if not isinstance(schema, dict):
+        refuse(field, "must be the JSON schema of an object")
+    if schema.get("type", "object") != "object":
+        refuse(f"{field}.type", f"must be 'object', not {schema['type']!r}")
+    _check_schema(field, schema, MAX_DEPTH)
+
+
+def _check_schema(field: str, schema: Any, depth: int) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        refuse(field, "must be a JSON schema")
+    if not depth:
+        refuse(field, f"schemas may be nested {MAX_DEPTH} deep")
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else () if kinds is None else (kinds,):
+        if kind not in TYPES:
+            refuse(f"{field}.type", f"must be of {', '.join(TYPES)}, not {kind!r}")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        refuse(f"{field}.required", "must be a list of names")
+    if not isinstance(schema.get("enum", []), list):
+        refuse(f"{field}.enum", "must be a list")
+    for path, part in _parts(field, schema):
+        _check_schema(path, part, depth - 1)
+
+
+def _parts(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas within a schema, and where they are."""
+    for key in ("properties", "$defs", "definitions", "patternProperties"):
+        many = schema.get(key, {})
+        if not isinstance(many, dict):
+            refuse(f"{field}.{key}", "must be an object of schemas")
+        yield from ((f"{field}.{key}.{name}", part) for name, part in many.items())
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        many = schema.get(key, [])
+        if not isinstance(many, list):
+            refuse(f"{field}.{key}", "must be a list of schemas")
+        yield from ((f"{field}.{key}[{i}]", part) for i, part in enumerate(many))
+    for key in ("items", "additionalProperties", "not"):
+        if key in schema and not isinstance(schema[key], list):
+            yield f"{field}.{key}", schema[key]
