@@ -1,0 +1,182 @@
+"""A model that says what it is told to: a fake runner that plays texts, and chat templates of three families."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from radixrt import roles
+from radixrt.frontend.parsing import Piece
+from radixrt.frontend.parsing.pieces import CallStart
+from radixrt.messages import ChatPrompt, Generate, Sampling
+from radixrt.router.tokens import load_tokenizer
+from radixrt.worker.fake import EOS, FakeRunner
+from radixrt.worker.plan import Plan, Result
+from radixrt.worker.request import Request
+from tests.checkpoints import make_tokenizer
+from tests.frontend.conftest import serving
+
+_TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+_END = "<|im_end|>\n"
+_NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+HERMES = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}" + _END + "{% endfor %}" + _NEXT
+)
+THINKING = HERMES.replace(
+    "{{ m.content",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content",
+).replace(_NEXT, _NEXT + "{% if opens %}<think>\n{% endif %}{% if closes %}<think>\n\n</think>\n\n{% endif %}")
+LLAMA = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}' + _END + "{% endfor %}" + _NEXT
+)
+MISTRAL = (
+    _TOOLS + "{% for m in messages %}[INST]{{ m.content or '' }}[/INST]{% if m.tool_calls %}[TOOL_CALLS] ["
+    "{% for call in m.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{% endfor %}"
+)
+FAMILIES = {
+    "plain": ("", ()),
+    "hermes": (HERMES, ()),
+    "thinking": (THINKING, ()),
+    "llama": (LLAMA, ("<|python_tag|>",)),
+    "mistral": (MISTRAL, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+}
+"""Chat template and special tokens, beside those of the test tokenizer."""
+
+
+def make_family(folder: Path, family: str) -> Path:
+    template, specials = FAMILIES[family]
+    make_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    if template:
+        config["chat_template"] = template
+    config["added_tokens_decoder"] = {str(512 + i): {"content": s, "special": True} for i, s in enumerate(specials)}
+    path.write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 512 + len(specials)}))
+    return folder
+
+
+class Script(FakeRunner):
+    """Each sequence says the next of `texts`, token by token, then ends; without a text it says what the fake says."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(num_pages=1 << 16, **sizes)
+        self.texts: deque[list[int]] = deque()
+        self.samplings: list[Sampling] = []
+        self._said: dict[int, list[int] | None] = {}
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        wait = super().launch(plan)
+
+        def finish() -> Result:
+            result = wait()
+            for b, request in enumerate(plan.requests):
+                at = int(plan.starts[b] + plan.counts[b]) - request.prompt_len
+                if at >= 0 and (said := self._script(request)) is not None:
+                    result.tokens[b] = said[at] if at < len(said) else EOS
+            return result
+
+        return finish
+
+    def _script(self, request: Request) -> list[int] | None:
+        if request.id not in self._said:
+            self._said[request.id] = self.texts.popleft() if self.texts else None
+            self.samplings.append(request.sampling)
+        return self._said[request.id]
+
+
+class Model:
+    """A server of a scripted model, and OpenAI's client of it."""
+
+    def __init__(self, url: str, folder: Path, script: Script, frontend: Any) -> None:
+        self.url = url
+        self.script = script
+        self.tokenizer = load_tokenizer(folder)
+        self.client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)
+        self.answers: list[tuple[Generate, ChatPrompt, dict, list[int]]] = []
+        frontend.on_answer = lambda request, prompt, message, ids: self.answers.append(
+            (request, prompt, message, memoryview(ids).cast("i").tolist())
+        )
+
+    def says(self, *texts: str) -> None:
+        self.script.texts = deque(self.tokenizer.encode(text, False) for text in texts)
+        self.script.samplings.clear()
+        self.answers.clear()
+
+    def chat(self, *texts: str, messages: list | None = None, **fields: Any) -> Any:
+        """What the client gets when the model says `texts`."""
+        self.says(*texts)
+        messages = messages or [{"role": "user", "content": "hello"}]
+        return self.client.chat.completions.create(**({"model": "m", "messages": messages} | fields))
+
+    @property
+    def grammar(self) -> Any:
+        """The grammar that reached the worker, its text decoded if it is JSON."""
+        (sampling,) = {id(s.grammar): s for s in self.script.samplings}.values()
+        if sampling.grammar is None or sampling.grammar.kind in ("regex", "ebnf"):
+            return sampling.grammar
+        return sampling.grammar.kind, json.loads(sampling.grammar.text)
+
+
+@contextmanager
+def scripted(family: str, folder: Path, **settings: Any) -> Iterator[Model]:
+    make_family(folder, family)
+    script = Script(vocab_size=512 + len(FAMILIES[family][1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roles, "make_runner", lambda config: script)
+        with serving(folder, workers=1, **settings) as frontend:
+            model = Model(frontend.url, folder, script, frontend._server._frontend)
+            with model.client:
+                yield model
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Pieces of a kind that follow each other as one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        same = type(last) is type(piece) and not isinstance(piece, CallStart)
+        if same and getattr(last, "index", 0) == getattr(piece, "index", 0):
+            fields = {name: getattr(piece, name) for name in piece.__struct_fields__}
+            found[-1] = type(piece)(**fields | {"text": last.text + piece.text})
+        else:
+            found.append(piece)
+    return found
+
+
+def gathered(stream: Any) -> tuple[dict[int, dict], dict[int, str]]:
+    """(messages by choice, as their deltas add up; how each choice ended)."""
+    messages: dict[int, dict] = {}
+    ends: dict[int, str] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            message = messages.setdefault(choice.index, {"content": "", "reasoning_content": "", "tool_calls": []})
+            delta = choice.delta
+            message["content"] += delta.content or ""
+            message["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+            for part in delta.tool_calls or []:
+                calls = message["tool_calls"]
+                if part.index == len(calls):
+                    assert part.id and part.type == "function" and part.function.name
+                    assert part.function.arguments == ""
+                    calls.append([part.id, part.function.name, ""])
+                else:
+                    assert part.index == len(calls) - 1 and part.id is None and part.function.arguments
+                    calls[-1][2] += part.function.arguments
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    return messages, ends

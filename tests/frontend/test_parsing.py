@@ -1,0 +1,326 @@
+"""The parsers of models' outputs: what they find, and that cuts do not matter."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixrt.frontend.choice import Choice
+from radixrt.frontend.output import Formats, probe_text
+from radixrt.frontend.parsing import (
+    PROBE,
+    CallArguments,
+    CallStart,
+    Content,
+    Function,
+    OutputParser,
+    Reasoning,
+    reasoning_format,
+    tool_format,
+)
+from radixrt.frontend.parsing.detect import REASONING_FORMATS, THINK
+from radixrt.frontend.parsing.hermes import Hermes
+from radixrt.frontend.parsing.llama import Llama
+from radixrt.frontend.parsing.mistral import Mistral
+from radixrt.frontend.tools import Tool, ToolUse
+from radixrt.messages import Delta, Sampling
+from radixrt.router.tokens import TextService, load_tokenizer
+from tests.frontend.scripted import joined, make_family
+
+FORMATS = {"hermes": Hermes(), "llama": Llama(), "mistral": Mistral()}
+NAMES = frozenset({"f", "g"})
+
+
+def parse(kind: str | None, *cuts: str, **more) -> list:
+    parser = OutputParser(FORMATS[kind] if kind else None, NAMES, new_id=lambda: "", **more)
+    pieces = [piece for cut in cuts for piece in parser.push(cut)] + parser.finish()
+    return joined(pieces)
+
+
+def call(index: int, name: str, arguments: str) -> list:
+    return [CallStart(index, "", name), CallArguments(index, arguments)]
+
+
+F = '{"name": "f", "arguments": {"a": 1}}'
+G = '{"name": "g", "arguments": {"b": "}]\\"</tool_call>"}}'
+F_CALL, G_CALL = call(0, "f", '{"a": 1}'), call(1, "g", '{"b": "}]\\"</tool_call>"}')
+
+FOUND = [
+    ("hermes", "just text, a < b\n", [Content("just text, a < b\n")]),
+    ("hermes", f"<tool_call>\n{F}\n</tool_call>", F_CALL),
+    ("hermes", f"Let me see.\n\n<tool_call>{F}</tool_call>\n", [Content("Let me see."), *F_CALL]),
+    ("hermes", f"<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>", F_CALL + G_CALL),
+    ("hermes", f"<tool_call>{F}<tool_call>{G}", F_CALL + G_CALL),
+    ("hermes", f"<tool_call>{F}</tool_call> done \n", [*F_CALL, Content(" done \n")]),
+    ("hermes", '<tool_call>{"arguments": {"a": [{}]}, "name": "f"}</tool_call>', call(0, "f", '{"a": [{}]}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', F_CALL),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "long', call(0, "f", '{"a": "long')),
+    ("llama", '{"name": "f", "parameters": {"a": 1}}', F_CALL),
+    ("llama", ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', F_CALL + call(1, "g", "{}")),
+    ("llama", '<|python_tag|>{"name": "h", "parameters": {}}', call(0, "h", "{}")),
+    (
+        "llama",
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}; or',
+        [*F_CALL, Content("; or")],
+    ),
+    ("llama", f"text {F}", [Content(f"text {F}")]),
+    ("mistral", f"[TOOL_CALLS] [{F}, {G}]", F_CALL + G_CALL),
+    ("mistral", f'[TOOL_CALLS][{F[:-1]}, "id": "abcdefghi"}}]', F_CALL),
+    ("mistral", 'Now:[TOOL_CALLS]f[ARGS]{"a": 1}', [Content("Now:"), *F_CALL]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', F_CALL + call(1, "g", "{}")),
+]
+MALFORMED = [
+    ("hermes", "<tool_call>not JSON</tool_call>"),
+    ("hermes", '<tool_call>{"nam": "f"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {a: 1}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{oops"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "f\\'),
+    ("hermes", "<tool_call>"),
+    ("hermes", "</tool_call> <tool"),
+    ("llama", '{"answer": 42}'),
+    ("llama", '{"name": "nobody", "parameters": {}}'),
+    ("llama", '{"name": "f", '),
+    ("llama", "<|python_tag|>print(1)"),
+    ("mistral", "[TOOL_CALLS] [] "),
+    ("mistral", "[TOOL_CALLS] what is [ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{a}"),
+    ("mistral", "[TOOL_CALL"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), FOUND)
+def test_what_is_found(kind, text, expected):
+    assert parse(kind, text) == expected
+
+
+@pytest.mark.parametrize(("kind", "text"), MALFORMED)
+def test_what_is_malformed_is_content(kind, text):
+    assert parse(kind, text) == [Content(text)]
+
+
+def test_a_broken_call_among_others_loses_nothing():
+    pieces = parse("hermes", f"<tool_call>{F}</tool_call><tool_call>oops</tool_call><tool_call>{G}</tool_call>")
+    assert pieces == [*F_CALL, Content("<tool_call>oops</tool_call>"), *G_CALL]
+    pieces = parse("mistral", f"[TOOL_CALLS] [{F}, oops] and")
+    assert pieces == [*F_CALL, Content(", oops] and")]
+    pieces = parse("hermes", f"<tool_call>{F[:-1]} oops}}</tool_call>more")
+    assert pieces == [*F_CALL, Content("oops}more")]
+
+
+def test_marks_that_are_special_tokens_never_show():
+    hidden = frozenset({"<|python_tag|>"})
+    assert parse("llama", "<|python_tag|>print(1)<|python_tag|>", hidden=hidden) == [Content("print(1)")]
+    hidden = frozenset(Mistral.marks)
+    assert parse("mistral", "[TOOL_CALLS] no way [ARGS]{}", hidden=hidden) == [Content(" no way {}")]
+
+
+def test_a_call_too_many_ends_the_answer():
+    parser = OutputParser(FORMATS["hermes"], NAMES, most_calls=1, new_id=str)
+    pieces = parser.push(f"<tool_call>{F}</tool_call>\n<tool_call>")
+    assert pieces == F_CALL and not parser.full
+    assert parser.push(G) == [] and parser.full
+    assert parser.push("</tool_call> text") + parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "expected"),
+    [
+        ("may", "<think>\nwell\n</think>\n\nyes", [Reasoning("well"), Content("yes")]),
+        ("may", "yes <think>\nwell</think>", [Content("yes <think>\nwell</think>")]),
+        ("may", " <think", [Content(" <think")]),
+        ("may", "<think>\n\n</think>\n\nyes", [Content("yes")]),
+        ("may", "<think>cut \n", [Reasoning("cut \n")]),
+        ("open", "well</think>yes", [Reasoning("well"), Content("yes")]),
+        ("open", "well</thin", [Reasoning("well</thin")]),
+        ("no", "<think>well</think>", [Content("<think>well</think>")]),
+    ],
+)
+def test_thoughts(thinking, text, expected):
+    assert parse(None, text, reasoning=THINK, thinking=thinking) == expected
+    assert parse(None, *text, reasoning=THINK, thinking=thinking) == expected
+
+
+def test_a_call_in_thoughts_is_a_thought():
+    text = f"<think>I could <tool_call>{F}</tool_call></think>\n<tool_call>{F}</tool_call>"
+    pieces = parse("hermes", text, reasoning=THINK, thinking="may")
+    assert pieces == [Reasoning(f"I could <tool_call>{F}</tool_call>"), *F_CALL]
+
+
+def test_arguments_come_as_they_are_written():
+    parser = OutputParser(FORMATS["hermes"], NAMES, new_id=str)
+    assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
+    assert parser.push('{"a') == [CallStart(0, "", "f"), CallArguments(0, '{"a')]
+    assert parser.push("b") == [CallArguments(0, "b")]
+    assert parser.push('": 1}}') == [CallArguments(0, '": 1}')]
+
+
+def test_without_tools_the_parser_is_idle_after_the_thoughts():
+    parser = OutputParser(None, reasoning=THINK, thinking="may")
+    assert not parser.idle
+    assert parser.push("Yes") == [Content("Yes")] and parser.idle
+
+
+PARTS = [
+    F, G, "<tool_call>", "</tool_call>", "<tool_call", "[TOOL_CALLS]", " [", "]", "f[ARGS]", "[CALL_ID]", "[ARGS", ", ",
+    "; ", "<|python_tag|>", '{"name": "g", "parameters": {"x": {}}}', '{"name": "f"', "{", "}", '"', "\\", "\n", "  ",
+    "text", "<think>", "</think>", "é", '{"arguments": {"k": "v"}, "name": "f"}',
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12),
+    st.sampled_from([*FORMATS, None]),
+    st.sampled_from(["no", "may", "open"]),
+    st.sampled_from([frozenset(), frozenset({"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"})]),
+    st.sampled_from([None, 1]),
+    st.randoms(use_true_random=False),
+)
+def test_cuts_do_not_matter(parts, kind, thinking, hidden, most_calls, rng):
+    text = "".join(parts)
+    more = {"reasoning": THINK, "thinking": thinking, "hidden": hidden, "most_calls": most_calls}
+    whole = parse(kind, text, **more)
+    assert parse(kind, *text, **more) == whole
+    for _ in range(3):
+        assert parse(kind, *cut(text, rng), **more) == whole
+    if not any(isinstance(piece, CallStart) for piece in whole) and not hidden and thinking == "no":
+        assert "".join(piece.text for piece in whole) == text, "text was lost"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(FOUND), st.randoms(use_true_random=False))
+def test_cuts_of_calls_do_not_matter(found, rng):
+    kind, text, expected = found
+    assert parse(kind, *cut(text, rng)) == expected
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    places = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 6)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+# ---------------------------------------------------------------- which format
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "thinks"),
+    [
+        ("plain", type(None), False),
+        ("hermes", Hermes, False),
+        ("thinking", Hermes, True),
+        ("llama", Llama, False),
+        ("mistral", Mistral, False),
+    ],
+)
+def test_a_template_shows_its_format(tmp_path, family, kind, thinks):
+    rendered = load_tokenizer(make_family(tmp_path, family)).apply_chat(PROBE)
+    assert type(tool_format("auto", rendered)) is kind
+    assert reasoning_format("auto", rendered) == (THINK if thinks else None)
+    assert tool_format("none", rendered) is None and isinstance(tool_format("hermes", rendered), Hermes)
+    assert reasoning_format("mistral", rendered) is REASONING_FORMATS["mistral"]
+
+
+def test_unknown_parsers_are_refused():
+    with pytest.raises(ValueError, match="tool_call_parser: 'pythonic' is none of auto, none, hermes"):
+        tool_format("pythonic", "")
+    with pytest.raises(ValueError, match="reasoning_parser"):
+        reasoning_format("granite", "")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_what_is_forced_is_what_is_parsed(kind, parallel):
+    """xgrammar accepts what the parser reads as calls, and nothing else."""
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    functions = [
+        Function("f", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+        Function("g", {"type": "object"}),
+    ]
+    form = FORMATS[kind]
+    key = "parameters" if kind == "llama" else "arguments"
+    one, other = (f'{{"name": "{n}", "{key}": {a}}}' for n, a in (("f", '{"a": 1}'), ("g", "{}")))
+    wrap = {
+        "hermes": lambda *calls: "\n".join(f"<tool_call>\n{c}\n</tool_call>" for c in calls),
+        "llama": lambda *calls: "; ".join(calls),
+        "mistral": lambda *calls: f"[TOOL_CALLS] [{', '.join(calls)}]",
+    }[kind]
+    forced, free = (
+        xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": make(functions, parallel)})
+        for make in (form.forced, form.free)
+    )
+    for grammar in (forced, free):
+        assert accepts(grammar, wrap(one)) and accepts(grammar, wrap(other))
+        assert not accepts(grammar, wrap(one.replace("1", '"x"')))
+        if kind != "llama" or grammar is forced:  # bare JSON: what follows a call may be text as well
+            assert accepts(grammar, wrap(one, other)) == parallel
+    assert accepts(free, "no call") and not accepts(forced, "no call")
+    assert parse(kind, wrap(one, other)) == F_CALL + call(1, "g", "{}")
+
+
+def test_mistral_s_newer_form_is_forced_as_well():
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    form = Mistral(opening=None)
+    tag = {"type": "structural_tag", "format": form.forced([Function("f", {"type": "object"})], True)}
+    grammar = xgrammar.Grammar.from_structural_tag(tag)
+    assert accepts(grammar, "[TOOL_CALLS]f[ARGS]{}") and accepts(grammar, "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}")
+    assert not accepts(grammar, "[TOOL_CALLS]g[ARGS]{}")
+
+
+# ---------------------------------------------------------------- real templates and tokenizers
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        ("chat_templates/qwen2.5-instruct", Hermes),
+        ("chat_templates/llama-3-instruct", type(None)),
+        ("mistral/chat_templates/v3", Mistral),
+        ("mistral/chat_templates/v7_spm", Mistral),
+        ("gpt-oss/chat_template", type(None)),
+    ],
+)
+def test_real_templates_show_their_format(tmp_path, shared_data, template, kind):
+    file = shared_data / "tokenizers" / f"{template}.jinja"
+    rendered = probe_text(load_tokenizer(make_family(tmp_path, "plain"), str(file)))
+    found = tool_format("auto", rendered)
+    assert type(found) is kind and reasoning_format("auto", rendered) is None
+    if kind is Mistral:
+        opening = "[TOOL_CALLS] [" if "spm" in template else "[TOOL_CALLS]["
+        assert found.forced([Function("f", True)], True)["begin"] == opening
+
+
+@pytest.mark.parametrize("version", ["240323.model.v3", "241114.model.v7"])
+@pytest.mark.parametrize("cuts", [1, 10_000])
+def test_calls_by_mistral_s_own_tokenizer(tmp_path, shared_data, version, cuts):
+    """Its marks are special tokens, and its text has white space that depends on where it stands."""
+    folder = shared_data / "tokenizers" / "mistral"
+    version_name = version.rpartition(".")[2]
+    (tmp_path / "tokenizer.model").write_bytes((folder / f"mistral_instruct_tokenizer_{version}").read_bytes())
+    tokenizer = load_tokenizer(tmp_path, str(folder / f"chat_templates/{version_name}_spm.jinja"))
+    formats = Formats(tokenizer)
+    output = formats.output(b"", False, True, ToolUse((Tool("f", "", {}),)), None)
+    text = f"Wait.[TOOL_CALLS] [{F}, {G}]"
+    ids = array("i", [*tokenizer.encode(text, False), tokenizer.token_id("</s>")])
+    assert tokenizer.token_id("[TOOL_CALLS]") in ids
+    service = TextService(tokenizer)
+    choice = Choice(0, service, Sampling(), output)
+    for at in range(0, len(ids), cuts):
+        part = ids[at : at + cuts]
+        last = at + cuts >= len(ids)
+        choice.take(Delta(0, ids=part.tobytes(), finish="stop" if last else None, stop=ids[-1] if last else None))
+    service.close()
+    assert choice.message.content == "Wait." and choice.finish == "tool_calls"
+    assert [(c.name, c.arguments) for c in choice.message.calls] == [("f", F_CALL[1].text), ("g", G_CALL[1].text)]

@@ -1,0 +1,148 @@
+"""What a text must be: the fields of OpenAI, vLLM and SGLang, and the grammar that reaches the worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from radixrt.messages import Grammar
+from tests.frontend.scripted import Model, scripted
+
+pytest.importorskip("xgrammar")
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+OBJECT = ("json_schema", {"type": "object"})
+EBNF = 'root ::= "a" | "b"'
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Iterator[Model]:
+    with scripted("hermes", tmp_path_factory.mktemp("hermes")) as model:
+        yield model
+
+
+def reached(model: Model, fields: dict, completion: bool):
+    if not completion:
+        model.chat(max_tokens=1, extra_body=fields)
+        return model.grammar
+    model.says()
+    model.client.completions.create(model="m", prompt="x", max_tokens=1, extra_body=fields)
+    return model.grammar
+
+
+@pytest.mark.parametrize("completion", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, OBJECT),
+        ({"response_format": NAMED}, ("json_schema", SCHEMA)),
+        ({"response_format": TAG}, ("structural_tag", TAG)),
+        ({"guided_json": SCHEMA}, ("json_schema", SCHEMA)),
+        ({"guided_json": json.dumps(SCHEMA)}, ("json_schema", SCHEMA)),
+        ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", SCHEMA)),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_grammar": EBNF}, Grammar("ebnf", EBNF)),
+        ({"ebnf": EBNF}, Grammar("ebnf", EBNF)),
+        ({"guided_choice": ["yes", 'n"o\n\\']}, Grammar("ebnf", 'root ::= "yes" | "n\\"o\\n\\\\"')),
+        ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", SCHEMA)),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["é"]}}, Grammar("ebnf", 'root ::= "é"')),
+        ({"structured_outputs": {"grammar": EBNF}}, Grammar("ebnf", EBNF)),
+        ({"structured_outputs": {"json_object": True}}, OBJECT),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, ("structural_tag", TAG)),
+    ],
+)
+def test_the_grammar_that_reaches_the_worker(model, fields, expected, completion):
+    found = reached(model, fields, completion)
+    assert found == expected
+    if isinstance(found, tuple) and found[1] == SCHEMA:
+        assert list(found[1]["properties"]) == ["b", "a"], "the order is the schema's"
+
+
+def test_choices_are_what_was_asked_for():
+    import xgrammar
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    from radixrt.frontend.structured import constraint
+
+    choices = ["a", 'b"', "c\\n", "d\n", "é😀", "]", "#", "root ::= x", "\x01"]
+    grammar = xgrammar.Grammar.from_ebnf(constraint({"guided_choice": choices}).grammar.text)
+    assert all(accepts(grammar, choice) for choice in choices)
+    assert not any(accepts(grammar, text) for text in ("", "b", "c\n", "aa", "d"))
+
+
+def test_calls_or_an_answer_by_schema(model):
+    assert model.chat('{"b": 3}', tools=TOOLS, response_format=NAMED).choices[0].message.content == '{"b": 3}'
+    kind, tag = model.grammar
+    calls, answer = tag["format"]["elements"]
+    assert (kind, tag["format"]["type"], calls["type"]) == ("structural_tag", "or", "tags_with_separator")
+    assert answer == {"type": "json_schema", "json_schema": SCHEMA}
+
+
+def test_parse_of_the_client(model):
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        b: int
+
+    model.says('{"b": 3}')
+    messages = [{"role": "user", "content": "x"}]
+    found = model.client.chat.completions.parse(model="m", messages=messages, response_format=Answer)
+    assert found.choices[0].message.parsed == Answer(b=3)
+    assert model.grammar[1]["properties"]["b"]["type"] == "integer"
+
+
+BAD = [
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "x"}}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": "json"}, "response_format"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": [1]}, "guided_json"),
+    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
+    ({"guided_regex": "(("}, "guided_regex"),
+    ({"regex": 3}, "regex"),
+    ({"ebnf": "root := x"}, "ebnf"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": "yes"}, "guided_choice"),
+    ({"guided_choice": ["yes", ""]}, "guided_choice"),
+    ({"structured_outputs": 3}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
+    ({"response_format": NAMED, "regex": "a"}, "regex"),
+    ({"guided_json": SCHEMA, "guided_choice": ["a"]}, "guided_choice"),
+    ({"response_format": NAMED, "tools": TOOLS, "tool_choice": "required"}, "response_format.json_schema.schema"),
+    ({"structural_tag": "{}"}, "structural_tag"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=[f"{p}-{i}" for i, (_, p) in enumerate(BAD)])
+def test_refusals_name_the_field(model, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        model.chat("never", extra_body=fields)
+    assert caught.value.param == param, caught.value.body
+    assert caught.value.message
+
+
+def test_without_xgrammar_it_says_what_to_install(model, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "xgrammar" else find(name, *a))
+    with pytest.raises(openai.BadRequestError) as caught:
+        model.chat("never", extra_body={"guided_regex": "never seen before"})
+    assert caught.value.param == "guided_regex" and "pip install" in caught.value.message

@@ -1,0 +1,409 @@
+"""Tools and reasoning over HTTP, by OpenAI's client: a scripted model says what a real one might."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from radixrt.config import FrontendConfig
+from radixrt.frontend.server import make_server
+from radixrt.router.tokens import TextService
+from tests.frontend.scripted import Model, gathered, scripted
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "time"}}
+TOOLS = [WEATHER, TIME]
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome }"}'
+CALLS = {
+    "hermes": (
+        f'One moment.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
+    ),
+    "llama": f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "weather", "parameters": {ROME}}}',
+    "mistral": (
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "weather", "arguments": {ROME}}}]'
+    ),
+}
+
+
+ONE_CALL = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>',
+    "llama": f'{{"name": "weather", "parameters": {PARIS}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}]',
+}
+
+
+@pytest.fixture(scope="module", params=CALLS)
+def family(request, tmp_path_factory) -> Iterator[tuple[str, Model]]:
+    with scripted(request.param, tmp_path_factory.mktemp(request.param)) as model:
+        yield request.param, model
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory) -> Iterator[Model]:
+    with scripted("hermes", tmp_path_factory.mktemp("hermes")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory) -> Iterator[Model]:
+    with scripted("thinking", tmp_path_factory.mktemp("thinking")) as model:
+        yield model
+
+
+def calls_of(message) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+# ---------------------------------------------------------------- every family
+
+
+def test_calls_whole(family):
+    name, model = family
+    choice = model.chat(CALLS[name], tools=TOOLS).choices[0]
+    assert calls_of(choice.message) == [("weather", PARIS), ("weather", ROME)]
+    assert choice.message.content == ("One moment." if name == "hermes" else None)
+    assert choice.finish_reason == "tool_calls" and not hasattr(choice.message, "reasoning_content")
+    form = r"[0-9A-Za-z]{9}" if name == "mistral" else r"call_[0-9a-f]{24}"
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2 and all(re.fullmatch(form, i) for i in ids)
+    assert all(call.type == "function" for call in choice.message.tool_calls)
+
+
+def test_calls_streamed(family):
+    name, model = family
+    messages, ends = gathered(model.chat(CALLS[name], tools=TOOLS, stream=True))
+    assert ends == {0: "tool_calls"}
+    assert [tuple(call[1:]) for call in messages[0]["tool_calls"]] == [("weather", PARIS), ("weather", ROME)]
+    assert messages[0]["content"] == ("One moment." if name == "hermes" else "")
+    parts = [c.choices[0].delta for c in model.chat(CALLS[name], tools=TOOLS, stream=True)]
+    assert sum(bool(delta.tool_calls) for delta in parts) > 8, "arguments come in pieces"
+
+
+def test_the_helper_of_the_client_gathers_them_as_well(family):
+    name, model = family
+    model.says(CALLS[name])
+    with model.client.chat.completions.stream(model="m", messages=[{"role": "user", "content": "x"}], tools=TOOLS) as s:
+        choice = s.get_final_completion().choices[0]
+    assert calls_of(choice.message) == [("weather", PARIS), ("weather", ROME)]
+
+
+def test_plain_text_with_tools(family):
+    _, model = family
+    text = "No tool needed: 1 < 2, [1], {2} \n"
+    choice = model.chat(text, tools=TOOLS).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    messages, ends = gathered(model.chat(text, tools=TOOLS, stream=True))
+    assert messages[0]["content"] == text and ends == {0: "stop"}
+
+
+def test_only_one_call_where_they_are_not_parallel(family):
+    name, model = family
+    for stream in (False, True):
+        answer = model.chat(CALLS[name], tools=TOOLS, parallel_tool_calls=False, stream=stream)
+        if stream:
+            messages, ends = gathered(answer)
+            assert len(messages[0]["tool_calls"]) == 1 and ends == {0: "tool_calls"}
+        else:
+            assert calls_of(answer.choices[0].message) == [("weather", PARIS)]
+            assert answer.choices[0].finish_reason == "tool_calls"
+        assert model.answers == [], "its ids say more than the message"
+
+
+def test_an_answer_is_a_next_turn_s_history(family):
+    name, model = family
+    call = CALLS[name].split("; ")[0]
+    first = model.chat(call, tools=TOOLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "sunny"} for c in first.tool_calls]
+    history = [{"role": "user", "content": "hello"}, first.model_dump(exclude_none=True), *results]
+    model.chat("It is sunny.", messages=history, tools=TOOLS)
+    (_, prompt, message, _) = model.answers[0]
+    assert PARIS in model.tokenizer.apply_chat(prompt), "an object in the template, not a string"
+    assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == PARIS
+    assert message == {"role": "assistant", "content": "It is sunny."}
+
+
+def test_special_tokens_do_not_show(family):
+    name, model = family
+    text = "<|endoftext|>Well<|im_start|>, {no} call"
+    for stream in (False, True):
+        answer = model.chat(text, tools=TOOLS, stream=stream)
+        said = gathered(answer)[0][0]["content"] if stream else answer.choices[0].message.content
+        assert said == "Well, {no} call"
+    marks = {"hermes": "", "llama": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
+    assert model.chat(marks[name] + "print(1)", tools=TOOLS).choices[0].message.content == "print(1)"
+
+
+def test_forced_calls(family):
+    """The worker follows the grammar, so that what is scripted passes it, and what the fake draws is a call."""
+    name, model = family
+    begins = {
+        "hermes": '<tool_call>\n{"name": "weather", "arguments": ',
+        "llama": '{"name": "weather", "parameters": ',
+        "mistral": '{"name": "weather", "arguments": ',
+    }
+    for choice, stops in (("required", False), ({"type": "function", "function": {"name": "weather"}}, True)):
+        text = CALLS[name].removeprefix("One moment.\n") if not stops else ONE_CALL[name]
+        found = model.chat(text, tools=TOOLS, tool_choice=choice).choices[0]
+        assert calls_of(found.message) == [("weather", PARIS), ("weather", ROME)][: 1 if stops else 2]
+        assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+        kind, tag = model.grammar
+        form = tag["format"]["content"] if name == "mistral" else tag["format"]
+        assert kind == "structural_tag" and form["type"] == "tags_with_separator"
+        assert form["at_least_one"] is True and form["stop_after_first"] is stops
+        assert form["tags"][0]["begin"] == begins[name] and form["tags"][0]["content"]["json_schema"] == CITY
+        assert len(form["tags"]) == (1 if stops else 2)
+        drawn = model.chat(tools=TOOLS, tool_choice=choice, max_tokens=100).choices[0].message
+        assert drawn.content is None and drawn.tool_calls[0].function.name in ("weather", "time")
+
+
+def test_the_grammar_of_free_calls(family):
+    name, model = family
+    model.chat(CALLS[name], tools=TOOLS)
+    assert model.grammar is None
+    found = model.chat(CALLS[name], tools=[STRICT, TIME]).choices[0].message
+    assert len(found.tool_calls) == 2
+    kind, tag = model.grammar
+    assert (kind, tag["format"]["type"]) == ("structural_tag", "triggered_tags")
+    tags = tag["format"]["tags"][0]["content"]["tags"] if name == "mistral" else tag["format"]["tags"]
+    assert [t["content"]["json_schema"] for t in tags] == [CITY, {"type": "object"}]
+
+
+# ---------------------------------------------------------------- one is enough
+
+
+def test_several_choices(hermes):
+    texts = ['<tool_call>{"name": "time", "arguments": {}}</tool_call>', "No call."]
+    choices = hermes.chat(*texts, tools=TOOLS, n=2).choices
+    assert sorted(c.finish_reason for c in choices) == ["stop", "tool_calls"]
+    messages, ends = gathered(hermes.chat(*texts, tools=TOOLS, n=2, stream=True))
+    assert sorted(ends.values()) == ["stop", "tool_calls"]
+    assert sorted(m["content"] for m in messages.values()) == ["", "No call."]
+    assert sorted(len(m["tool_calls"]) for m in messages.values()) == [0, 1]
+
+
+def test_a_malformed_call_is_content(hermes):
+    text = 'Hm <tool_call>{"name": weather}</tool_call> well'
+    choice = hermes.chat(text, tools=TOOLS).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (text, "stop")
+    assert gathered(hermes.chat(text, tools=TOOLS, stream=True))[0][0]["content"] == text
+
+
+def test_without_tools_nothing_is_a_call(hermes):
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        choice = hermes.chat(CALLS["hermes"], **fields).choices[0]
+        assert choice.message.content == CALLS["hermes"] and choice.message.tool_calls is None
+
+
+def test_a_call_cut_for_length(hermes):
+    for stream in (False, True):
+        answer = hermes.chat(CALLS["hermes"], tools=TOOLS, max_tokens=50, stream=stream)
+        if stream:
+            messages, ends = gathered(answer)
+            name, arguments = messages[0]["tool_calls"][0][1:]
+            assert ends == {0: "length"}
+        else:
+            (name, arguments), *_ = calls_of(answer.choices[0].message)
+            assert answer.choices[0].finish_reason == "length"
+        assert name == "weather" and PARIS.startswith(arguments) and arguments
+
+
+def test_a_stop_string_before_a_call(hermes):
+    choice = hermes.chat(CALLS["hermes"], tools=TOOLS, stop="<tool_call>").choices[0]
+    assert (choice.message.content.strip(), choice.message.tool_calls) == ("One moment.", None)
+    assert choice.finish_reason == "stop" and hermes.answers == []
+
+
+def test_log_probabilities_of_a_call(hermes):
+    fields = {"tools": TOOLS, "logprobs": True, "top_logprobs": 1}
+    found = hermes.chat(CALLS["hermes"], **fields)
+    tokens = found.choices[0].logprobs.content
+    assert len(tokens) == found.usage.completion_tokens
+    streamed = [c.choices[0].logprobs for c in hermes.chat(CALLS["hermes"], stream=True, **fields)]
+    assert sum(len(part.content) for part in streamed if part) == len(tokens)
+
+
+def test_what_the_session_is_told(hermes):
+    for stream in (False, True):
+        answer = hermes.chat(CALLS["hermes"], tools=TOOLS, stream=stream)
+        list(answer)
+        ((request, prompt, message, ids),) = hermes.answers
+        assert ids == [*hermes.tokenizer.encode(CALLS["hermes"], False), 2]
+        assert [c["function"]["name"] for c in message["tool_calls"]] == ["weather", "weather"]
+        assert message["content"] == "One moment." and message["role"] == "assistant"
+        assert prompt.tools == TOOLS and request.api_key == "any"
+        rendered = hermes.tokenizer.encode(hermes.tokenizer.apply_chat(prompt), False)
+        assert memoryview(request.prompt.ids).cast("i").tolist() == rendered
+
+
+def test_a_model_without_a_format_is_made_to_write_plain_json(tmp_path):
+    with scripted("plain", tmp_path) as model:
+        text = f'{{"name": "weather", "parameters": {PARIS}}}'
+        choice = model.chat(text, tools=TOOLS, tool_choice="required").choices[0]
+        assert calls_of(choice.message) == [("weather", PARIS)]
+        assert model.grammar[1]["format"]["tags"][0]["begin"] == '{"name": "weather", "parameters": '
+        assert model.chat(text, tools=TOOLS).choices[0].message.content == text
+
+
+def test_parsers_can_be_named(tmp_path):
+    with scripted("plain", tmp_path, tool_call_parser="hermes", reasoning_parser="qwen3") as model:
+        message = model.chat("<think>Hm</think>" + CALLS["hermes"], tools=TOOLS).choices[0].message
+        assert len(message.tool_calls) == 2 and message.reasoning_content == "Hm"
+    with pytest.raises(ValueError, match="tool_call_parser: 'nope'"):
+        make_server(FrontendConfig(tool_call_parser="nope"), TextService.none())
+
+
+# ---------------------------------------------------------------- reasoning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "arguments", "reasoning", "content"),
+    [
+        ("<think>\nLet me see.\n</think>\n\nYes.", {}, "Let me see.", "Yes."),
+        ("Let me see.\n</think>\n\nYes.", {"opens": True}, "Let me see.", "Yes."),
+        ("<think>Yes.", {"closes": True}, "", "<think>Yes."),
+        ("Yes.", {}, "", "Yes."),
+    ],
+)
+def test_reasoning(thinking, text, arguments, reasoning, content, stream):
+    extra = {"chat_template_kwargs": arguments}
+    answer = thinking.chat(text, extra_body=extra, stream=stream)
+    if stream:
+        message = gathered(answer)[0][0]
+        assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+    else:
+        message = answer.choices[0].message
+        assert (getattr(message, "reasoning_content", ""), message.content) == (reasoning, content)
+    assert thinking.answers[0][2].get("reasoning_content", "") == reasoning
+
+
+def test_reasoning_then_calls(thinking):
+    messages, ends = gathered(thinking.chat(f"<think>\nHm\n</think>\n\n{CALLS['hermes']}", tools=TOOLS, stream=True))
+    assert messages[0]["reasoning_content"] == "Hm" and messages[0]["content"] == "One moment."
+    assert len(messages[0]["tool_calls"]) == 2 and ends == {0: "tool_calls"}
+
+
+def test_a_model_thinks_before_what_it_is_forced_to_say(thinking):
+    json_object = {"response_format": {"type": "json_object"}}
+    message = thinking.chat("<think>a</think>{}", **json_object).choices[0].message
+    assert (message.reasoning_content, message.content) == ("a", "{}")
+    optional, answer = thinking.grammar[1]["format"]["elements"]
+    assert optional["type"] == "optional" and answer == {"type": "json_schema", "json_schema": {"type": "object"}}
+    message = thinking.chat("a</think>\n\n{}", **json_object, extra_body=_template(opens=True)).choices[0].message
+    assert (message.reasoning_content, message.content) == ("a", "{}")
+    thoughts, _ = thinking.grammar[1]["format"]["elements"]
+    assert (thoughts["elements"][0]["begin"], thoughts["elements"][0]["end"]) == ("", "</think>")
+    assert thinking.chat("{}", **json_object, extra_body=_template(closes=True)).choices[0].message.content == "{}"
+    assert thinking.grammar == ("json_schema", {"type": "object"})
+    thinking.chat(f"<think>a</think>\n{ONE_CALL['hermes']}", tools=TOOLS, tool_choice="required")
+    assert thinking.grammar[1]["format"]["elements"][1]["type"] == "tags_with_separator"
+
+
+def _template(**arguments: bool) -> dict:
+    return {"chat_template_kwargs": arguments}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def function(**fields) -> list[dict]:
+    return [{"type": "function", "function": {"name": "f"} | fields}]
+
+
+def turns(*messages: dict) -> dict:
+    return {"messages": [{"role": "user", "content": "x"}, *messages]}
+
+
+def called(**fields) -> dict:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "content": None, "tool_calls": [call | fields]}
+
+
+PARAMETERS = "tools[0].function.parameters"
+BAD = [
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+    ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": function(name=None)}, "tools[0].function.name"),
+    ({"tools": function(name="")}, "tools[0].function.name"),
+    ({"tools": function(description=3)}, "tools[0].function.description"),
+    ({"tools": function(strict="yes")}, "tools[0].function.strict"),
+    ({"tools": function() + function()}, "tools[1].function.name"),
+    ({"tools": function(parameters=[])}, PARAMETERS),
+    ({"tools": function(parameters={"type": "string"})}, PARAMETERS + ".type"),
+    ({"tools": function(parameters={"properties": []})}, PARAMETERS + ".properties"),
+    ({"tools": function(parameters={"properties": {"a": {"type": "text"}}})}, PARAMETERS + ".properties.a.type"),
+    ({"tools": function(parameters={"properties": {"a": 1}})}, PARAMETERS + ".properties.a"),
+    ({"tools": function(parameters={"required": "a"})}, PARAMETERS + ".required"),
+    ({"tools": function(parameters={"anyOf": [{"items": 3}]})}, PARAMETERS + ".anyOf[0].items"),
+    ({"tools": "weather"}, "tools"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.type"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice.function.name",
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    (turns({"role": "wizard", "content": "x"}), "messages[1].role"),
+    (turns({"content": "x"}), "messages[1].role"),
+    (turns({"role": "function", "name": "f", "content": "x"}), "messages[1].role"),
+    (turns({"role": "user"}), "messages[1].content"),
+    (turns({"role": "user", "content": 3}), "messages[1].content"),
+    (turns({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[1].content[0].type"),
+    (turns({"role": "assistant"}), "messages[1].content"),
+    (turns({"role": "assistant", "content": "x", "reasoning_content": 3}), "messages[1].reasoning_content"),
+    (turns({"role": "tool", "content": "x"}), "messages[1].tool_call_id"),
+    (turns({"role": "tool", "content": "x", "tool_call_id": "a"}), "messages[1].tool_call_id"),
+    (turns(called(), {"role": "tool", "content": "x", "tool_call_id": "b"}), "messages[2].tool_call_id"),
+    (turns(called(), {"role": "tool", "tool_call_id": "a"}), "messages[2].content"),
+    (turns({"role": "assistant", "tool_calls": "f"}), "messages[1].tool_calls"),
+    (turns({"role": "assistant", "tool_calls": ["f"]}), "messages[1].tool_calls[0]"),
+    (turns(called(type="tool")), "messages[1].tool_calls[0].type"),
+    (turns(called(id=None)), "messages[1].tool_calls[0].id"),
+    (turns(called(function=None)), "messages[1].tool_calls[0].function"),
+    (turns(called(function={"arguments": "{}"})), "messages[1].tool_calls[0].function.name"),
+    (turns(called(function={"name": "f"})), "messages[1].tool_calls[0].function.arguments"),
+    (turns(called(function={"name": "f", "arguments": {}})), "messages[1].tool_calls[0].function.arguments"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=[f"{p}-{i}" for i, (_, p) in enumerate(BAD)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_the_field(hermes, fields, param, stream):
+    with pytest.raises(openai.BadRequestError) as caught:
+        hermes.chat("never", stream=stream, **fields)
+    assert caught.value.param == param, caught.value.body
+    assert caught.value.type == "invalid_request_error" and param.split(".")[0].split("[")[0] in caught.value.message
+
+
+def test_a_schema_that_cannot_be_compiled(hermes):
+    pytest.importorskip("xgrammar")
+    broken = function(parameters={"properties": {"a": {"$ref": "#/nowhere"}}}, strict=True)
+    for fields in ({}, {"tool_choice": "required"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            hermes.chat("never", tools=[*broken, TIME], **fields)
+        assert caught.value.param == PARAMETERS
+
+
+def test_what_is_accepted_without_effect(hermes):
+    plain = hermes.chat("Yes.")
+    extra = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "user": "u", "prompt_cache_key": "k"}
+    again = hermes.chat("Yes.", max_completion_tokens=50, **extra)
+    assert again.choices[0].message.content == "Yes." == plain.choices[0].message.content
+    developer = hermes.chat("Yes.", messages=[{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}])
+    assert developer.choices[0].message.content == "Yes."
+    assert [m["role"] for m in hermes.answers[0][1].messages] == ["system", "user"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    hermes.chat("Yes.", messages=parts)
+    assert "a\nb" in hermes.tokenizer.apply_chat(hermes.answers[0][1])
