@@ -121,6 +121,7 @@ def test_marks_that_are_special_tokens_never_show():
     assert parse("llama", "<|python_tag|>print(1)<|python_tag|>", hidden=hidden) == [Content("print(1)")]
     hidden = frozenset(Mistral.marks)
     assert parse("mistral", "[TOOL_CALLS] no way [ARGS]{}", hidden=hidden) == [Content(" no way {}")]
+    assert parse("mistral", f"[ARGS] [{F}]", hidden=hidden) == [Content(f" [{F}]")]
 
 
 def test_a_call_too_many_ends_the_answer():

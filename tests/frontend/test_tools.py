@@ -113,6 +113,7 @@ def test_only_one_call_where_they_are_not_parallel(family):
         else:
             assert calls_of(answer.choices[0].message) == [("weather", PARIS)]
             assert answer.choices[0].finish_reason == "tool_calls"
+            assert answer.usage.completion_tokens < len(model.tokenizer.encode(CALLS[name])) - 5
         assert model.answers == [], "its ids say more than the message"
 
 
@@ -167,7 +168,8 @@ def test_the_grammar_of_free_calls(family):
     name, model = family
     model.chat(CALLS[name], tools=TOOLS)
     assert model.grammar is None
-    found = model.chat(CALLS[name], tools=[STRICT, TIME]).choices[0].message
+    loose = {"type": "function", "function": {"name": "loose", "parameters": CITY}}
+    found = model.chat(CALLS[name], tools=[STRICT, loose]).choices[0].message
     assert len(found.tool_calls) == 2
     kind, tag = model.grammar
     assert (kind, tag["format"]["type"]) == ("structural_tag", "triggered_tags")
@@ -304,6 +306,8 @@ def test_a_model_thinks_before_what_it_is_forced_to_say(thinking):
     assert thinking.grammar == ("json_schema", {"type": "object"})
     thinking.chat(f"<think>a</think>\n{ONE_CALL['hermes']}", tools=TOOLS, tool_choice="required")
     assert thinking.grammar[1]["format"]["elements"][1]["type"] == "tags_with_separator"
+    thinking.chat(ONE_CALL["hermes"], tools=TOOLS, tool_choice="required", extra_body=_template(closes=True))
+    assert thinking.grammar[1]["format"]["type"] == "tags_with_separator"
 
 
 def _template(**arguments: bool) -> dict:

@@ -14,15 +14,12 @@ MEMBERS = ("name", *ARGUMENTS, "type", "id")
 
 
 def read_call(reader: Reader, sink: Sink, known: Collection[str] | None = None) -> Steps[bool]:
-    """Read a call; False, and nothing read, where none comes next. With `known`, only a call of one of these names is.
+    """Read a call; False where none comes next: the caller then goes back to where it was. With `known`, only a call of
+    one of these names is one.
 
     It is one as soon as its name and the beginning of its arguments are there, `{"` or `{}`. From then on they are what
     the model writes, JSON or not, up to the bracket that closes them: what was streamed cannot be taken back."""
-    start = reader.at
-    begun = yield from _Call(reader, sink, known).read()
-    if not begun:
-        reader.at = start
-    return begun
+    return (yield from _Call(reader, sink, known).read())
 
 
 class _Call:
