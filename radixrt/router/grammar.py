@@ -23,6 +23,8 @@ MAX_BYTES = 64 << 10
 """Of a grammar's text."""
 MAX_DEPTH = 64
 """Of objects and arrays within each other in a schema: the time that xgrammar takes grows with the cube of it."""
+MAX_REPEATS = 2000
+"""Of all {n} in a schema's patterns together: there the time grows with the square."""
 REMEMBERED = 256
 
 KINDS = {
@@ -32,6 +34,7 @@ KINDS = {
     "ebnf": "the EBNF grammar",
     "structural_tag": "the structural tag",
 }
+REPEAT = re.compile(r"\{(?:\d*,)?(\d{1,9})\d*\}")
 NEEDS_TOKENIZER = "requires tokenizer_info"
 """xgrammar's words for a structural tag that names a token: the worker knows whether there is one."""
 
@@ -90,6 +93,8 @@ def _problem(grammar: Grammar) -> str:
             return f"{name} is not JSON: {error}"
         if depth > MAX_DEPTH:
             return f"{name} has {depth} objects and arrays within each other, at most {MAX_DEPTH} are served"
+        if (repeats := sum(map(int, REPEAT.findall(grammar.text)))) > MAX_REPEATS:
+            return f"{name} has patterns that repeat {repeats} times in all, at most {MAX_REPEATS} are served"
     return _parse(grammar)
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
 """Of compiled grammars that are kept."""
+AT_ONCE = 4
+"""Grammars that are compiled at once: some take seconds, and others need not wait for them."""
 MOST_THREADS = 8
 STRAYED = "grammar: the tokens generated so far do not follow it"
 DEAD_END = "grammar: no token of the vocabulary can come next"
@@ -52,14 +55,19 @@ class Compiled:
 
 
 class Grammars:
-    """Compiles the grammars of one model, one after the other, and keeps those used last. Not thread safe."""
+    """Compiles the grammars of one model, in threads, and keeps those used last. For one thread to ask."""
 
     def __init__(self, model: str, vocab_size: int, eos_ids: frozenset[int], limit: int = CACHE_BYTES) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._limit = limit
-        self._pool = ThreadPoolExecutor(1, "grammar")
+        self._jobs: deque[tuple[Grammar, Future[Compiled]]] = deque()
+        self._threads = 0
+        self._lock = threading.Lock()
+        """Over `_jobs` and `_threads`."""
+        self._making = threading.Lock()
+        """Over `_vocabulary` and `_compilers`."""
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
         self._compilers: dict[bool, Any] = {}
@@ -68,9 +76,31 @@ class Grammars:
         """Done at once if it is known. ValueError, in the future, says why there is none."""
         if grammar not in self._known:
             self._drop_oldest()
-            self._known[grammar] = self._pool.submit(self._compile, grammar)
+            self._known[grammar] = self._submit(grammar)
         self._known.move_to_end(grammar)
         return self._known[grammar]
+
+    def _submit(self, grammar: Grammar) -> Future[Compiled]:
+        future: Future[Compiled] = Future()
+        with self._lock:
+            self._jobs.append((grammar, future))
+            more = self._threads < AT_ONCE
+            self._threads += more
+        if more:  # a daemon: a process that is to end does not wait for a grammar
+            threading.Thread(target=self._work, name="grammar", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._threads -= 1
+                    return
+                grammar, future = self._jobs.popleft()
+            try:
+                future.set_result(self._compile(grammar))
+            except Exception as error:
+                future.set_exception(error)
 
     @property
     def nbytes(self) -> int:
@@ -87,14 +117,14 @@ class Grammars:
                 del self._known[grammar]
 
     def _compile(self, grammar: Grammar) -> Compiled:
-        """In the thread."""
         try:
             import xgrammar  # noqa: F401
         except ImportError as error:
             message = f"grammar: structured output needs xgrammar: pip install 'radixrt[grammar]' ({error})"
             raise ValueError(message) from error
         try:
-            compiler, ends = self._compiler(spells_special=grammar.kind == "structural_tag")
+            with self._making:
+                compiler, ends = self._compiler(spells_special=grammar.kind == "structural_tag")
             compile = _compile_by(compiler)[grammar.kind]
             return Compiled(compile(grammar.text), -(-self._vocab_size // 32), ends, self._eos_ids)
         except Exception as error:  # of many types, none of them promised
@@ -115,7 +145,9 @@ class Grammars:
             encoded += [b""] * (-len(encoded) % 32)  # or the bits beyond the vocabulary would be set
             info = xgrammar.TokenizerInfo(encoded, xgrammar.VocabType.RAW, stop_token_ids=sorted(self._eos_ids))
             threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
-            self._compilers[spells_special] = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+            # Its cache is for the rules that grammars have in common.
+            compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=self._limit)
+            self._compilers[spells_special] = compiler
         return self._compilers[spells_special], frozenset(ends)
 
 

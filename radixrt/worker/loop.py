@@ -32,6 +32,8 @@ log = logging.getLogger("radixrt.worker")
 HEARTBEAT_SECONDS = 1.0
 COMPILING_SECONDS = 0.001
 """Between looks at a grammar that is being compiled, when there is nothing else to do."""
+COMPILING_LIMIT = 60.0
+"""Seconds that a request waits for its grammar."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
 _EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared}
@@ -118,7 +120,8 @@ class Worker:
         self._last_report = 0.0
         self._refused: list[m.Output] = []
         self._grammars = grammars or Grammars("", runner.vocab_size, runner.eos_ids)
-        self._compiling: dict[int, tuple[Request, Future[Compiled]]] = {}
+        self._compiling: dict[int, tuple[Request, Future[Compiled], float]] = {}
+        """By id: requests that wait for their grammar, and until when."""
         self._snapshot_wanted = False
 
     # ------------------------------------------------------------ the loop
@@ -225,17 +228,21 @@ class Worker:
             if run.sampling.grammar is None:
                 self.scheduler.add(request)
             else:
-                self._compiling[run.id] = request, self._grammars.get(run.sampling.grammar)
+                until = time.monotonic() + COMPILING_LIMIT
+                self._compiling[run.id] = request, self._grammars.get(run.sampling.grammar), until
         except ValueError as error:
             self._refuse(run.id, error)
 
     def _add_compiled(self) -> None:
         """Schedule requests whose grammar is ready; those whose grammar cannot be compiled fail alone."""
-        for id, (request, compiled) in list(self._compiling.items()):
-            if not compiled.done():
+        for id, (request, compiled, until) in list(self._compiling.items()):
+            late = time.monotonic() > until
+            if not compiled.done() and not late:
                 continue
             del self._compiling[id]
             try:
+                if not compiled.done():
+                    raise ValueError(f"grammar: it could not be compiled within {COMPILING_LIMIT:.0f} s")
                 request.matcher = Matcher(compiled.result(), request)
                 self.scheduler.add(request)
             except ValueError as error:

@@ -49,6 +49,7 @@ def test_what_can_be_compiled_passes(kind, text):
         ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum greater than maximum"),
         ("json_schema", nested(MAX_DEPTH), f"{MAX_DEPTH + 1} objects and arrays within each other"),
         ("json_schema", nested(5_000), "is not JSON"),
+        ("json_schema", '{"type": "string", "pattern": "a{0,20000}"}', "repeat 20000 times in all"),
         ("regex", "(a", "The parenthesis is not closed"),
         ("regex", "(?=a)b", "Lookahead is not supported"),
         ("regex", "(" * 20_000 + ")" * 20_000, "cannot be compiled"),

@@ -1,0 +1,460 @@
+"""Text that follows grammars, from a small model whose own text follows none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import threading
+from array import array
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.messages import Grammar, Run, Sampling
+from radixrt.worker.fake import EOS
+from radixrt.worker.grammar import DEAD_END, STRAYED, Grammars, Matcher, fill_masks, forced_tokens
+from radixrt.worker.loading import load_runner
+from radixrt.worker.request import Request
+from radixrt.worker.sample import Masks, apply_masks
+from radixrt.worker.vocabulary import read_vocabulary
+from tests.checkpoints import make_model, make_tokenizer
+from tests.worker.engine import Engine, prompts
+
+VOCAB = 540
+"""Rows of the model's embedding; the tokenizer has 512."""
+GREEDY = Sampling(max_tokens=150, temperature=0.0)
+WORDS = Grammar("regex", r"(red|green|blue)( (red|green|blue)){3,5}\.")
+ORDER = Grammar(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["tea", "coffee"]},
+                "cups": {"type": "integer", "minimum": 1, "maximum": 400},
+                "note": {"type": "string", "maxLength": 6},
+                "hot": {"type": "boolean"},
+            },
+            "required": ["kind", "cups", "note", "hot"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("grammar")
+    make_model(path, "llama", vocab_size=VOCAB)
+    return make_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def grammars(folder) -> Grammars:
+    return Grammars(str(folder), VOCAB, frozenset({EOS}))
+
+
+@pytest.fixture(scope="module")
+def calm(tokenizer) -> dict[int, float]:
+    """Biases that keep a random model from white space without end."""
+    return {i: -100.0 for i in range(512) if not tokenizer.decode([i]).strip()} | {EOS: 5.0}
+
+
+class Follower(Engine):
+    """An Engine whose requests have matchers, as the worker's loop gives them."""
+
+    def __init__(self, grammars: Grammars, runner, **sizes) -> None:
+        super().__init__(runner, **sizes)
+        self.grammars = grammars
+
+    def add(self, prompt, sampling=GREEDY, **changes) -> int:
+        id = super().add(prompt, sampling, **changes)
+        if sampling.grammar is not None:
+            request = self.scheduler._requests[id]
+            request.matcher = Matcher(self.grammars.get(sampling.grammar).result(), request)
+        return id
+
+
+@pytest.fixture(scope="module")
+def load(folder):
+    def make(**changes):
+        config = {"model": str(folder), "device": "cpu", "max_total_tokens": 4096, "deterministic": True}
+        return load_runner(resolve(WorkerConfig(**(config | changes))))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(grammars, load) -> Follower:
+    """Kept warm by all tests that use it."""
+    return Follower(grammars, load())
+
+
+@pytest.fixture
+def say(engine, tokenizer):
+    """`say(grammar, **sampling)` -> (text without its end, tokens, last output)."""
+
+    def generate(grammar: Grammar | None, prompt=(5, 6, 7), **changes):
+        sampling = Sampling(**({"max_tokens": 150, "temperature": 0.0, "grammar": grammar} | changes))
+        id = engine.add(list(prompt), sampling)
+        engine.finish()
+        tokens, last = engine.tokens(id), engine.last(id)
+        text = tokenizer.decode(tokens[:-1] if last.stop is not None else tokens, skip_special_tokens=False)
+        return text, tokens, last
+
+    return generate
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def schemas():
+    """Of finite languages, so that a random model comes to an end."""
+    names = st.sampled_from(["a", "ä", 'q"', "名", "long name", "b\\"])
+    numbers = st.integers(-999, 999)
+    leaves = st.one_of(
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.builds(lambda x: {"const": x}, st.one_of(numbers, names)),
+        st.lists(st.one_of(names, numbers, st.none()), min_size=1, max_size=3).map(lambda x: {"enum": x}),
+        st.builds(lambda x, n: {"type": "integer", "minimum": x, "maximum": x + n}, numbers, st.integers(0, 500)),
+        st.builds(lambda n, m: {"type": "string", "minLength": n, "maxLength": n + m}, *[st.integers(0, 3)] * 2),
+        st.just({"type": "string", "pattern": "^[a-c]{1,3}$"}),
+        st.just({"type": "string", "format": "date"}),
+    )
+
+    def inside(children):
+        objects = st.dictionaries(names, children, max_size=3).map(
+            lambda p: {
+                "type": "object",
+                "properties": p,
+                "required": sorted(p)[: len(p) // 2 + 1],
+                "additionalProperties": False,
+            }
+        )
+        arrays = st.builds(
+            lambda c, n, m: {"type": "array", "items": c, "minItems": n, "maxItems": n + m},
+            children,
+            *[st.integers(0, 2)] * 2,
+        )
+        return st.one_of(objects, arrays, st.lists(children, min_size=1, max_size=2).map(lambda x: {"anyOf": x}))
+
+    return st.recursive(leaves, inside, max_leaves=5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=schemas(), seed=st.integers(0, 1 << 30))
+def test_json_of_random_schemas(schema, seed, say, calm):
+    grammar = Grammar("json_schema", json.dumps(schema))
+    for temperature in (0.0, 1.5):
+        text, _, last = say(grammar, temperature=temperature, seed=seed, logit_bias=calm, max_tokens=400)
+        assert last.finish == "stop" and last.stop == EOS, (last, text)
+        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
+
+
+def regexes():
+    parts = st.one_of(
+        st.sampled_from(["a", "the ", "é", "東京", "🙂", r"\.", r"\\", "\n"]),
+        st.sampled_from(["[a-f]", r"\d", "[^a-zA-Z]", "[α-ω]", "[0-9é🙂-🙏]", r"\w"]),
+    )
+
+    def combine(inner):
+        return st.one_of(
+            st.lists(inner, min_size=1, max_size=3).map("".join),
+            st.lists(inner, min_size=1, max_size=3).map(lambda x: f"({'|'.join(x)})"),
+            st.builds(lambda x, n, m: f"({x}){{{n},{n + m}}}", inner, *[st.integers(0, 2)] * 2),
+            inner.map(lambda x: f"({x})?"),
+        )
+
+    return st.recursive(parts, combine, max_leaves=6)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(regex=regexes(), seed=st.integers(0, 1 << 30))
+def test_text_of_random_regular_expressions(regex, seed, say):
+    for temperature in (0.0, 1.5):
+        text, _, last = say(Grammar("regex", regex), temperature=temperature, seed=seed)
+        assert last.finish == "stop" and re.fullmatch(regex, text, re.ASCII), (last, regex, text)
+
+
+def test_ebnf_and_any_json(say, calm):
+    rules = 'root ::= sum\nsum ::= term (" + " term){0,2}\nterm ::= [1-9] | "(" [1-9] " * " [1-9] ")"'
+    for seed in range(8):
+        text, _, last = say(Grammar("ebnf", rules), temperature=1.0, seed=seed)
+        assert last.finish == "stop" and eval(text) > 0, text  # noqa: S307
+        text, _, last = say(Grammar("json"), temperature=1.0, seed=seed, logit_bias=calm, max_tokens=60)
+        assert last.finish == "length" or json.loads(text) is not ...
+
+
+def test_a_structural_tag_lets_text_be_free_until_it_begins(say, tokenizer):
+    """And only there may a special token be named: elsewhere no grammar allows one."""
+    call = {"begin": "<|im_start|>", "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}}, "end": "."}
+    tag = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [call], "at_least_one": True,
+           "stop_after_first": True}  # fmt: skip
+    start = tokenizer.token_to_id("<|im_start|>")
+    grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    text, tokens, last = say(grammar, logit_bias={start: 50.0})
+    assert re.fullmatch(r"<\|im_start\|>[12]\.", text) and last.finish == "stop"
+    assert tokens[0] == start
+    _, tokens, _ = say(Grammar("regex", "[^z]{60}"), temperature=4.0, seed=1)
+    assert len(tokens) > 20 and all(2 < t < 512 and not tokenizer.id_to_token(t).startswith("<|") for t in tokens[:-1])
+
+
+def test_max_tokens_cuts(say):
+    whole, tokens, _ = say(WORDS)
+    for count in range(1, len(tokens)):
+        cut, _, last = say(WORDS, max_tokens=count)
+        assert last.finish == "length" and whole.startswith(cut)
+
+
+# ---------------------------------------------------------------- in company
+
+
+def test_neighbours_say_what_they_say_alone(engine, grammars, load):
+    asked = prompts(6, 10, 40)
+    samplings = [
+        Sampling(max_tokens=40, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=40, temperature=0.0, grammar=WORDS),
+        Sampling(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True),
+        Sampling(max_tokens=90, temperature=1.0, seed=4, grammar=ORDER),
+        Sampling(max_tokens=40, temperature=1.0, seed=5, top_p=0.9, repetition_penalty=1.2, ignore_eos=True),
+        Sampling(max_tokens=60, temperature=0.7, seed=6, top_k=20, grammar=WORDS),
+    ]
+    alone = []
+    for prompt, sampling in zip(asked, samplings, strict=True):
+        id = engine.add(prompt, sampling)
+        engine.finish()
+        alone.append(engine.tokens(id))
+    for sizes in ({}, {"chunk": 7}, {"rows": 2}):
+        cold = Follower(grammars, load(), **sizes)
+        for _ in ("cold", "warm"):
+            ids = [cold.add(prompt, sampling) for prompt, sampling in zip(asked, samplings, strict=True)]
+            cold.finish()
+            assert [cold.tokens(id) for id in ids] == alone, sizes
+
+
+def test_after_preemption(engine, grammars, load):
+    asked = prompts(3, 10, 12, seed=8)
+    sampling = Sampling(max_tokens=60, temperature=1.0, seed=1, grammar=Grammar("regex", "[a-z]{200}"))
+    ids = [engine.add(prompt, sampling) for prompt in asked]
+    engine.finish()
+    small = Follower(grammars, load(max_total_tokens=120), max_model_len=110)
+    found = [small.add(prompt, sampling) for prompt in asked]
+    small.finish()
+    assert small.scheduler.preemptions
+    assert [small.tokens(id) for id in found] == [engine.tokens(id) for id in ids]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_worker_goes_on_where_one_has_died(engine, temperature):
+    """Its Run holds what was generated beyond the prompt."""
+    sampling, prompt = Sampling(max_tokens=150, temperature=temperature, seed=9, grammar=WORDS), [9, 8, 7]
+    id = engine.add(prompt, sampling)
+    engine.finish()
+    tokens = engine.tokens(id)
+    assert len(tokens) > 8
+    for done in range(1, len(tokens)):
+        id = engine.add([*prompt, *tokens[:done]], sampling, prompt_len=len(prompt))
+        engine.finish()
+        assert engine.tokens(id) == tokens[done:], done
+
+
+def test_what_cannot_go_on_fails_alone(engine):
+    nothing = Sampling(max_tokens=20, temperature=0.0, grammar=Grammar("ebnf", "root ::= root"))
+    plain = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
+    before = engine.generate([[3, 4, 5]], plain)
+    stuck, other = engine.add([9, 9, 9], nothing), engine.add([3, 4, 5], plain)
+    strayed = engine.add([9, 9, 9, 400], Sampling(max_tokens=20, temperature=0.0, grammar=WORDS), prompt_len=3)
+    engine.finish()
+    assert (engine.last(stuck).finish, engine.last(stuck).error) == ("error", DEAD_END)
+    assert (engine.last(strayed).finish, engine.last(strayed).error) == ("error", STRAYED)
+    assert [engine.tokens(other)] == before
+
+
+# ---------------------------------------------------------------- where it ends
+
+
+def test_the_end_comes_where_the_grammar_may_end(say, tokenizer):
+    loud = {EOS: 100.0}
+    text, tokens, last = say(Grammar("regex", "[0-9]{3,9}"), logit_bias=loud)
+    assert re.fullmatch("[0-9]{3,9}", text) and (last.finish, last.stop, tokens[-1]) == ("stop", EOS, EOS)
+    assert len(text) < 9, "the first chance is taken"
+    text, _, last = say(Grammar("regex", "[0-9]{3,9}"), logit_bias=loud, ignore_eos=True)
+    assert len(text) == 9 and last.finish == "stop", "eos where nothing else can follow"
+    text, tokens, last = say(Grammar("regex", "[0-9]{0,99}"), logit_bias=loud, min_tokens=5)
+    assert len(tokens) == 6 and last.finish == "stop"
+    text, tokens, last = say(Grammar("regex", "ab"), min_tokens=20)
+    assert text == "ab" and last.finish == "stop", "a grammar has the last word"
+    text, tokens, last = say(Grammar("regex", ""))
+    assert (text, tokens, last.finish) == ("", [EOS], "stop")
+    text, _, last = say(Grammar("regex", "[0-9]*"), ignore_eos=True, max_tokens=10, logit_bias=loud)
+    assert last.finish == "length" and len(text) >= 10
+
+
+def test_stop_token_ids(say, tokenizer):
+    start, dot = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id(".")
+    _, _, last = say(Grammar("regex", "[a-z]{3,9}"), stop_token_ids=(start,), logit_bias={start: 100.0})
+    assert (last.finish, last.stop) == ("stop", start), "a special one, where the grammar may end"
+    text, _, last = say(Grammar("regex", r"a\.b"), stop_token_ids=(dot,))
+    assert (text, last.stop) == ("a", dot), "one of text, wherever it comes"
+    _, _, last = say(Grammar("regex", "ab"), stop_token_ids=(VOCAB - 1, 100_000))
+    assert last.finish == "stop"
+
+
+def test_without_a_token_that_ends_a_text(folder):
+    compiled = Grammars(str(folder), VOCAB, frozenset()).get(WORDS).result()
+    with pytest.raises(ValueError, match="no token ends a text"):
+        Matcher(compiled, Request(run(WORDS), 9, frozenset()))
+
+
+def run(grammar: Grammar, *tokens: int, **sampling) -> Run:
+    """Of a prompt of one token, and those generated."""
+    ids = array("i", [5, *tokens]).tobytes()
+    return Run(id=1, namespace="", ids=ids, prompt_len=1, sampling=Sampling(grammar=grammar, **sampling))
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_the_model_is_asked_first(say, tokenizer):
+    """Biases and penalties move the choice among what is allowed; log-probabilities are of the raw logits."""
+    plus = tokenizer.token_to_id("+")
+    banned = tokenizer.token_to_id("a")
+    text, tokens, last = say(Grammar("regex", "[a+]{6}"), logit_bias={plus: 50.0})
+    assert text == "++++++"
+    text, _, _ = say(Grammar("regex", "[ab]{6}"), logit_bias={banned: -100.0, 400: 100.0})
+    assert text == "bbbbbb"
+    text, tokens, _ = say(Grammar("regex", "[abcd]{4}"), frequency_penalty=2.0, temperature=0.0, logprobs=3)
+    free = say(None, logprobs=3, max_tokens=1, ignore_eos=True)[2].logprobs[0]
+    bound = say(WORDS, logprobs=3, max_tokens=1)[2].logprobs[0]
+    assert bound.top == free.top and bound.token not in [token for token, _ in free.top]
+    assert bound.logprob < free.top[-1][1]
+
+
+def test_masks_are_applied_as_they_read():
+    rng = np.random.default_rng(0)
+    for vocab in (31, 32, 540, 4096):
+        logits = torch.from_numpy(rng.normal(size=(5, vocab)).astype(np.float32))
+        bits = rng.integers(-(1 << 31), 1 << 31, (3, -(-vocab // 32)), dtype=np.int64).astype(np.int32)
+        expected, rows = logits.clone(), [4, 0, 2]
+        for n, row in enumerate(rows):
+            for i in range(vocab):
+                if not (int(bits[n, i // 32]) >> (i % 32)) & 1:
+                    expected[row, i] = -torch.inf
+        apply_masks(logits, Masks(torch.from_numpy(bits), torch.tensor(rows)))
+        assert torch.equal(logits, expected)
+
+
+def test_masks_go_to_the_rows_that_are_given(grammars):
+    matched = []
+    for grammar, tokens in ((WORDS, ()), (Grammar("regex", "[0-9]+"), (400,)), (Grammar("regex", "[0-9]+"), ())):
+        request = Request(run(grammar, *tokens), 50, frozenset({EOS}))
+        request.matcher = Matcher(grammars.get(grammar).result(), request)
+        matched.append(request)
+    for threads in (1, 2):
+        out = np.full((6, 17), 77, dtype=np.int32)
+        assert fill_masks(matched, [4, 1, 0], out, threads) == {1: STRAYED}
+        assert (out[[2, 3, 5]] == 77).all() and (out[1] == -1).all()
+        alone = np.zeros((1, 17), dtype=np.int32)
+        fill_masks(matched[:1], [0], alone)
+        assert np.array_equal(out[4], alone[0]) and not np.array_equal(out[4], out[0])
+        allowed = np.flatnonzero(np.unpackbits(out[[4, 0]].view(np.uint8), axis=1, bitorder="little").any(0))
+        assert allowed.max() < 512, "rows of the embedding without a token"
+
+
+def test_forced_tokens(grammars, say, tokenizer):
+    """What is forced is what would be drawn."""
+    for grammar, banned in (
+        (Grammar("regex", "[ab]ZQ~ZQ#[ab]QQ"), {}),
+        (Grammar("ebnf", 'root ::= "Z" ("Q" | "#") "~~" [0-9]?'), {"ignore_eos": True}),
+    ):
+        _, tokens, _ = say(grammar, temperature=1.0, seed=2, **banned)
+        seen = []
+        for done in range(len(tokens)):
+            request = Request(run(grammar, *tokens[:done], **banned), 99, frozenset({EOS}))
+            request.matcher = Matcher(grammars.get(grammar).result(), request)
+            before = np.zeros((1, 17), dtype=np.int32)
+            fill_masks([request], [0], before)
+            forced = forced_tokens(request, 99)
+            assert forced == tokens[done : done + len(forced)]
+            assert forced_tokens(request, 2) == forced[:2]
+            after = np.zeros((1, 17), dtype=np.int32)
+            fill_masks([request], [0], after)
+            assert np.array_equal(before, after)
+            seen.append(len(forced))
+        assert max(seen) >= 2 and EOS not in forced
+    assert seen[0] == 1, "a choice ends it"
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def test_grammars_are_kept_within_bounds(folder):
+    grammars = Grammars(str(folder), VOCAB, frozenset({EOS}), limit=100_000)
+    first = grammars.get(WORDS)
+    assert grammars.get(WORDS) is first and first.result().nbytes > 0
+    for n in range(60):
+        grammars.get(Grammar("regex", f"[a-z]{{{n}}}[0-9]{{3,5}}( x| y){{2}}")).result()
+        grammars.get(WORDS)
+    assert grammars.nbytes < 150_000 and 2 < len(grammars._known) < 60
+    assert grammars.get(WORDS) is first, "used last, dropped last"
+
+
+def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
+    def said(model: str) -> str:
+        return str(Grammars(model, VOCAB, frozenset({EOS})).get(WORDS).exception(timeout=20))
+
+    assert "no checkpoint" in said("")
+    assert "tokenizer's files" in said(str(tmp_path))
+    bad = Grammars(str(folder), VOCAB, frozenset({EOS})).get(Grammar("regex", "(a")).exception(timeout=20)
+    assert str(bad).startswith("grammar: Regex parsing error") and isinstance(bad, ValueError)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    assert "pip install 'radixrt[grammar]'" in said(str(folder))
+
+
+def test_a_slow_grammar_is_not_waited_for(folder, monkeypatch):
+    grammars = Grammars(str(folder), VOCAB, frozenset({EOS}))
+    compile = grammars._compile
+    held = threading.Event()
+    monkeypatch.setattr(
+        grammars, "_compile", lambda g: held.wait(20) and compile(g) if g.text == "slow" else compile(g)
+    )
+    slow = grammars.get(Grammar("regex", "slow"))
+    assert grammars.get(WORDS).result(timeout=20)
+    assert not slow.done()
+    held.set()
+    assert slow.result(timeout=20)
+
+
+# ---------------------------------------------------------------- the vocabulary
+
+
+@pytest.mark.parametrize("name", ["made", "falcon-tokenizer", "phi-3-mini", "t5-small", "mistral"])
+def test_the_vocabulary_is_what_the_router_decodes(name, folder, shared_data, tmp_path):
+    from radixrt.router.tokens.tokenizer import load_tokenizer
+
+    if name != "made":
+        folder = tmp_path
+        for path in (shared_data / "tokenizers" / name).iterdir():
+            if path.is_file():
+                content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+                (folder / path.name.removesuffix(".gz")).write_bytes(content)
+    tokenizer = load_tokenizer(folder)
+    found = read_vocabulary(folder, tokenizer.vocab_size + 7)
+    assert found.special.keys() == tokenizer.special_ids and found.tokens[-7:] == [b""] * 7
+    for i in range(tokenizer.vocab_size):
+        assert found.tokens[i] == (b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i))
+    assert read_vocabulary(folder, 100).tokens == found.tokens[:100], "a model may have fewer"
