@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "radixrt.client": ("AsyncClient", "Client", "Completion", "ServerError"),
-    "radixrt.messages": ("ChatPrompt", "Origin", "PartsPrompt", "Sampling", "TextPrompt", "TokenPrompt", "Usage"),
+    "radixrt.messages": (
+        "ChatPrompt", "Grammar", "Origin", "PartsPrompt", "Sampling", "TextPrompt", "TokenPrompt", "Usage",
+    ),
     "radixrt.lang": (
         "Branch", "Program", "ProgramError", "SyncBranch", "Value", "assistant", "gen", "join", "program", "role",
         "select", "system", "use_client", "user",

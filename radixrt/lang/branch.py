@@ -13,12 +13,14 @@ from radixrt.client import AsyncClient, Completion
 from radixrt.lang.errors import ProgramError, Site
 from radixrt.lang.history import History
 from radixrt.lang.nodes import Gen, Node, Role, Select
+from radixrt.lang.schema import parse
 from radixrt.messages import Origin, PartsPrompt, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a gen or select gave. `scores` are a select's, by choice, as natural log-probabilities."""
+    """What a gen or select gave. `scores` are a select's, by choice, as natural log-probabilities; `schema` is a gen's,
+    as the program gave it."""
 
     text: str
     token_ids: list[int]
@@ -26,6 +28,12 @@ class Value:
     usage: Usage
     logprobs: list[TokenLogprob] | None = None
     scores: dict[str, float] | None = None
+    schema: Any = None
+
+    def parse(self) -> Any:
+        """The JSON of a `gen(schema=...)`, as an object of the type that was its schema, else as plain Python.
+        ValueError for text that was cut off."""
+        return parse(self.text, self.schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,10 @@ class Branch:
         """All that is known of it; errors as of `s[name]`."""
         return await asyncio.shield(self._latest(name).value)
 
+    async def parse(self, name: str) -> Any:
+        """`Value.parse` of the latest; errors as of `s[name]`, and ValueError for text that was cut off."""
+        return (await self.value(name)).parse()
+
     def _latest(self, name: str) -> _Promise:
         if name not in self._promises:
             known = ", ".join(self._promises) or "none"
@@ -263,7 +275,7 @@ class Branch:
         else:
             done = await self._client.generate(prompt, node.sampling, origin=self._origin)
         await self._history.add_generated(self._client, done, node.sampling)
-        return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs)
+        return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs, schema=node.schema)
 
     async def _follow(self, node: Gen, prompt: PartsPrompt, promise: _Promise) -> Completion:
         whole = Completion()

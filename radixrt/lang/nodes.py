@@ -8,16 +8,19 @@ from typing import Any
 
 import msgspec
 
+from radixrt.lang.schema import grammar_of
 from radixrt.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Gen:
-    """Generated text, known as `name`. With `stream`, `Branch.stream(name)` gives it as it comes."""
+    """Generated text, known as `name`. With `stream`, `Branch.stream(name)` gives it as it comes. `schema` is what it
+    was asked to follow, as the program gave it."""
 
     name: str
     sampling: Sampling
     stream: bool = False
+    schema: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +43,31 @@ class Role:
 Node = str | Gen | Select | Role
 
 
-def gen(name: str, sampling: Sampling = Sampling(), *, stream: bool = False, **overrides: Any) -> Gen:
+def gen(
+    name: str,
+    sampling: Sampling = Sampling(),
+    *,
+    stream: bool = False,
+    regex: str | None = None,
+    schema: Any = None,
+    **overrides: Any,
+) -> Gen:
     """Generate, as `sampling` says, changed by `overrides` (fields of Sampling; `stop` may be one string).
 
-    TypeError for a field that Sampling does not have."""
+    The text is a match of `regex`, or JSON of `schema`: a JSON schema as a dict or as text ({}: any JSON), a msgspec
+    Struct, a pydantic model, or another type that msgspec knows; `Branch.parse(name)` makes an object of it. Other
+    grammars go in as `grammar=Grammar("ebnf", ...)`.
+
+    TypeError for a field that Sampling does not have; ValueError for regex and schema at once."""
     for field in ("stop", "stop_token_ids"):
         if field in overrides:
             value = overrides[field]
             overrides[field] = (value,) if isinstance(value, str | int) else tuple(value)
-    return Gen(name, msgspec.structs.replace(sampling, **overrides) if overrides else sampling, stream)
+    if (grammar := grammar_of(name, regex, schema)) is not None:
+        if "grammar" in overrides:
+            raise ValueError(f"gen {name!r}: grammar cannot be followed beside regex or schema")
+        overrides["grammar"] = grammar
+    return Gen(name, msgspec.structs.replace(sampling, **overrides) if overrides else sampling, stream, schema)
 
 
 def select(name: str, choices: Sequence[str], *, per_token: bool = True) -> Select:

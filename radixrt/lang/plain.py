@@ -50,6 +50,10 @@ class SyncBranch:
         """See Branch.value."""
         return self._wait(self._branch.value(name))
 
+    def parse(self, name: str) -> Any:
+        """See Branch.parse."""
+        return self._wait(self._branch.parse(name))
+
     def stream(self, name: str) -> Iterator[str]:
         """See Branch.stream."""
         pieces = self._branch.stream(name)

@@ -1,0 +1,48 @@
+"""Schemas of generated JSON: from what a program calls one to text, and from generated text to values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from radixrt.messages import Grammar
+
+
+def grammar_of(name: str, regex: str | None, schema: Any) -> Grammar | None:
+    """What `gen(name, regex=, schema=)` asks for. ValueError if it is both, or no schema; TypeError for a type that has
+    none."""
+    if regex is not None and schema is not None:
+        raise ValueError(f"gen {name!r}: regex and schema cannot both be followed")
+    if regex is not None:
+        return Grammar("regex", regex)
+    return None if schema is None else Grammar("json_schema", _schema_text(name, schema))
+
+
+def _schema_text(name: str, schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            msgspec.json.decode(schema)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"gen {name!r}: the schema is not JSON: {error}") from error
+        return schema
+    if not _is_type(schema):
+        return msgspec.json.encode(schema).decode()
+    if hasattr(schema, "model_json_schema"):
+        return msgspec.json.encode(schema.model_json_schema()).decode()
+    return msgspec.json.encode(msgspec.json.schema(schema)).decode()
+
+
+def parse(text: str, schema: Any) -> Any:
+    """Generated JSON as an object of the type that was the schema, else as plain Python. ValueError for text that was
+    cut off, or that is not of the type."""
+    if not _is_type(schema):
+        return msgspec.json.decode(text)
+    if hasattr(schema, "model_validate_json"):
+        return schema.model_validate_json(text)
+    return msgspec.json.decode(text, type=schema)
+
+
+def _is_type(schema: Any) -> bool:
+    """A msgspec Struct, a pydantic model, a dataclass, `list[int]`: not a schema that is written out."""
+    return schema is not None and not isinstance(schema, str | dict | bool)
