@@ -12,6 +12,7 @@ same pages. With --sweep, also every compilation of the Triton kernel that is wo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +28,11 @@ from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
-from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep, split_parts
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists
+from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists, Trunks
+from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.runner import sharing_cost
+from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
@@ -38,6 +41,7 @@ from radixrt.worker.kv import DTYPES
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DEVICE = torch.device("cuda")
 DECODES = [(1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 32768)]
+CHIP = Chip(HEADS, 132)
 CHUNKS = [(1, 128, 16384), (1, 600, 8192), (1, 8192, 0), (1, 8192, 8192), (12, 600, 8192), (16, 64, 2048)]
 
 
@@ -116,8 +120,8 @@ class Forest:
             worst = max(worst, float((found - expected).norm() / expected.norm()))
         return worst
 
-    def runner(self, many: Variant | None, waves: int = 4) -> Callable[[], None]:
-        """By tree attention, or plain without a variant for many queries."""
+    def runner(self, many: Variant | None, waves: int = 4, flashinfer: FlashInfer | None = None) -> Callable[[], None]:
+        """By tree attention, large segments by FlashInfer if given, or plain without a variant for many queries."""
         itemsize = self.keys.element_size()
         few = attend.decode_variant(self.shape, itemsize)
         wide = many or attend.shared_variant(self.shape, itemsize)
@@ -125,11 +129,18 @@ class Forest:
             attend.tiling(few, self.shape, 132, decode=True),
             Tiling(wide.queries(self.shape.group), wide.keys, 2 * wide.keys, max(1, 132 * waves // KV_HEADS)),
             sharing_cost(self.shape, itemsize, wide) if many else None,
+            Trunks(CHIP, flashinfer.tokens) if flashinfer else None,
         )
         work = DecodePlanner({None}, cuts).plan(self.requests, self.rows, self.positions, None)[None]
         packer = Packer(DEVICE)
         lists = Lists.pack(packer, work)
-        there = DecodeLists.of(lists, packer.send())
+        trunks = None
+        if len(work.trunks):
+            decodes = Sequences(self.rows, self.positions, np.ones_like(self.rows), self.rows)
+            trunks = SharedKeys(work.trunks, work.order, decodes, packer, flashinfer, 0, self.shape)
+        elif flashinfer:
+            raise ValueError("FlashInfer gets nothing")
+        there = DecodeLists.of(lists, packer.send(), trunks)
         scratch = Scratch.make(int(work.few[:, 1].sum() + work.many[:, 1].sum()), self.shape, DEVICE)
         pages = Pages(self.keys, self.values, self.table, (1.0, 1.0), None)
         step = StepAttention(lambda _: pages, self.q, Kernels(self.shape, few, wide), {None: there}, scratch, [])
@@ -146,19 +157,47 @@ FORESTS = {
 }
 
 
-def forest_rows(limits: dict[str, float], sweep: bool) -> list[dict[str, Any]]:
+TAILS = {
+    "32 tails of 128 on 16384": (32, 128, 16384),
+    "64 tails of 128 on 16384": (64, 128, 16384),
+    "16 tails of 512 on 4096": (16, 512, 4096),
+    "64 tails of 64 on 2048": (64, 64, 2048),
+}
+
+
+def tail_rows(limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str, Any]]:
+    """Chunks that extend one trunk: each reading it alone, and all together."""
+    rows = []
+    for name, (batch, new, cached) in TAILS.items():
+        case = Case(batch, new, cached, "fp8_e4m3", 1, shared=True)
+        flops = 4 * batch * new * (cached + new / 2) * HEADS * DIM
+        moved = 2 * (cached + batch * new) * KV_HEADS * DIM * case.keys.element_size()
+        limit = max(flops / limits["tflops"] / 1e9, moved / limits["copy_gbs"] / 1e6)
+        row: dict[str, Any] = {"tails": name, "limit_ms": limit}
+        for way, make in (("alone", case.gathered), ("together", case.together)):
+            measure(case, limit, way, make(flashinfer), row)
+        row["of_limit"] = row["together_ms"] / limit
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -> list[dict[str, Any]]:
     rows = []
     for (name, (levels, leaves, own)), kv_dtype in product(FORESTS.items(), ("fp8_e4m3", "bfloat16")):
         forest = Forest(levels, leaves, own, kv_dtype)
         row: dict[str, Any] = {"tree": name, "pages": kv_dtype, "limit_ms": forest.limit_ms(limits)}
         chosen = attend.shared_variant(forest.shape, forest.keys.element_size())
-        for way, run in (("plain", forest.runner(None)), ("tree", forest.runner(chosen))):
+        ways = {"plain": forest.runner(None), "tree": forest.runner(chosen)}
+        with contextlib.suppress(ValueError):
+            ways["trunk_fa3"] = forest.runner(chosen, flashinfer=flashinfer)
+        for way, run in ways.items():
             forest.out.fill_(torch.nan)
             run()
             error = forest.error()
             assert error < 2e-2, f"{name} {way}: {error}"
             row[f"{way}_ms"] = graph_ms(run)
-        row["of_limit"] = row["tree_ms"] / row["limit_ms"]
+        row["of_limit"] = row.get("trunk_fa3_ms", row["tree_ms"]) / row["limit_ms"]
         if sweep and "no" not in name and kv_dtype == "fp8_e4m3":
             found = []
             for rows_, keys, warps, stages, waves in product((64, 128, 256), (64, 128), (4, 8), (2, 3), (1, 2, 4)):
@@ -177,7 +216,7 @@ def forest_rows(limits: dict[str, float], sweep: bool) -> list[dict[str, Any]]:
 class Case:
     """Sequences of one phase, on random pages."""
 
-    def __init__(self, batch: int, new: int, cached: int, kv_dtype: str, page_size: int) -> None:
+    def __init__(self, batch: int, new: int, cached: int, kv_dtype: str, page_size: int, shared: bool = False) -> None:
         self.shape = Shape(HEADS, KV_HEADS, DIM, page_size)
         length = cached + new
         pages = -(-length // page_size)
@@ -187,6 +226,8 @@ class Case:
             torch.randn(slots, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2)
         )
         self.table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
+        if shared:
+            self.table[:, :cached] = self.table[0, :cached].clone()
         self.q = torch.randn(batch * new, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
         self.batch, self.new, self.cached, self.page_size = batch, new, cached, page_size
@@ -231,7 +272,7 @@ class Case:
             attend.attend(
                 self.q, self.keys, self.values, self.table, there, self.out, scratch, self.shape, variant, causal=False
             )
-            attend.merge(scratch.values, scratch.lse, queries, entries, self.out, self.shape)
+            attend.merge(scratch.partials, queries, entries, self.out, self.shape)
 
         return run
 
@@ -242,11 +283,20 @@ class Case:
         return lambda: step.run(self.q, self.pages, self.out)
 
     def split(self, flashinfer: FlashInfer) -> Callable[[], None]:
-        packer = Packer(DEVICE)
-        parts = split_parts(self.sequences, HEADS, 132)
-        if not parts.all():
+        cut = cut_alone(self.sequences, CHIP, flashinfer.tokens)
+        if cut is None:
             raise ValueError("is not cut")
-        step = SplitStep(self.sequences, parts, packer, flashinfer, 0, self.shape)
+        packer = Packer(DEVICE)
+        step = SegmentStep(self.sequences, cut, packer, flashinfer, 0, self.shape)
+        step.sent(packer.send())
+        return lambda: step.run(self.q, self.pages, self.out)
+
+    def together(self, flashinfer: FlashInfer) -> Callable[[], None]:
+        paths = [((1, self.cached),)] * self.batch
+        cut = cut_shared(paths, self.sequences, self.shape, self.keys.element_size(), CHIP, flashinfer.tokens)
+        assert cut is not None
+        packer = Packer(DEVICE)
+        step = SegmentStep(self.sequences, cut, packer, flashinfer, 0, self.shape)
         step.sent(packer.send())
         return lambda: step.run(self.q, self.pages, self.out)
 
@@ -304,8 +354,10 @@ def main() -> None:
     limits = ceilings()
     print(limits, flush=True)
     flashinfer = FlashInfer(Shape(HEADS, KV_HEADS, DIM, 1), torch.bfloat16, DEVICE, 1 << 17, "fa3")
-    trees = forest_rows(limits, args.sweep)
+    trees = forest_rows(limits, args.sweep, flashinfer)
     print(table(trees), flush=True)
+    tails = tail_rows(limits, flashinfer)
+    print(table(tails), flush=True)
     if args.only_trees:
         return
     rows: list[dict[str, Any]] = []
@@ -353,7 +405,7 @@ def main() -> None:
         print(row, flush=True)
     print(table(rows))
     if not args.sweep:
-        save("attention", rows, trees=trees, device=torch.cuda.get_device_name(), **limits)
+        save("attention", rows, trees=trees, tails=tails, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":

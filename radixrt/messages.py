@@ -325,6 +325,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Since start: tokens whose K and V decodes attended to, counted for each of them, in a layer."""
     read_keys: int = 0
     """Of them, those that were read from memory: what requests of a batch share is read once."""
+    busy_seconds: float = 0.0
+    """Since start: that the device spent on steps."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

@@ -20,7 +20,7 @@ import msgspec
 
 from bench.serve.endpoint import Answer, Endpoint, RunFailed, clock
 from bench.serve.loads import Ask, Load, make_load, segment_ids
-from bench.serve.server import gpu_idle_seconds, idle_share
+from bench.serve.server import busy_seconds, idle_share
 
 try:
     from uvloop import run as run_loop
@@ -103,12 +103,12 @@ async def run_work(work: Work) -> Run:
     gc.disable()
     try:
         # Asked for here, at the edges of the clock: writing the requests leaves the server idle.
-        idle = gpu_idle_seconds(work.url, work.api_key)
+        busy = busy_seconds(work.url, work.api_key)
         began, cpu = clock(), time.process_time()
         async with asyncio.timeout(work.timeout):
             answers = await run_asks(endpoint, load.asks, requests)
         seconds, cpu = clock() - began, time.process_time() - cpu
-        share = idle_share(idle, gpu_idle_seconds(work.url, work.api_key), seconds)
+        share = idle_share(busy, busy_seconds(work.url, work.api_key), seconds)
         return Run(seconds, cpu, share, answers)
     finally:
         gc.enable()

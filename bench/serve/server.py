@@ -19,8 +19,8 @@ from bench.serve.endpoint import split_url
 
 POLL_SECONDS = 0.05
 STOP_SECONDS = 30.0
-IDLE_METRIC = "radixrt_worker_gpu_idle_seconds_total"
-"""Counter at /metrics, one a worker: seconds in which its GPU had nothing to do."""
+BUSY_METRIC = "radixrt_worker_busy_seconds_total"
+"""Counter at /metrics, one a worker: seconds that its device spent on steps."""
 
 
 def get(url: str, path: str, api_key: str = "") -> tuple[int, bytes]:
@@ -44,18 +44,18 @@ def model_name(url: str, api_key: str) -> str:
     return json.loads(body)["data"][0]["id"]
 
 
-def gpu_idle_seconds(url: str, api_key: str) -> list[float] | None:
+def busy_seconds(url: str, api_key: str) -> list[float] | None:
     """Of each worker since its start; None where the server does not count them."""
     status, body = get(url, "/metrics", api_key)
-    found = re.findall(rf"^{IDLE_METRIC}(?:{{[^}}]*}})? (\S+)", body.decode(), re.MULTILINE) if status == 200 else []
+    found = re.findall(rf"^{BUSY_METRIC}(?:{{[^}}]*}})? (\S+)", body.decode(), re.MULTILINE) if status == 200 else []
     return [float(value) for value in found] or None
 
 
 def idle_share(before: list[float] | None, after: list[float] | None, seconds: float) -> float | None:
-    """Mean over workers of the share of `seconds` that their GPUs idled; None where it is not known."""
+    """Mean over workers of the share of `seconds` in which their devices had no step; None where it is not known."""
     if before is None or after is None or len(before) != len(after):
         return None
-    return (sum(after) - sum(before)) / len(after) / seconds
+    return 1 - (sum(after) - sum(before)) / len(after) / seconds
 
 
 def read_config(model: str) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class _Collector(Collector):
                 ("steps", "Steps computed."),
                 ("plain_keys", "Tokens whose K and V decodes attended to, in a layer."),
                 ("read_keys", "Of them, those read from memory: what a batch shares is read once."),
+                ("busy_seconds", "Seconds that the device spent on steps."),
             )
         }
         for name, state in self._report.workers.items():

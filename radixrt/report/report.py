@@ -73,7 +73,7 @@ class Tally:
 _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 
-SUMMED = ("evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys")
+SUMMED = ("evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds")
 """Counters of a Load."""
 
 
@@ -87,6 +87,7 @@ class WorkerState:
     steps: int = 0
     plain_keys: int = 0
     read_keys: int = 0
+    busy_seconds: float = 0.0
 
     def update(self, load: Load) -> None:
         before, self.load = self.load, load
@@ -103,7 +104,7 @@ class WorkerState:
         } | {name: getattr(self, name) for name in SUMMED}
 
 
-def _gained(now: int, before: int) -> int:
+def _gained(now: float, before: float) -> float:
     """What a counter gained; one that fell has started anew."""
     return now - before if now >= before else now
 
@@ -198,7 +199,7 @@ class Report:
             programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (forks above it)
             workers    ... with `worker` ("" for none); for all tenants together also total_pages, used_pages (of them
                        evictable_pages), free_pages, evicted_tokens, preemptions, steps, and what decodes attended to
-                       and read of it, plain_keys and read_keys (see `messages.Load`)
+                       and read of it, plain_keys and read_keys, and busy_seconds (see `messages.Load`)
             bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
                        tokens (remembered) and forgotten, else null
 

@@ -60,6 +60,7 @@ class FakeRunner:
         self.decode_step = decode_step
         self.overlaps = overlaps
         self.plain_keys = self.read_keys = 0
+        self.busy_seconds = 0.0
         self.computed_tokens = 0
         """Tokens computed since start."""
         self.steps: list[tuple[int, int]] = []
@@ -74,7 +75,9 @@ class FakeRunner:
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self.computed_tokens += len(plan.tokens)
-        self._free_at = max(self._free_at, time.monotonic()) + self._seconds(plan)
+        seconds = self._seconds(plan)
+        self.busy_seconds += seconds
+        self._free_at = max(self._free_at, time.monotonic()) + seconds
         done_at = self._free_at
         if self._check:
             self.steps.append((len(plan.requests), len(plan.tokens)))

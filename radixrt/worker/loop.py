@@ -322,6 +322,7 @@ class Worker:
             steps=scheduler.steps,
             plain_keys=self.runner.plain_keys,
             read_keys=self.runner.read_keys,
+            busy_seconds=self.runner.busy_seconds,
         )
 
     def _beat(self) -> None:

@@ -73,6 +73,7 @@ class Runner(Protocol):
     max_model_len: int
     plain_keys: int
     read_keys: int
+    busy_seconds: float
     """See `messages.Load`."""
     overlaps: bool
     """Step n+1 may be launched before the result of step n is asked for: tokens drawn stay on the device, by row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,8 +18,25 @@ from radixrt.worker.sample import Masks, sample, token_logprobs
 NOT_FINITE = "the model gave logits that are not finite"
 
 
-class TorchRunner:
-    """See `plan.Runner`. The model, its KV pool and its attention on one device, one step after the other."""
+class ModelRunner:
+    """What a Runner of a model says of it (see `plan.Runner`)."""
+
+    def __init__(self, model: Decoder, pool: KVPool, page_size: int, eos_ids: frozenset[int]) -> None:
+        spec = model.spec
+        self.num_pages = pool.slots // page_size
+        self.page_size = page_size
+        self.vocab_size = spec.vocab_size
+        self.eos_ids = eos_ids
+        self.max_model_len = spec.max_model_len
+        self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
+        self.busy_seconds = 0.0
+        self.pool = pool
+        self._model = model
+        self._device = pool.device
+
+
+class TorchRunner(ModelRunner):
+    """The model, its KV pool and its attention by torch on one device, one step after the other."""
 
     overlaps = False
     plain_keys = read_keys = 0
@@ -31,25 +49,18 @@ class TorchRunner:
         eos_ids: frozenset[int] = frozenset(),
         batch_invariant: bool = False,
     ) -> None:
-        spec = model.spec
-        self.num_pages = pool.slots // page_size
-        self.page_size = page_size
-        self.vocab_size = spec.vocab_size
-        self.eos_ids = eos_ids
-        self.max_model_len = spec.max_model_len
-        self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
-        self.pool = pool
-        self._model = model
-        self._device = model.device
+        super().__init__(model, pool, page_size, eos_ids)
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = kind(pool, page_size, spec.windows)
+        self._attention = kind(pool, page_size, model.spec.windows)
 
     def bind(self, table: np.ndarray) -> None:
         self._attention.bind(table)
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
+        began = time.monotonic()
         with torch.inference_mode():
             result = read_logits(plan, self.logits(plan))
+        self.busy_seconds += time.monotonic() - began
         return lambda: result
 
     @torch.inference_mode()

@@ -54,6 +54,22 @@ class Sharing:
         return int(((self.segments[:, 1] - self.segments[:, 0]) * (self.segments[:, 3] - 1)).sum())
 
 
+def path_before(path: Path, position: int) -> Path:
+    """Less what does not lie before a request's next token. (Of a prompt that is cached as a whole, the last token is
+    computed again; and a path holds what is computed in this step.)"""
+    if not path or path[-1][1] <= position:
+        return path
+    nodes = []
+    begin = 0
+    for name, end in path:
+        if begin >= position:
+            break
+        # The part of a node has a name of its own, the same for all that share so much of it.
+        nodes.append((name, end) if end <= position else (-(name << 32) - position, position))
+        begin = end
+    return tuple(nodes)
+
+
 def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
     """Of requests by their paths. Every key before `own` is in exactly one segment of the request."""
     order = sorted(range(len(paths)), key=lambda i: [name for name, _ in paths[i]])
@@ -61,6 +77,19 @@ def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
     segments: list[list[int]] = []
     _descend(paths, order, 0, len(order), 0, 0, -1, segments, own, cost)
     return Sharing(np.array(order, dtype=np.int64), np.array(segments, dtype=np.int64).reshape(-1, 4), own)
+
+
+def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
+    """(int64 requests under a segment, ascending; the same sharing of these alone)."""
+    change = np.zeros(len(sharing.order) + 1, dtype=np.int64)
+    np.add.at(change, sharing.segments[:, 2], 1)
+    np.add.at(change, sharing.segments[:, 2] + sharing.segments[:, 3], -1)
+    under = np.cumsum(change[:-1]) > 0
+    places = np.cumsum(under) - under
+    chosen = np.sort(sharing.order[under])
+    segments = sharing.segments.copy()
+    segments[:, 2] = places[segments[:, 2]]
+    return chosen, Sharing(np.searchsorted(chosen, sharing.order[under]), segments, sharing.own[chosen])
 
 
 def _descend(

@@ -32,7 +32,7 @@ from bench.serve.rows import (
     tpot_ms,
     ttft_ms,
 )
-from bench.serve.server import gpu_idle_seconds, idle_share, read_config
+from bench.serve.server import busy_seconds, idle_share, read_config
 from tests.checkpoints import make_tokenizer
 from tests.frontend.conftest import serving
 
@@ -268,7 +268,7 @@ def test_rivals_stand_beside_their_load():
 
 
 def test_idle_shares():
-    assert idle_share([1.0, 2.0], [2.0, 2.0], 4.0) == 0.125
+    assert idle_share([1.0, 2.0], [2.0, 2.0], 4.0) == 0.875
     assert idle_share(None, [1.0], 4.0) is None
 
 
@@ -361,11 +361,12 @@ def test_all_loads_against_fake_workers(folder, tmp_path, capfd):
         flags = ["--url", frontend.url, "--scale", "0.02", "--seed", "5", "--shape", str(folder)]
         flags += ["--out", str(out), "--copy-gbs", "100", "--tflops", "1", "--rivals", str(rivals)]
         assert main(flags) == 0
-        assert gpu_idle_seconds(frontend.url, "") is None
+        assert len(busy_seconds(frontend.url, "")) == 1
     content = json.loads(out.read_text())
     rows = {one["load"]: one for one in content["rows"]}
     assert list(rows) == list(MEASURED) and content["start_s"] is None and content["scale"] == 0.02
     for name, one in rows.items():
+        assert 0 < one["gpu_idle"] < 1, name
         # One page a token and one worker: it may reuse all that can be, but for what two computed at once.
         assert one["cached"] == pytest.approx(one["could"], abs=0.1), name
         assert 0 < one["ttft_p50_ms"] <= one["ttft_p99_ms"] and one["times_floor"] > 1

@@ -11,10 +11,13 @@ pytest.importorskip("triton")
 from radixrt.worker.attention import TorchAttention  # noqa: E402
 from radixrt.worker.cuda import attend  # noqa: E402
 from radixrt.worker.cuda.attend import Scratch, Shape  # noqa: E402
-from radixrt.worker.cuda.chunks import FlashInfer, PagedStep, Pages, RaggedStep, Sequences, SplitStep  # noqa: E402
+from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences  # noqa: E402
+from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep  # noqa: E402
+from radixrt.worker.cuda.segments import Cut, SegmentStep  # noqa: E402
 from radixrt.worker.cuda.staging import Packer  # noqa: E402
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles  # noqa: E402
 from radixrt.worker.kv import DTYPES, KVPool  # noqa: E402
+from radixrt.worker.sharing import Sharing  # noqa: E402
 from tests.worker.pages import make_plan  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
@@ -61,7 +64,7 @@ def test_as_torch(way, kv_dtype, page_size, window):
         attend.attend(
             q, keys, values, pages.table, on_device, out, scratch, shape, variant, causal=False, scales=pages.scales
         )
-        attend.merge(scratch.values, scratch.lse, queries, entries, out, shape)
+        attend.merge(scratch.partials, queries, entries, out, shape)
     else:
         sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
         if way == "chunk":
@@ -70,7 +73,10 @@ def test_as_torch(way, kv_dtype, page_size, window):
             step = PagedStep(sequences, {window}, packer, shape, variant, cut)
         elif way == "split":
             flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 4096, "fa3")
-            step = SplitStep(sequences, np.array([3, 1, 5, 2]), packer, flashinfer, 0, shape)
+            places = np.arange(len(sequences))
+            segments = np.stack([0 * places, sequences.starts, places, 0 * places + 1], axis=1)
+            cut = Cut(places, Sharing(places, segments, sequences.starts.astype(np.int64)), 280)
+            step = SegmentStep(sequences, cut, packer, flashinfer, 0, shape)
         else:
             flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 2200, "fa3")  # several groups
             step = RaggedStep(sequences, {window}, packer, flashinfer, 0, page_size)

@@ -54,19 +54,28 @@ def last_logits(runner: Runner, prompt: list[int], chunk: int = 8192) -> torch.T
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_are_those_of_transformers(made, page_size):
-    """By the relative error in norm. With experts, rounding may choose another one, whose logits are others: then the
-    median counts."""
+    """By the relative error in norm, the median of some prompts: both round to bfloat16, not in the same places, and
+    with experts rounding may choose another one. Against float32 this is no farther off than transformers is."""
     folder, model = made
-    errors = []
+    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda").eval()
+    errors: dict[str, list[float]] = {"theirs": [], "to float32": [], "theirs to float32": []}
+    runner = load(folder, page_size=page_size, kv_cache_dtype="bfloat16")
     for prompt in prompts(9, 50, 900, vocab_size=4096):
+        ids = torch.tensor([prompt], device="cuda")
         with torch.inference_mode():
-            expected = model(torch.tensor([prompt], device="cuda")).logits[0, -1].float()
-        found = last_logits(load(folder, page_size=page_size, kv_cache_dtype="bfloat16"), prompt)
-        errors.append(float((found - expected).norm() / expected.norm()))
-    errors.sort()
-    print(f"relative error of logits: median {errors[4]:.2e}, worst {errors[-1]:.2e}")
+            theirs, exact = (m(ids).logits[0, -1].float() for m in (model, wide))
+        found = last_logits(runner, prompt)
+        for name, a, b in (
+            ("theirs", found, theirs),
+            ("to float32", found, exact),
+            ("theirs to float32", theirs, exact),
+        ):
+            errors[name].append(float((a - b).norm() / b.norm()))
+    median = {name: sorted(x)[4] for name, x in errors.items()}
+    print("relative error of logits:", {name: f"{x:.2e}" for name, x in median.items()})
     has_experts = any("expert" in name for name, _ in model.named_parameters())
-    assert (errors[4] if has_experts else errors[-1]) < 2e-2
+    assert median["theirs"] < (3e-2 if has_experts else 2e-2)
+    assert median["to float32"] < 1.1 * median["theirs to float32"]
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
@@ -99,7 +108,7 @@ def test_draws_are_those_of_the_reference(made):
     assert same >= 28  # rows of one prompt in a batch round otherwise than alone
 
 
-@pytest.mark.parametrize(("kv_dtype", "least"), [("bfloat16", 0.25), ("fp8_e4m3", 0.05)])
+@pytest.mark.parametrize(("kv_dtype", "least"), [("bfloat16", 0.15), ("fp8_e4m3", 0.05)])
 def test_greedy_agreement_is_reported(made, kv_dtype, least):
     """Both round to 8 bits or fewer, and random weights leave narrow margins: the bar only tells noise from a fault."""
     folder, model = made
@@ -116,31 +125,69 @@ def test_greedy_agreement_is_reported(made, kv_dtype, least):
     assert same / total > least
 
 
+def noise(folder, asked: list[list[int]], **settings) -> float:
+    """The most that a logit changes with the shapes of the steps that compute it."""
+    runner = load(folder, **settings)
+    pairs = [(last_logits(runner, prompt), last_logits(runner, prompt, chunk=96)) for prompt in asked]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> int:
+    """Sequences that part; where they do, the two top logits must be no farther apart than `bar`. With experts this
+    holds for most: where rounding picks another one, which no sample of noise foresees, logits are others."""
+    ties = clear = 0
+    runner = load(folder, **settings)
+    for prompt, a, b in zip(asked, first_run, second_run, strict=True):
+        first = next((i for i in range(len(a)) if a[i] != b[i]), None)
+        if first is not None:
+            ties += 1
+            top = last_logits(runner, prompt + a[:first]).topk(2).values
+            clear += bool(top[0] - top[1] >= bar)
+    assert clear <= (len(asked) // 8 if "moe" in folder.name or "mixtral" in folder.name else 0), "a clear winner lost"
+    return ties
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
 def test_warm_is_cold_where_the_margin_is_not_noise(made, kv_dtype):
-    """Tokens alone and cold, in a batch and chunked, and warm; a first difference must be a near tie."""
+    """Tokens alone and cold, in a batch and chunked, and warm; they part at a near tie: the two top logits are within
+    what rounding was measured to move both."""
     folder, _ = made
     asked = prompts(24, 100, 600, vocab_size=4096)
-    cold = [Engine(load(folder, kv_cache_dtype=kv_dtype), chunk=8192).generate([prompt])[0] for prompt in asked]
-    engine = Engine(load(folder, kv_cache_dtype=kv_dtype), chunk=512)
-    ties = 0
-    for tokens in (engine.generate(asked), engine.generate(asked)):
-        for prompt, a, b in zip(asked, cold, tokens, strict=True):
-            first = next((i for i in range(64) if a[i] != b[i]), None)
-            if first is None:
-                continue
-            ties += 1
-            logits = last_logits(load(folder, kv_cache_dtype=kv_dtype), prompt + a[:first])
-            top = logits.topk(2).values
-            assert float(top[0] - top[1]) < 0.1 * float(logits.std()), "the cold run had a clear winner"
-    print(f"{kv_dtype}: {ties} of {2 * len(asked)} sequences part at a near tie")
+    settings = {"kv_cache_dtype": kv_dtype}
+    bar = 2 * noise(folder, asked, **settings)
+    cold = [Engine(load(folder, **settings), chunk=8192).generate([prompt])[0] for prompt in asked]
+    engine = Engine(load(folder, **settings), chunk=512)
+    ties = sum(count_ties(folder, asked, cold, engine.generate(asked), bar, **settings) for _ in range(2))
+    print(f"{kv_dtype}: {ties} of {2 * len(asked)} sequences part at a near tie (within {bar:.3f})")
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+def test_reading_once_what_is_shared_changes_nothing_but_noise(made, kv_dtype):
+    """64 requests on one trunk, in graphs: with tree attention and without."""
+    folder, _ = made
+    trunk = prompts(1, 1500, 1500, vocab_size=4096, seed=1)[0]
+    asked = [trunk + tail for tail in prompts(64, 20, 90, vocab_size=4096)]
+    settings = {"kv_cache_dtype": kv_dtype, "enforce_eager": False, "max_num_seqs": 64}
+    found, engines = [], []
+    for way in ("off", "auto"):
+        engine = Engine(load(folder, tree_attention=way, **settings), chunk=8192, rows=64, max_model_len=2048)
+        engine.generate([trunk], Sampling(max_tokens=1, temperature=0.0))
+        found.append(engine.generate(asked))
+        engines.append(engine)
+    off, on = (engine.runner for engine in engines)
+    assert off.read_keys == off.plain_keys and on.read_keys < on.plain_keys / 8
+    plain = {"kv_cache_dtype": kv_dtype}
+    bar = 2 * noise(folder, asked[:8], **plain)
+    ties = count_ties(folder, asked, *found, bar, **plain)
+    print(f"{kv_dtype}: {ties} of 64 sequences part at a near tie (within {bar:.3f})")
 
 
 def test_deterministic_is_exact(made):
     folder, _ = made
-    asked = prompts(6, 100, 300, vocab_size=4096)
+    asked = prompts(6, 100, 300, vocab_size=4096) + prompts(2, 1000, 1020, vocab_size=4096)  # over the end of a part
     settings = {"deterministic": True, "kv_cache_dtype": "fp8_e4m3"}
-    cold = [Engine(load(folder, **settings), chunk=8192).generate([prompt])[0] for prompt in asked]
-    engine = Engine(load(folder, **settings), chunk=100)
-    assert engine.generate(asked) == cold
-    assert engine.generate(asked) == cold
+    cold = [Engine(load(folder, **settings), chunk=8192, max_model_len=1200).generate([prompt])[0] for prompt in asked]
+    for eager in (True, False):
+        engine = Engine(load(folder, enforce_eager=eager, **settings), chunk=100, max_model_len=1200)
+        assert engine.generate(asked) == cold
+        assert engine.generate(asked) == cold

@@ -215,7 +215,7 @@ def test_graphs_keep_what_they_write_to(tmp_path, monkeypatch):
         return scratch
 
     monkeypatch.setattr(module.Scratch, "make", noted)
-    fast._graph_sizes = [1, 2]
+    fast._graph_sizes, fast._graphs_wanted = [1, 2], True
     fast.bind(np.zeros((8, 64), dtype=np.int32))
     gc.collect()
     assert made and all(ref() is not None for ref in made)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.tree import RadixTree
-from radixrt.worker.sharing import Cost, find_sharing
+from radixrt.worker.sharing import Cost, find_sharing, path_before, with_sharers
 
 
 class Leased:
@@ -93,3 +93,25 @@ def test_a_chain_is_one_segment_and_what_does_not_pay_is_folded():
     assert found.segments.tolist() == [[0, 100, 0, 4]] and found.own.tolist() == [100] * 4
     assert found.saved_keys == 300
     assert find_sharing([(), ()], cost).own.tolist() == [0, 0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(leased_batches(), COST)
+def test_those_under_a_segment(batch, cost):
+    found = find_sharing([r.lease.path() for r in batch], cost)
+    chosen, alone = with_sharers(found)
+    members = {int(r) for _, _, first, count in found.segments for r in found.order[first : first + count]}
+    assert chosen.tolist() == sorted(members)
+    assert alone.own.tolist() == found.own[chosen].tolist()
+    for (b, e, first, count), (b2, e2, first2, count2) in zip(found.segments, alone.segments, strict=True):
+        assert (b, e, count) == (b2, e2, count2)
+        before, after = found.order[first : first + count], chosen[alone.order[first2 : first2 + count2]]
+        assert before.tolist() == after.tolist()
+
+
+def test_a_path_ends_before_the_next_token():
+    path = ((1, 10), (2, 25), (3, 40))
+    assert path_before(path, 40) == path_before(path, 99) == path
+    assert path_before(path, 25) == path[:2] and path_before(path, 0) == ()
+    assert path_before(path, 17) == path_before(((1, 10), (2, 25)), 17) != path_before(path, 16)
+    assert path_before(path, 17)[0] == path[0] and path_before(path, 17)[1][1] == 17

@@ -59,20 +59,30 @@ class Answer:
         self._on_gpu = device.type == "cuda"
         self._host = torch.empty(4096, dtype=torch.int32, pin_memory=self._on_gpu)
         self._size = 0
-        self._event = torch.cuda.Event() if self._on_gpu else None
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) if self._on_gpu else None for _ in range(2))
+
+    def begin(self) -> None:
+        """What is launched from here on is the step's."""
+        if self._begin:
+            self._begin.record()
+
+    @property
+    def seconds(self) -> float:
+        """That the step took, once it has been waited for."""
+        return self._begin.elapsed_time(self._end) / 1e3 if self._begin and self._end else 0.0
 
     def fetch(self, integers: torch.Tensor) -> None:
         self._size = len(integers)
         if self._size > len(self._host):
             self._host = torch.empty(2 * self._size, dtype=torch.int32, pin_memory=self._on_gpu)
         self._host[: self._size].copy_(integers, non_blocking=True)
-        if self._event:
-            self._event.record()
+        if self._end:
+            self._end.record()
 
     def wait(self) -> np.ndarray:
         """int32, when they have come; valid until the next `fetch`."""
-        if self._event:
-            self._event.synchronize()
+        if self._end:
+            self._end.synchronize()
         return self._host[: self._size].numpy()
 
 

@@ -104,8 +104,8 @@ def _attend_kernel(
 
 @triton.jit
 def _merge_kernel(
-    merges_ptr, entries_ptr, partial_ptr, lse_ptr, out_ptr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
+    merges_ptr, entries_ptr, partial_ptr, lse_ptr, more_ptr, more_lse_ptr, out_ptr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, MORE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     merge = merges_ptr + tl.program_id(0) * MERGE
     head = tl.program_id(1)
@@ -121,13 +121,25 @@ def _merge_kernel(
     acc = tl.zeros([WIDTH], tl.float32)
     for begin in range(0, parts, PARTS):
         real = begin + p < parts
-        spot = tl.load(entries + begin + p, mask=real, other=0).to(tl.int64) * HEADS + head
-        lse = tl.load(lse_ptr + spot, mask=real, other=-1e30)
-        x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+        entry = tl.load(entries + begin + p, mask=real, other=0)
+        here = real
+        if MORE > 0:
+            here = real & (entry < MORE)
+        spot = entry.to(tl.int64) * HEADS + head
+        lse = tl.load(lse_ptr + spot, mask=here, other=-1e30)
+        inside = here[:, None] & (d < DIM)[None, :]
+        x = tl.load(partial_ptr + spot[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if MORE > 0:
+            there = real & (entry >= MORE)
+            spot = (entry - MORE).to(tl.int64) * HEADS + head
+            lse = tl.where(there, tl.load(more_lse_ptr + spot, mask=there, other=-1e30), lse)
+            inside = there[:, None] & (d < DIM)[None, :]
+            more = tl.load(more_ptr + spot[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            x = tl.where(there[:, None], more, x)
         higher = tl.maximum(peak, tl.max(lse, 0))
         keep = tl.exp2(peak - higher)
         weight = tl.where(real, tl.exp2(lse - higher), 0.0)
-        acc = acc * keep + tl.sum(x.to(tl.float32) * weight[:, None], 0)
+        acc = acc * keep + tl.sum(x * weight[:, None], 0)
         total = total * keep + tl.sum(weight, 0)
         peak = higher
     at = (query * HEADS + head) * DIM + d
@@ -188,12 +200,23 @@ def tiling(variant: Variant, shape: Shape, processors: int, decode: bool) -> Til
     return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, items)
 
 
+MORE = 1 << 24
+"""Entries of merges from here on are of a second tensor of partial results."""
+
+Partials = tuple[torch.Tensor, torch.Tensor]
+"""Partial results, float [P, heads, D], and their log-sum-exp in base 2, float32[P, heads]."""
+
+
 @dataclass(slots=True)
 class Scratch:
     """Partial results: float32 [partials, heads, D] and their log-sum-exp in base 2, [partials, heads]."""
 
     values: torch.Tensor
     lse: torch.Tensor
+
+    @property
+    def partials(self) -> Partials:
+        return self.values, self.lse
 
     @classmethod
     def make(cls, partials: int, shape: Shape, device: torch.device) -> Scratch:
@@ -238,17 +261,14 @@ def attend(
 
 
 def merge(
-    values: torch.Tensor,
-    lse: torch.Tensor,
-    merges: torch.Tensor,
-    entries: torch.Tensor,
-    out: torch.Tensor,
-    shape: Shape,
-) -> None:
-    """Partial results [P, heads, D] with log-sum-exp in base 2, float32[P, heads], into out[T, heads, D], by int32
-    merges[M, MERGE_FIELDS] (one without parts does nothing) and int32 entries."""
+    partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
+    more: Partials | None = None,
+) -> None:  # fmt: skip
+    """Partial results into out[T, heads, D], by int32 merges[M, MERGE_FIELDS] (one without parts does nothing) and
+    int32 entries, those from MORE on of `more`."""
     if len(merges):
+        second = more or partials
         _merge_kernel[(len(merges), shape.heads)](
-            merges, entries, values, lse, out, shape.heads, shape.head_dim, 8,
+            merges, entries, *partials, *second, out, shape.heads, shape.head_dim, MORE if more else 0, 8,
             triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
         )  # fmt: skip

@@ -11,13 +11,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixrt.worker.cuda import attend
+from radixrt.worker.cuda.segments import FA3_QUERIES, Chip, cut_segments
 from radixrt.worker.cuda.staging import Packer, Piece
-from radixrt.worker.cuda.work import Tiles, Tiling, make_items, make_merges, segment_tiles, sequence_tiles
+from radixrt.worker.cuda.work import FIELDS, Tiles, Tiling, make_items, make_merges, segment_tiles, sequence_tiles
 from radixrt.worker.request import Request
-from radixrt.worker.sharing import Cost, Sharing, find_sharing
+from radixrt.worker.sharing import Cost, Sharing, find_sharing, path_before
 
 GROWTH = 64
 """Tokens."""
+GATHER, LAUNCHES, SLOWER = 0.16, 1800, 2.6
+"""What FA3 pays for a segment and the kernel over pages does not, in keys of a round (see `segments.Chip.cut`): to
+gather a key, to launch it; and how much more time that kernel takes for the same product (bench/attention.py)."""
+
+
+LARGE = 1 << 19
+"""Pairs of a query and a key of a segment that may be for FA3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trunks:
+    """Large segments may go to FA3, with up to `keys` keys in all."""
+
+    chip: Chip
+    keys: int
+
+    def goal(self, queries: np.ndarray, keys: np.ndarray) -> int:
+        """Keys of a part, or 0 if segments with so many queries and keys, int64[N], had better go elsewhere."""
+        total = int(keys.sum())
+        if not 0 < total <= self.keys:
+            return 0
+        goal, time = self.chip.cut(queries, keys)
+        plain = SLOWER * int((queries * keys).sum()) * self.chip.heads / (FA3_QUERIES * self.chip.processors)
+        return goal if time + GATHER * total + LAUNCHES < plain else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +54,7 @@ class Cuts:
     few: Tiling
     many: Tiling
     cost: Cost | None
+    trunks: Trunks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +92,9 @@ class DecodeWork:
     """Which of `few` end at their query's position, in the order of the batch."""
     shared: bool
     """Whether some tiles have several sequences."""
+    trunks: np.ndarray
+    """Parts of segments for FA3 (see `segments.cut_segments`); their partial results are `attend.MORE` in merges. What
+    has them cannot be a graph."""
 
 
 @dataclass(slots=True)
@@ -77,7 +107,7 @@ class _Kept:
 
 
 class DecodePlanner:
-    """Plans and packs. Layers with a window share nothing and are planned each step."""
+    """Layers with a window share nothing and are planned each step."""
 
     def __init__(self, windows: set[int | None], cuts: Cuts) -> None:
         self._windows = windows
@@ -105,15 +135,21 @@ class DecodePlanner:
     ) -> DecodeWork:
         kept = self._kept
         same = kept is not None and kept.requests == requests and np.array_equal(kept.rows, rows)
-        if same and (room is None or room.holds(kept.work)):
+        if same and (room is None or len(kept.work.trunks) or room.holds(kept.work)):
             grown = int(positions[0] - kept.positions[0]) if len(positions) else 0
-            if 0 <= grown < GROWTH and np.array_equal(positions, kept.positions + grown):
+            fixed = self._cuts.few.fixed or 1 << 30
+            if (
+                0 <= grown < GROWTH
+                and np.array_equal(positions, kept.positions + grown)
+                and np.array_equal(positions // fixed, kept.positions // fixed)
+            ):
                 kept.work.few[kept.work.growing, 4] = positions + 1
+                kept.work.few[kept.work.growing, 5] = positions
                 self._count(positions, kept.sharing)
                 return kept.work
         sharing = self._share(requests, positions)
         work = self._cut(rows, positions, None, sharing)
-        if sharing is not None and room is not None and not room.holds(work):
+        if sharing is not None and room is not None and not (len(work.trunks) or room.holds(work)):
             sharing = None
             work = self._cut(rows, positions, None, None)
         self._kept = _Kept(requests, rows.copy(), positions.copy(), sharing, work)
@@ -123,7 +159,7 @@ class DecodePlanner:
     def _share(self, requests: tuple[Request, ...], positions: np.ndarray) -> Sharing | None:
         if self._cuts.cost is None or len(requests) < 2:
             return None
-        paths = [_path(request, position) for request, position in zip(requests, positions.tolist(), strict=True)]
+        paths = [path_before(r.lease.path(), p) for r, p in zip(requests, positions.tolist(), strict=True)]
         sharing = find_sharing(paths, self._cuts.cost)
         return sharing if len(sharing.segments) else None
 
@@ -133,18 +169,34 @@ class DecodePlanner:
         if sharing is None:
             few, ends = make_items(own, self._cuts.few)
             merges = make_merges([few])
-            return DecodeWork(few, few[:0], merges.queries, merges.entries, places.astype(np.int32), ends, False)
+            order = places.astype(np.int32)
+            return DecodeWork(few, few[:0], merges.queries, merges.entries, order, ends, False, _NONE)
         order = sharing.order
         own = Tiles(places, own.size, own.row[order], sharing.own[order], own.end[order], own.position[order])
-        big = sharing.segments[:, 3] > self._cuts.few.queries
-        small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big))
+        begin, end, _, count = sharing.segments.T
+        big = count > self._cuts.few.queries
+        trunk, trunks = self._trunks(sharing, rows, end - begin, count)
+        big &= ~trunk
+        small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big & ~trunk))
         few, ends = make_items(_joined(own, small), self._cuts.few)
         large = segment_tiles(sharing, rows, self._cuts.many.queries, np.flatnonzero(big))
         many, _ = make_items(large, self._cuts.many, int(few[:, 1].sum()))
-        merges = make_merges([few, many], order)
+        lists = [few, many, _trunk_items(trunks)] if len(trunks) else [few, many]
+        merges = make_merges(lists, order)
         growing = np.empty(len(rows), dtype=np.int64)
         growing[order] = ends[: len(rows)]
-        return DecodeWork(few, many, merges.queries, merges.entries, order.astype(np.int32), growing, True)
+        return DecodeWork(few, many, merges.queries, merges.entries, order.astype(np.int32), growing, True, trunks)
+
+    def _trunks(
+        self, sharing: Sharing, rows: np.ndarray, keys: np.ndarray, count: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(which segments go to FA3, their parts)."""
+        chosen = np.zeros(len(count), dtype=bool)
+        if self._cuts.trunks is not None:
+            large = count * keys >= LARGE
+            if large.any() and (goal := self._cuts.trunks.goal(count[large], keys[large])):
+                return large, cut_segments(sharing, rows, goal, np.flatnonzero(large))
+        return chosen, _NONE
 
     def _count(self, positions: np.ndarray, sharing: Sharing | None) -> None:
         keys = int(positions.sum()) + len(positions)
@@ -152,21 +204,15 @@ class DecodePlanner:
         self.read_keys += keys - (sharing.saved_keys if sharing else 0)
 
 
-def _path(request: Request, position: int) -> tuple[tuple[int, int], ...]:
-    """The nodes of a request's lease, less what does not lie before its next token. (Of a prompt that is cached as a
-    whole, the last token is computed again.)"""
-    path = request.lease.path()
-    if not path or path[-1][1] <= position:
-        return path
-    nodes = []
-    begin = 0
-    for name, end in path:
-        if begin >= position:
-            break
-        # The part of a node has a name of its own, the same for all that share so much of it.
-        nodes.append((name, end) if end <= position else (-(name << 32) - position, position))
-        begin = end
-    return tuple(nodes)
+_NONE = np.zeros((0, 5), dtype=np.int64)
+
+
+def _trunk_items(parts: np.ndarray) -> np.ndarray:
+    """Items that stand for parts of trunks where partial results are merged."""
+    items = np.zeros((len(parts), FIELDS), dtype=np.int32)
+    items[:, 0], items[:, 1] = parts[:, 3], parts[:, 4]
+    items[:, 6] = attend.MORE + np.cumsum(parts[:, 4]) - parts[:, 4]
+    return items
 
 
 def _joined(a: Tiles, b: Tiles) -> Tiles:

@@ -1,30 +1,74 @@
-"""Matrix products whose rows do not depend on each other, to the last bit: one tile shape for every size, and the sum
-over K in one order, by one program."""
+"""Results that do not depend on the batch, to the last bit.
+
+Of a matrix product, the sum over K is taken in one order, by one program, whatever the other rows are. Tensor cores add
+up K in steps of their own; where these are the same for every tile shape, a product may take the shape that is fastest
+for its size, and decodes a kernel of their own. Whether they are is found out on the device at hand, by comparing bits.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS, DEPTH = 64, 128, 64
+from radixrt.worker.cuda import attend
+from radixrt.worker.cuda.attend import Scratch, Shape, Variant
+from radixrt.worker.cuda.work import make_items, sequence_tiles
+
+log = logging.getLogger("radixrt.cuda")
+
+GROUP = 8
+"""Rows of tiles that are computed side by side, so that the weights they share stay in the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One compilation: what a program computes, and K's steps."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+REFERENCE = Tile(64, 128, 64, 4, 4)
+FEW = Tile(16, 64, 128, 4, 4)
+"""For up to 16 rows."""
+TILES = (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4), REFERENCE, Tile(64, 32, 128, 4, 4))
+"""The largest first."""
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, columns, depth,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    across = tl.cdiv(columns, COLUMNS)
+    group = tl.program_id(0) // (GROUP * across)
+    within = tl.program_id(0) % (GROUP * across)
+    high = tl.minimum(tl.cdiv(rows, ROWS) - group * GROUP, GROUP)
+    m = (group * GROUP + within % high) * ROWS + tl.arange(0, ROWS)
+    n = within // high * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    x_at = x_ptr + m.to(tl.int64)[:, None] * depth + k[None, :]
-    w_at = weight_ptr + n.to(tl.int64)[None, :] * depth + k[:, None]
+    # Lanes past the end compute a row or a column again, which is not stored.
+    x_at = x_ptr + (m % rows).to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = weight_ptr + (n % columns).to(tl.int64)[None, :] * depth + k[:, None]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, depth, DEPTH):
-        inside = begin + k < depth
-        x = tl.load(x_at + begin, mask=(m < rows)[:, None] & inside[None, :], other=0.0)
-        w = tl.load(w_at + begin, mask=(n < columns)[None, :] & inside[:, None], other=0.0)
+        if WHOLE:
+            x, w = tl.load(x_at + begin), tl.load(w_at + begin)
+        else:
+            inside = begin + k < depth
+            x = tl.load(x_at + begin, mask=inside[None, :], other=0.0)
+            w = tl.load(w_at + begin, mask=inside[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
@@ -36,13 +80,84 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """x[M, K] times weight[N, K] transposed, plus bias[N]: [M, N] in `dtype` (that of x); the sum is float32."""
+    return _product(x, weight, bias, dtype or x.dtype, _choose(len(x), len(weight), x))
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tile: Tile
+) -> torch.Tensor:
     x = x.contiguous()
     (rows, depth), columns = x.shape, len(weight)
-    out = torch.empty((rows, columns), dtype=dtype or x.dtype, device=x.device)
+    out = torch.empty((rows, columns), dtype=dtype, device=x.device)
     if rows:
-        grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))
-        _product_kernel[grid](
-            x, weight, x if bias is None else bias, out, rows, columns, depth, bias is not None, ROWS, COLUMNS, DEPTH,
-            num_warps=4, num_stages=4,
+        _product_kernel[(triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows),)](
+            x, weight, x if bias is None else bias, out, rows, columns, depth, bias is not None,
+            depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, GROUP,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
+
+
+def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
+    """The largest tile that still gives nearly all multiprocessors work."""
+    if not x.is_cuda:
+        return REFERENCE
+    tiles = agreeing(x.device, x.dtype)
+    if rows <= FEW.rows and FEW in tiles:
+        return FEW
+    processors = _processors(x.device)
+    fitting = [tile for tile in TILES if tile in tiles and (tile.rows < 2 * rows or tile.rows == REFERENCE.rows)]
+    for tile in fitting:
+        if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= 0.9 * processors:
+            return tile
+    return fitting[-1]
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def agreeing(device: torch.device, dtype: torch.dtype) -> frozenset[Tile]:
+    """The tiles whose results on this device are those of the reference, bit for bit."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, w = (torch.randn(n, 2048, generator=generator, device=device).to(dtype) for n in (300, 500))
+    expected = _product(x, w, None, torch.float32, REFERENCE)
+    found = {REFERENCE}
+    for tile in {FEW, *TILES}:
+        try:
+            if torch.equal(_product(x, w, None, torch.float32, tile), expected):
+                found.add(tile)
+        except triton.runtime.errors.OutOfResources:  # a chip with less shared memory
+            continue
+    left_out = {FEW, *TILES} - found
+    if left_out:
+        log.info("products that do not depend on the batch: tiles left out, for they round otherwise: %s", left_out)
+    return frozenset(found)
+
+
+def same_bits(
+    few: Variant, chunk: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether attention of single queries by the variant `few` has the bits that it has by that of chunks."""
+    if few.keys != chunk.keys or device.type != "cuda":
+        return False
+    lengths = np.array([1, 63, 64, 65, 700, 1000])
+    generator = torch.Generator(device).manual_seed(0)
+    held = -(-int(lengths.max()) // shape.page_size)
+    size = (held * shape.page_size, shape.kv_heads, shape.head_dim)
+    keys, values = (torch.randn(size, generator=generator, device=device).to(pages) for _ in range(2))
+    table = torch.arange(held, dtype=torch.int32, device=device)[None]
+    q = torch.randn((len(lengths), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
+    places, ones = np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
+    tiles = sequence_tiles(np.zeros_like(places), lengths - 1, ones, places, None, 1)
+    found = []
+    for variant in (few, chunk):
+        cut = attend.tiling(variant, shape, 1, decode=False)
+        items, _ = make_items(tiles, dataclasses.replace(cut, fixed=1 << 20))
+        scratch = Scratch.make(len(items), shape, device)
+        there = torch.from_numpy(items).to(device)
+        attend.attend(q, keys, values, table, there, q, scratch, shape, variant)
+        found.append(scratch)
+    return all(torch.equal(a, b) for a, b in zip(*(scratch.partials for scratch in found), strict=True))

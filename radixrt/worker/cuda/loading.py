@@ -15,7 +15,7 @@ from radixrt.messages import Run, Sampling
 from radixrt.worker.cache import PageCache
 from radixrt.worker.cuda import kernels
 from radixrt.worker.cuda.attend import Shape
-from radixrt.worker.cuda.chunks import FlashInfer
+from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.kv import KVPool
 from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
@@ -51,11 +51,8 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
 
 def graphs_fit(config: WorkerConfig, loaded: Loaded) -> bool:
     """Whether steps are captured. Experts run in one launch in bfloat16 alone; else the host counts their tokens."""
-    return (
-        not config.enforce_eager
-        and not config.deterministic
-        and (loaded.spec.experts is None or loaded.dtype == torch.bfloat16)
-    )
+    in_one = loaded.spec.experts is None or (loaded.dtype == torch.bfloat16 and not config.deterministic)
+    return not config.enforce_eager and in_one
 
 
 def _make(

@@ -20,34 +20,26 @@ from tqdm import tqdm
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.answers import Answer, Drawing, Launched, make_result
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
-from radixrt.worker.cuda.chunks import (
-    ChunkStep,
-    FlashInfer,
-    PagedStep,
-    Pages,
-    RaggedStep,
-    Sequences,
-    SplitStep,
-    split_parts,
-)
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room
+from radixrt.worker.cuda.chunk_plan import ChunkPlanner
+from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks
+from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import SIZES as PIECE_SIZES
 from radixrt.worker.cuda.pieces import Pieces
+from radixrt.worker.cuda.ragged import FlashInfer
+from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS
-from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.kv import KVPool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.runner import ranges, read_logits, wanted
+from radixrt.worker.runner import ModelRunner, ranges, read_logits, wanted
 from radixrt.worker.sample import draw
 from radixrt.worker.sharing import Cost
 
 log = logging.getLogger("radixrt.cuda")
 
-RAGGED_QUERIES = 256
-RAGGED_PAIRS = 1 << 20
-"""Chunks of so many tokens, or pairs of a query and a key, and more go to FlashInfer."""
 EXACT_PART = 1024
 """Keys of a part where results must not depend on the batch."""
 DRAW_INTEGERS = 16
@@ -78,8 +70,8 @@ class Graph:
     answer: torch.Tensor
 
 
-class CudaRunner:
-    """See `plan.Runner`. For tests it also runs on a CPU, in Triton's interpreter, without graphs.
+class CudaRunner(ModelRunner):
+    """On a GPU; for tests it also runs on a CPU, in Triton's interpreter, without graphs.
 
     At most `rows` requests run at once; `flashinfer` computes long chunks where it is given; batches of up to
     `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over. With
@@ -102,41 +94,36 @@ class CudaRunner:
         tree_attention: bool = True,
         exact: bool = False,
     ) -> None:
+        super().__init__(model, pool, page_size, eos_ids)
         spec = model.spec
-        self.num_pages = pool.slots // page_size
-        self.page_size = page_size
-        self.vocab_size = spec.vocab_size
-        self.eos_ids = eos_ids
-        self.max_model_len = spec.max_model_len
-        self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
-        self.pool = pool
-        self._model = model
-        self._device = pool.device
         self._rows = rows
-        self._flashinfer = flashinfer
         self._windows: set[int | None] = set(spec.windows)
-        self._processors = processors
         self._shape = shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
         itemsize = pool.dtype.itemsize
         few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
-        self._chunk_variant = attend.chunk_variant(shape, itemsize)
-        self._chunk_cut = attend.tiling(self._chunk_variant, shape, processors, decode=False)
+        chunk = attend.chunk_variant(shape, itemsize)
+        chunk_cut = attend.tiling(chunk, shape, processors, decode=False)
         if exact:
-            few, tree_attention, self._flashinfer = self._chunk_variant, False, None
-            self._chunk_cut = dataclasses.replace(self._chunk_cut, fixed=EXACT_PART)
+            few = few if same_bits(few, chunk, shape, pool.dtype, model.dtype, self._device) else chunk
+            chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
+            tree_attention, flashinfer = False, None
         self._compiled = Kernels(shape, few, many, exact)
+        chip = Chip(shape.heads, processors)
+        shares = tree_attention and None in self._windows
         self._cuts = Cuts(
-            self._chunk_cut if exact else attend.tiling(few, shape, processors, decode=True),
+            chunk_cut if exact else attend.tiling(few, shape, processors, decode=True),
             attend.tiling(many, shape, processors, decode=False),
-            sharing_cost(shape, itemsize, many) if tree_attention and None in self._windows else None,
+            sharing_cost(shape, itemsize, many) if shares else None,
+            Trunks(chip, flashinfer.tokens) if shares and flashinfer else None,
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
+        self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
         self._packers = (Packer(self._device), Packer(self._device))
         self._answers = (Answer(self._device), Answer(self._device))
         self._steps = 0
-        if exact:
-            graph_batch = 0  # the room for a batch's fixed parts would be that of the longest context
-        self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._device.type == "cuda" else []
+        self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
+        # The room for an exact batch's parts would be that of the longest context: it has graphs between attentions.
+        self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._graphs_wanted and not exact else []
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pieces: Pieces | None = None
         self._scratch: Scratch | None = None
@@ -149,7 +136,7 @@ class CudaRunner:
     @torch.inference_mode()
     def bind(self, table: np.ndarray) -> None:
         self._table = torch.zeros((self._rows + 1, table.shape[1]), dtype=torch.int32, device=self._device)
-        if self._graph_sizes:
+        if self._graphs_wanted:
             self._capture()
 
     @property
@@ -175,22 +162,30 @@ class CudaRunner:
         packer.clear()
         serial = any(request.serial for request in plan.requests)
         size = self._graph_size(plan)
-        step = self._replay(plan, packer, size, serial) if size else self._run(plan, packer, serial)
+        works = self._plan_decodes(plan, len(plan.requests), Room.of(size, self._cuts)) if size else None
         answer = self._answers[self._steps % 2]
+        if works is not None and not any(len(work.trunks) for work in works.values()):
+            step = self._replay(plan, packer, answer, size, works, serial)
+        else:
+            step = self._run(plan, packer, answer, serial, works)
         answer.fetch(step.answer)
         if serial:  # the host decides on the tokens, when it knows those before
             return lambda: self._read(plan, step.logits, answer)
-        return lambda: make_result(plan, step.logit_rows, answer.wait())
+        return lambda: make_result(plan, step.logit_rows, self._wait(answer))
+
+    def _wait(self, answer: Answer) -> np.ndarray:
+        found = answer.wait()
+        self.busy_seconds += answer.seconds
+        return found
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
         """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order."""
-        packer = Packer(self._device)
-        return self._run(plan, packer, serial=True).logits
+        return self._run(plan, Packer(self._device), Answer(self._device), serial=True).logits
 
     @torch.inference_mode()
     def _read(self, plan: Plan, logits: torch.Tensor, answer: Answer) -> Result:
-        answer.wait()  # also a step without logits has ended then, and what was packed for it may be overwritten
+        self._wait(answer)  # also a step without logits has ended then, and what was packed for it may be overwritten
         return read_logits(plan, logits)
 
     def _graph_size(self, plan: Plan) -> int:
@@ -200,12 +195,18 @@ class CudaRunner:
         needed = max(len(plan.tokens), len(plan.table_writes))
         return next((size for size in self._graph_sizes if size >= needed), 0)
 
-    def _replay(self, plan: Plan, packer: Packer, size: int, serial: bool) -> Launched:
+    def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
+        """Of the first `count` requests."""
+        return self._decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
+
+    def _replay(
+        self, plan: Plan, packer: Packer, answer: Answer, size: int, works: dict[int | None, DecodeWork], serial: bool
+    ) -> Launched:
         count = len(plan.requests)
-        works = self._decodes.plan(plan.requests, plan.rows, plan.starts, Room.of(size, self._cuts))
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
         drawing = None if serial else Drawing.pack(packer, plan, np.arange(count), plan.rows)
         graph = self._graphs[size, _shared(works)]
+        answer.begin()
         sent = packer.send(graph.integers)
         graph.graph.replay()
         if drawing:
@@ -229,7 +230,10 @@ class CudaRunner:
             {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
         )
 
-    def _run(self, plan: Plan, packer: Packer, serial: bool) -> Launched:
+    def _run(
+        self, plan: Plan, packer: Packer, answer: Answer, serial: bool,
+        works: dict[int | None, DecodeWork] | None = None,
+    ) -> Launched:  # fmt: skip
         decodes, count = _leading_decodes(plan), len(plan.tokens)
         padded = (self._pieces.size_for(count) if self._pieces else 0) or count
         rows = plan.rows[:decodes]
@@ -239,9 +243,12 @@ class CudaRunner:
         of_tokens[3, :decodes] = rows
         inputs = packer.add(of_tokens)
         writes = packer.add(plan.table_writes)
-        works = self._decodes.plan(plan.requests[:decodes], rows, plan.starts[:decodes], None) if decodes else {}
+        if works is None:
+            works = self._plan_decodes(plan, decodes, None) if decodes else {}
         lists = {window: Lists.pack(packer, work) for window, work in works.items()}
-        chunks = self._chunks(plan, packer, decodes)
+        parity = self._steps % 2
+        trunks = {window: self._chunks.trunks(work, plan, packer, parity) for window, work in works.items()}
+        chunks, last = self._chunks.plan(plan, decodes, packer, parity)
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
@@ -249,49 +256,26 @@ class CudaRunner:
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = None if serial else Drawing.pack(packer, plan, sampled_at, plan.rows)
 
+        answer.begin()
         sent = packer.send()
         kernels.scatter(writes.of(sent), self._table)
-        for chunk in chunks:
+        for chunk in chunks + (last[1] if last else []):
             chunk.sent(sent)
         partials = max((int(w.few[:, 1].sum() + w.many[:, 1].sum()) for w in works.values()), default=0)
         scratch = Scratch.make(partials, self._shape, self._device) if decodes else None
-        decode_lists = {window: DecodeLists.of(found, sent) for window, found in lists.items()}
+        decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
         tokens, positions_there, slots, rows_there = inputs.of(sent)
-        attention = StepAttention(self._pages, slots, self._compiled, decode_lists, scratch, chunks)
+        attention = StepAttention(self._pages, slots, self._compiled, decode_lists, scratch, chunks, last)
         if self._pieces and padded in self._pieces.sizes:
             x, residual = self._pieces.run(inputs.of(sent), attention)
         else:
             resolved = kernels.resolve(tokens, rows_there[:decodes], self._drawn)
             x, residual = self._model.attend_all(resolved, positions_there, attention)
         logits = self._model.finish(x, residual, logit_at.of(sent).long())
-        answer = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
+        picked = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
         if drawing:
-            self._draw(logits, drawing, sent, answer[len(logits) :])
-        return Launched(logits, answer, len(logits))
-
-    def _chunks(self, plan: Plan, packer: Packer, decodes: int) -> list[ChunkStep]:
-        """Of what is no decode: long chunks to FlashInfer, if it is there, others over pages."""
-        first = (np.cumsum(plan.counts) - plan.counts)[decodes:]
-        chunks = Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
-        keys = chunks.starts.astype(np.int64) + chunks.counts
-        long = np.zeros(len(chunks), dtype=bool)
-        if self._flashinfer is not None:
-            much = (chunks.counts >= RAGGED_QUERIES) | (chunks.counts * keys >= RAGGED_PAIRS)
-            long = much & (keys <= self._flashinfer.tokens)
-        steps: list[ChunkStep] = []
-        if long.any() and self._flashinfer is not None:
-            part = chunks.take(np.flatnonzero(long))
-            parity = self._steps % 2
-            parts = split_parts(part, self._shape.heads, self._processors)
-            if parts.all() and self._windows == {None} and int(keys[long].sum()) <= self._flashinfer.tokens:
-                steps.append(SplitStep(part, parts, packer, self._flashinfer, parity, self._shape))
-            else:
-                steps.append(RaggedStep(part, self._windows, packer, self._flashinfer, parity, self.page_size))
-        if not long.all():
-            part = chunks.take(np.flatnonzero(~long))
-            cut, variant = self._chunk_cut, self._chunk_variant
-            steps.append(PagedStep(part, self._windows, packer, self._shape, variant, cut))
-        return steps
+            self._draw(logits, drawing, sent, picked[len(logits) :])
+        return Launched(logits, picked, len(logits))
 
     # ------------------------------------------------------------ from logits to tokens
 
@@ -319,7 +303,7 @@ class CudaRunner:
 
     def _capture(self) -> None:
         """Capture a graph for each size, with sharing and without, the largest first: the others live in its memory."""
-        vocab, most = self.vocab_size, max(self._graph_sizes)
+        vocab, most = self.vocab_size, max(self._graph_sizes, default=0)
         logits = torch.empty((most, vocab), dtype=torch.float32, device=self._device)
         room = Room.of(most, self._cuts)
         self._scratch = scratch = Scratch.make(room.few + room.entries, self._shape, self._device)
@@ -375,7 +359,8 @@ def _shared(works: dict[int | None, DecodeWork]) -> bool:
 def _nothing(shared: bool) -> DecodeWork:
     """The work of no decodes."""
     items, none = np.zeros((0, FIELDS), dtype=np.int32), np.zeros(0, dtype=np.int32)
-    return DecodeWork(items, items, np.zeros((0, MERGE_FIELDS), dtype=np.int32), none, none, none, shared)
+    merges = np.zeros((0, MERGE_FIELDS), dtype=np.int32)
+    return DecodeWork(items, items, merges, none, none, none, shared, np.zeros((0, 5), dtype=np.int64))
 
 
 def _leading_decodes(plan: Plan) -> int:

@@ -11,6 +11,7 @@ from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.chunks import ChunkStep, Pages
 from radixrt.worker.cuda.decodes import Lists
+from radixrt.worker.cuda.segments import SharedKeys
 from radixrt.worker.model.decoder import Heads
 
 
@@ -34,15 +35,19 @@ class DecodeLists:
     merges: torch.Tensor
     entries: torch.Tensor
     order: torch.Tensor | None
+    trunks: SharedKeys | None = None
 
     @classmethod
-    def of(cls, lists: Lists, sent: torch.Tensor) -> DecodeLists:
+    def of(cls, lists: Lists, sent: torch.Tensor, trunks: SharedKeys | None = None) -> DecodeLists:
         few, many, merges, entries = (x.of(sent) for x in (lists.few, lists.many, lists.merges, lists.entries))
-        return cls(few, many, merges, entries, lists.order.of(sent) if lists.shared else None)
+        if trunks is not None:
+            trunks.sent(sent)
+        return cls(few, many, merges, entries, lists.order.of(sent) if lists.shared else None, trunks)
 
 
 class StepAttention:
-    """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none."""
+    """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none; `last` is the
+    last layer and its chunks, where they differ: after it, only tokens whose logits are wanted go on."""
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class StepAttention:
         decodes: dict[int | None, DecodeLists],
         scratch: Scratch | None,
         chunks: list[ChunkStep],
+        last: tuple[int, list[ChunkStep]] | None = None,
     ) -> None:
         self._pages = pages
         self._slots = slots
@@ -59,6 +65,7 @@ class StepAttention:
         self._decodes = decodes
         self._scratch = scratch
         self._chunks = chunks
+        self._last = last
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
         q = append(self._pages(layer), heads, self._slots)
@@ -71,7 +78,8 @@ class StepAttention:
         pages = self._pages(layer)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
-        for chunk in self._chunks:
+        chunks = self._last[1] if self._last and self._last[0] == layer else self._chunks
+        for chunk in chunks:
             chunk.run(q, pages, out)
 
     def _decode(self, pages: Pages, lists: DecodeLists, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -85,7 +93,8 @@ class StepAttention:
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
                 order=lists.order, window=window, causal=compiled.exact, scales=pages.scales,
             )  # fmt: skip
-        attend.merge(scratch.values, scratch.lse, lists.merges, lists.entries, out, compiled.shape)
+        more = lists.trunks.run(q, pages) if lists.trunks else None
+        attend.merge(scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more)
 
 
 def append(pages: Pages, heads: Heads, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,9 +9,12 @@ from torch.nn import functional as F
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
 from radixrt.worker import loading
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import kernels, segments
+from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
+from radixrt.worker.sharing import Cost
 from tests.checkpoints import make_model
+from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.engine import Engine, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -38,14 +41,18 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def runners(folder, page_size: int = 1, tokens: int = 1200, exact: bool = False):
-    """(plain, of the GPU) on the same weights, in float32."""
+def runners(folder, page_size: int = 1, tokens: int = 1200, exact: bool = False, ragged: bool = False):
+    """(plain, of the GPU) on the same weights, in float32; `ragged`: with something in FlashInfer's place."""
     config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=tokens, page_size=page_size))
     loaded = loading.look_up(config)
     plain = loading.make_runner(config, loaded)
     model = loading.load_model(config, loaded, ops=kernels)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
-    return plain, CudaRunner(model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4, exact=exact)
+    shape = Shape(SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["head_dim"], page_size)
+    return plain, CudaRunner(
+        model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4, exact=exact,
+        flashinfer=PlainFlashInfer(shape, torch.float32, 300) if ragged else None,
+    )  # fmt: skip
 
 
 def test_it_generates_what_the_plain_one_does(folder):
@@ -73,16 +80,39 @@ def test_it_generates_what_the_plain_one_does(folder):
     assert (fast.read_keys < fast.plain_keys) != windowed, "what they share is read once"
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
+    """Tails and decodes under one trunk, long chunks alone: the same tokens as plainly computed."""
+    for name, value in (
+        ("segments.FEWEST_PAIRS", 1), ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2),
+        ("chunk_plan.LONG_QUERIES", 12), ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"radixrt.worker.cuda.{name}", value)
+    monkeypatch.setattr(segments, "Cost", lambda key_bytes, partial_bytes, tile: Cost(key_bytes, 1, tile))
+    trunk = prompts(1, 30, 30, vocab_size=128)[0]
+    asked = [trunk] + [trunk + p for p in prompts(5, 6, 20, vocab_size=128, seed=1)]
+    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    found = []
+    for runner in runners(folder, ragged=True):
+        engine = Engine(runner, chunk=64, rows=8, max_model_len=128)
+        found.append([engine.generate(asked[:1], greedy), engine.generate(asked, greedy)])
+    assert found[1] == found[0]
+    used = set(runner._chunks._flashinfer.used)
+    assert {segments.PREFIXES, segments.TAILS, segments.TRUNKS} <= used
+    assert 0 in used, "the first prompt is a long chunk without a prefix"
+
+
 @pytest.mark.parametrize("folder", ["llama", "mistral"], indirect=True)
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time)."""
     monkeypatch.setattr("radixrt.worker.cuda.runner.EXACT_PART", 16)
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: torch.stack([w @ row for row in x]) if len(x) else x @ w.t())
-    asked = prompts(3, 24, 40, vocab_size=128)
+    asked = prompts(3, 28, 31, vocab_size=128)
     logits: list[torch.Tensor] = []
+    tokens = []
     for together, chunk in ((False, 512), (True, 19)):
-        _, runner = runners(folder, exact=True)
+        plain, runner = runners(folder, exact=True)
         seen: dict[int, list[torch.Tensor]] = {}
         inner = runner._pick
 
@@ -92,18 +122,19 @@ def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
             return inner(found, rows, at)
 
         runner._pick = pick
-        sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)  # over the end of a part
         if together:
-            Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate(asked, sampling)
+            tokens.append(Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate(asked, sampling))
             logits += [torch.stack(seen[row]) for row in sorted(seen)]
         else:
             for prompt in asked:
                 Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate([prompt], sampling)
-            logits += torch.stack(seen[0]).split(3)
+            logits += torch.stack(seen[0]).split(5)
     alone, batched = logits[:3], logits[3:]
     assert len(batched) == 3
     for one in alone:
         assert any(torch.equal(one, other) for other in batched)
+    assert tokens[0] == Engine(plain, chunk=512, rows=8, max_model_len=128).generate(asked, sampling)
 
 
 def test_scores_and_a_failed_request(folder):

@@ -1,0 +1,191 @@
+"""What following grammars costs the host: compiling, and the masks of a step.
+
+    python -m bench.grammar [--quick] [--folder CHECKPOINT]
+
+64 requests write JSON by one schema, each its own and at its own place; every step takes in a token of each and fills
+its mask. The vocabulary is made of 128,256 byte strings, or is a checkpoint's. Masks are compared with what the matcher
+accepts, token by token, before anything is timed. The reference is xgrammar alone: its masks in one call, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from array import array
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.common import save, table
+from radixrt.messages import Grammar, Run, Sampling
+from radixrt.worker.grammar import Grammars, Matcher, fill_masks
+from radixrt.worker.request import Request
+from radixrt.worker.sample import Masks, apply_masks
+from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
+
+EOS = 2
+BATCH = 64
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "role": {"enum": ["engineer", "editor", "physician", "teacher"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "city": {"type": "string"}, "code": {"type": "integer"}},
+            "required": ["street", "city", "code"],
+        },
+    },
+    "required": ["name", "age", "role", "tags", "address"],
+}
+CALL = {"anyOf": [{"type": "object", "properties": {"tool": {"const": f"tool_{i}"}, "arguments": PERSON}}
+                  for i in range(16)]}  # fmt: skip
+BOUNDED = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 40}}, "required": ["name"]}
+GRAMMARS = {
+    "a person": Grammar("json_schema", json.dumps(PERSON)),
+    "16 tools": Grammar("json_schema", json.dumps(CALL)),
+    "any JSON": Grammar("json"),
+    "maxLength 40": Grammar("json_schema", json.dumps(BOUNDED)),
+}
+
+
+def made_vocabulary(size: int = 128_256) -> Vocabulary:
+    """Three specials, all bytes, punctuation of JSON, and words with and without a space before them."""
+    rng = np.random.default_rng(0)
+    signs = [a + b for a in '{}[]":, ' for b in '{}[]":, '] + ['": "', '", "', '"},', '": {"', '": [', "\n  ", "    "]
+    syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "ion")]
+    words: dict[str, None] = dict.fromkeys(str(n) for n in range(1000))
+    while len(words) < size:
+        word = "".join(rng.choice(syllables, rng.integers(1, 4)))
+        words |= dict.fromkeys((word, " " + word, word.capitalize(), " " + word.capitalize()))
+    tokens = [b""] * 3 + [bytes([b]) for b in range(256)]
+    tokens += list(dict.fromkeys(text.encode() for text in [*signs, *words] if len(text) > 1))
+    return Vocabulary(tokens[:size], {})
+
+
+def encode(vocabulary: dict[bytes, int], text: bytes) -> list[int]:
+    """Longest token first."""
+    ids, at = [], 0
+    while at < len(text):
+        size = next(n for n in range(24, 0, -1) if text[at : at + n] in vocabulary)
+        ids.append(vocabulary[text[at : at + size]])
+        at += size
+    return ids
+
+
+def document(name: str, rng: np.random.Generator) -> str:
+    """A text of the grammar."""
+    word = lambda n: " ".join("".join(rng.choice(list("abcdefghiklmnoprstu"), 6)) for _ in range(n))  # noqa: E731
+    person = {
+        "name": word(2), "age": int(rng.integers(99)), "role": "teacher", "tags": [word(1) for _ in range(3)],
+        "address": {"street": word(2), "city": word(1), "code": int(rng.integers(9999))},
+    }  # fmt: skip
+    if name == "maxLength 40":
+        return json.dumps({"name": word(5)})
+    return json.dumps({"tool": f"tool_{rng.integers(16)}", "arguments": person} if name == "16 tools" else person)
+
+
+def requests_of(name: str, grammars: Grammars, by_bytes: dict[bytes, int], count: int) -> list[tuple[Request, list]]:
+    """Requests with matchers, each with the tokens that it is to write."""
+    rng, made = np.random.default_rng(1), []
+    compiled = grammars.get(GRAMMARS[name]).result()
+    for number in range(count):
+        run = Run(id=number, namespace="", ids=array("i", [5]).tobytes(), prompt_len=1,
+                  sampling=Sampling(grammar=GRAMMARS[name]))  # fmt: skip
+        request = Request(run, 1 << 20, frozenset({EOS}))
+        request.matcher = Matcher(compiled, request)
+        tokens = encode(by_bytes, document(name, rng).encode())
+        begun = number % (len(tokens) // 2)
+        request.tokens.extend(tokens[:begun])
+        made.append((request, tokens[begun:]))
+    return made
+
+
+def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
+    """A bit is set where the matcher accepts the token; only eos is taken on trust."""
+    size = len(vocabulary.tokens)
+    out = np.zeros((len(requests), -(-size // 32)), dtype=np.int32)
+    assert not fill_masks([request for request, _ in requests], range(len(requests)), out)
+    for row in (0, len(requests) // 2):
+        matcher = requests[row][0].matcher.matcher
+        allowed = np.unpackbits(out[row].view(np.uint8), bitorder="little")[:size]
+        for i in range(0, size, 7):
+            accepted = bool(vocabulary.tokens[i]) and matcher.accept_token(i)
+            assert accepted == bool(allowed[i]), (row, i)
+            if accepted:
+                matcher.rollback(1)
+
+
+def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tuple[float, float]:
+    """Medians over steps, microseconds a request: taking in a token and filling the mask; the same by xgrammar alone."""
+    import xgrammar
+
+    alone = xgrammar.BatchGrammarMatcher(1)
+    out = np.zeros((len(requests), -(-size // 32)), dtype=np.int32)
+    ours, theirs, rows = [], [], list(range(len(requests)))
+    for step in range(min(len(tokens) for _, tokens in requests)):
+        for request, tokens in requests:
+            request.tokens.append(tokens[step])
+        began = time.perf_counter()
+        fill_masks([request for request, _ in requests], rows, out, threads)
+        ours.append(time.perf_counter() - began)
+        matchers = [request.matcher.matcher for request, _ in requests]
+        began = time.perf_counter()
+        alone.batch_fill_next_token_bitmask(matchers, out, rows)
+        theirs.append(time.perf_counter() - began)
+    return tuple(float(np.median(times)) * 1e6 / len(requests) for times in (ours, theirs))
+
+
+def apply_us(size: int) -> float:
+    """Microseconds a request: masks on the logits of a batch, by torch on this CPU."""
+    logits, bits = torch.zeros(BATCH, size), torch.zeros(BATCH, -(-size // 32), dtype=torch.int32)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        apply_masks(logits, Masks(bits, torch.arange(BATCH)))
+        times.append(time.perf_counter() - began)
+    return min(times) * 1e6 / BATCH
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small vocabulary, to see that it runs")
+    parser.add_argument("--folder", help="a checkpoint whose tokenizer is taken")
+    args = parser.parse_args()
+    size = 4096 if args.quick else 128_256
+    vocabulary = read_vocabulary(Path(args.folder), size) if args.folder else made_vocabulary(size)
+    by_bytes = {token: i for i, token in enumerate(vocabulary.tokens) if token}
+    rows = []
+    for name, grammar in GRAMMARS.items():
+        grammars = Grammars("", size, frozenset({EOS}))
+        grammars._vocabulary = vocabulary
+        grammars.get(Grammar("regex", "x")).result()  # imports xgrammar
+        began = time.perf_counter()
+        compiled = grammars.get(grammar).result()
+        seconds = time.perf_counter() - began
+        check(vocabulary, requests_of(name, grammars, by_bytes, BATCH))
+        ours, alone = step_us(requests_of(name, grammars, by_bytes, BATCH), size, threads=1)
+        spread, _ = step_us(requests_of(name, grammars, by_bytes, BATCH), size, threads=2)
+        rows.append(
+            {
+                "grammar": name,
+                "compile_ms": seconds * 1e3,
+                "megabytes": compiled.nbytes / 1e6,
+                "us_a_request_a_step": ours,
+                "xgrammar_alone_us": alone,
+                "by_2_threads_us": spread,
+            }
+        )
+    print(table(rows))
+    applied = apply_us(size)
+    print(f"applied by torch on the CPU: {applied:.0f} us a request")
+    if not args.quick:
+        save("grammar", rows, batch=BATCH, vocabulary=size, apply_us_a_request=applied)
+
+
+if __name__ == "__main__":
+    main()

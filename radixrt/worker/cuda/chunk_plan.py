@@ -1,0 +1,103 @@
+"""Which chunks of a step are computed in which way (see `chunks`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixrt.worker.cuda.attend import Shape, Variant
+from radixrt.worker.cuda.chunks import ChunkStep, PagedStep, Sequences
+from radixrt.worker.cuda.decodes import DecodeWork
+from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
+from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
+from radixrt.worker.cuda.staging import Packer
+from radixrt.worker.cuda.work import Tiling
+from radixrt.worker.plan import Plan
+from radixrt.worker.sharing import path_before
+
+LONG_QUERIES = 256
+LONG_PAIRS = 1 << 20
+"""Chunks of so many tokens, or pairs of a query and a key, and more go to FlashInfer."""
+LAST_LAYER = 4
+"""In the last layer, attention is computed for tokens whose logits are wanted alone, if the chunks have so many times
+as many."""
+
+
+class ChunkPlanner:
+    """`variant` and `cut` are of the kernel over pages; `flashinfer` computes the rest where it is given; `shares`:
+    what chunks have in common is read once. `windows` are those of all layers."""
+
+    def __init__(
+        self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
+        flashinfer: FlashInfer | None, shares: bool,
+    ) -> None:  # fmt: skip
+        self._shape = shape
+        self._itemsize = itemsize
+        self._last_layer = len(windows) - 1, windows[-1]
+        self._windows = set(windows)
+        self._variant = variant
+        self._cut = cut
+        self._chip = chip
+        self._flashinfer = flashinfer
+        self._shares = shares
+
+    def plan(
+        self, plan: Plan, decodes: int, packer: Packer, parity: int
+    ) -> tuple[list[ChunkStep], tuple[int, list[ChunkStep]] | None]:
+        """(The chunks, which come after so many decodes; a layer, the last, and its own, if they differ). Of steps with
+        one `parity`, one is under way at most."""
+        first = (np.cumsum(plan.counts) - plan.counts)[decodes:]
+        chunks = Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
+        if not len(chunks):
+            return [], None
+        left = np.arange(len(chunks))
+        steps: list[ChunkStep] = []
+        if self._flashinfer is not None:
+            steps, left = self._with_flashinfer(plan, chunks, packer, parity)
+        if len(left):
+            steps.append(self._over_pages(chunks.take(left), self._windows, packer))
+        wants = plan.wants[decodes:]
+        if chunks.counts.sum() < LAST_LAYER * wants.sum():
+            return steps, None
+        ends = Sequences(chunks.rows, chunks.starts + chunks.counts - wants, wants, first + chunks.counts - wants)
+        ends = ends.take(np.flatnonzero(wants))
+        layer, window = self._last_layer
+        return steps, (layer, [self._over_pages(ends, {window}, packer)] if len(ends) else [])
+
+    def trunks(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:
+        """What FlashInfer computes of decodes, which come first in the plan."""
+        if not len(work.trunks) or self._flashinfer is None:
+            return None
+        count = len(work.order)
+        decodes = Sequences(plan.rows[:count], plan.starts[:count], plan.counts[:count], np.arange(count))
+        return SharedKeys(work.trunks, work.order, decodes, packer, self._flashinfer, parity, self._shape)
+
+    def _over_pages(self, chunks: Sequences, windows: set[int | None], packer: Packer) -> PagedStep:
+        return PagedStep(chunks, windows, packer, self._shape, self._variant, self._cut)
+
+    def _with_flashinfer(
+        self, plan: Plan, chunks: Sequences, packer: Packer, parity: int
+    ) -> tuple[list[ChunkStep], np.ndarray]:
+        """(Steps; which chunks are left.)"""
+        flashinfer = self._flashinfer
+        assert flashinfer is not None
+        steps: list[ChunkStep] = []
+        left = np.arange(len(chunks))
+        plain = self._windows == {None}
+        if self._shares and plain:
+            requests = plan.requests[len(plan.requests) - len(chunks) :]
+            paths = [path_before(r.lease.path(), p) for r, p in zip(requests, chunks.starts.tolist(), strict=True)]
+            if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens):
+                steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))
+                left = np.setdiff1d(left, shared.chosen)
+        keys = chunks.starts.astype(np.int64) + chunks.counts
+        long = ((chunks.counts >= LONG_QUERIES) | (chunks.counts * keys >= LONG_PAIRS)) & (keys <= flashinfer.tokens)
+        long = left[long[left]]
+        if len(long):
+            part = chunks.take(long)
+            # A second SegmentStep would need wrappers of its own, and what is shared fills the chip already.
+            alone = cut_alone(part, self._chip, flashinfer.tokens) if plain and not steps else None
+            if alone is not None:
+                steps.append(SegmentStep(part, alone, packer, flashinfer, parity, self._shape))
+            else:
+                steps.append(RaggedStep(part, self._windows, packer, flashinfer, parity, self._shape.page_size))
+        return steps, np.setdiff1d(left, long)

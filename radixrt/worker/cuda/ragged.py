@@ -1,0 +1,142 @@
+"""FlashInfer's FA3 over K and V that lie side by side, and chunks of which each reads its own.
+
+pages, FP8 or not --gather--> workspace [tokens, kv_heads, D], activations' dtype --FA3--> out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.attend import Shape
+from radixrt.worker.cuda.chunks import Pages, Sequences
+from radixrt.worker.cuda.staging import Packer, Piece
+
+
+class FlashInfer:
+    """FlashInfer's ragged prefill kernels, and the workspace they read K and V from.
+
+    A wrapper keeps what was planned in pinned memory that the device reads later; so each is planned again only in the
+    step after next, when the step that used it has ended. RuntimeError where the kernels cannot be built."""
+
+    WORKSPACE = 256 << 20
+    """Bytes."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, tokens: int, backend: str) -> None:
+        self._flashinfer = load_flashinfer()
+        self._shape = shape
+        self._dtype = dtype
+        self._backend = backend
+        self._buffer = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=device)
+        self.tokens = tokens
+        """That K and V of a group of sequences may have together."""
+        size = (tokens, shape.kv_heads, shape.head_dim)
+        self.workspace = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
+        self._wrappers: dict[tuple[int, int], object] = {}
+
+    def try_out(self, windows: set[int | None]) -> None:
+        """Build the kernels and run them once. Any exception says that they cannot be used."""
+        shape = self._shape
+        counts = np.array([3, 130])
+        q = torch.zeros((133, shape.heads, shape.head_dim), dtype=self._dtype, device=self._buffer.device)
+        k, v = (x[:400].zero_() for x in self.workspace)
+        for window in windows:
+            wrapper = self.wrapper(0, 0)
+            self.plan(wrapper, counts, np.array([100, 300]), window)
+            wrapper.run(q, k, v, out=torch.empty_like(q))  # type: ignore[attr-defined]
+        torch.cuda.synchronize(self._buffer.device)
+
+    def wrapper(self, parity: int, number: int) -> object:
+        """The `number`-th of a step, of two for even and odd steps."""
+        key = parity, number
+        if key not in self._wrappers:
+            self._wrappers[key] = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                self._buffer, kv_layout="NHD", backend=self._backend
+            )
+        return self._wrappers[key]
+
+    def plan(
+        self, wrapper: object, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool = True
+    ) -> None:
+        """Sequences with `counts` queries that are the last of `keys` keys (or see all of them, if not `causal`), from
+        host arrays: nothing is waited for."""
+        shape = self._shape
+        wrapper.plan(  # type: ignore[attr-defined]
+            qo_indptr=_starts(counts),
+            kv_indptr=_starts(keys),
+            num_qo_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim_qk=shape.head_dim,
+            causal=causal,
+            window_left=-1 if window is None else window - 1,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+
+def load_flashinfer() -> ModuleType:
+    """FlashInfer; RuntimeError where it is not installed or does not work."""
+    try:
+        import flashinfer
+    except Exception as error:  # it looks for compilers and libraries when imported
+        raise RuntimeError(f"FlashInfer cannot be imported: {error}") from error
+    return flashinfer
+
+
+def _starts(counts: np.ndarray) -> torch.Tensor:
+    """int32[n + 1] on the host: where each of n pieces begins, and where the last ends."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+
+
+class RaggedStep:
+    """A ChunkStep; the sequences in groups that the workspace holds."""
+
+    def __init__(
+        self, sequences: Sequences, windows: set[int | None], packer: Packer, flashinfer: FlashInfer, parity: int,
+        page_size: int,
+    ) -> None:  # fmt: skip
+        self._flashinfer = flashinfer
+        self._page_size = page_size
+        self._groups: list[tuple[slice, Piece, int, int, dict[int | None, object]]] = []
+        number = 0
+        ends = sequences.starts.astype(np.int64) + sequences.counts
+        for group in _groups(ends, sequences, flashinfer.tokens):
+            part = sequences.take(group)
+            keys = ends[group]
+            where = np.stack([part.rows, np.zeros_like(keys), keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
+            wrappers: dict[int | None, object] = {}
+            for window in windows:
+                wrappers[window] = flashinfer.wrapper(parity, number)
+                flashinfer.plan(wrappers[window], part.counts, keys, window)
+                number += 1
+            first = int(part.queries[0])
+            queries = slice(first, first + int(part.counts.sum()))
+            self._groups.append((queries, packer.add(where), int(keys.max()), int(keys.sum()), wrappers))
+
+    def sent(self, integers: torch.Tensor) -> None:
+        self._sent = integers
+
+    def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
+        for queries, piece, longest, total, wrappers in self._groups:
+            k, v = (x[:total] for x in self._flashinfer.workspace)
+            kernels.gather(
+                pages.keys, pages.values, pages.table, self._page_size, piece.of(self._sent), longest, (k, v),
+                pages.scales,
+            )  # fmt: skip
+            wrappers[pages.window].run(q[queries], k, v, out=out[queries])  # type: ignore[attr-defined]
+
+
+def _groups(keys: np.ndarray, sequences: Sequences, room: int) -> Iterator[np.ndarray]:
+    """Runs of sequences whose queries follow each other and whose keys the room holds."""
+    begin, total = 0, 0
+    for i in range(len(keys)):
+        apart = i > begin and sequences.queries[i] != sequences.queries[i - 1] + sequences.counts[i - 1]
+        if i > begin and (apart or total + keys[i] > room):
+            yield np.arange(begin, i)
+            begin, total = i, 0
+        total += int(keys[i])
+    yield np.arange(begin, len(keys))

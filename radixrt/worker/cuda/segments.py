@@ -1,0 +1,230 @@
+"""FA3 over runs of keys that many queries read: prefixes that sequences share, and long prefixes of few queries.
+
+FA3 computes 128 queries of a head on one multiprocessor and does not split keys. So what requests share is read as one
+sequence with the queries of all, however many requests they are of, and it is cut in parts if that fills the chip:
+
+    trunk of 16k, 32 tails of 128:   [   part: 4,096 queries   |   part: 4,096 queries   ]   and each tail, causal
+    one prefix of 16k, 128 queries:  [ part | part | part | part | part | part ]             and its tail, causal
+
+Every query has a copy and a partial result in each part that it is in; these are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixrt.worker.cuda import attend, kernels
+from radixrt.worker.cuda.attend import Shape
+from radixrt.worker.cuda.chunks import Pages, Sequences
+from radixrt.worker.cuda.ragged import FlashInfer
+from radixrt.worker.cuda.staging import Packer
+from radixrt.worker.runner import ranges
+from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, with_sharers
+
+FA3_QUERIES = 128
+MOST_PARTS = 16
+SHORTEST_PART = 512
+"""Keys."""
+PART_COST = 300
+"""What a part costs however short it is, in keys."""
+
+FEWEST_PAIRS = 1 << 20
+"""Of a query and a key that chunks share."""
+MOST_COPIES = 3
+"""A query, on average."""
+PREFIXES, TAILS, TRUNKS = 1 << 16, 1 << 17, 1 << 18
+"""Numbers of FlashInfer's wrappers."""
+
+
+# ---------------------------------------------------------------- what is cut where
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What FA3 has to fill: `processors` take a tile of one of `heads` each."""
+
+    heads: int
+    processors: int
+
+    def cut(self, queries: np.ndarray, keys: np.ndarray) -> tuple[int, float]:
+        """(keys of a part, time) of N segments with so many queries and keys, int[N], cut for the shortest time: that
+        of the rounds in which the chip takes the parts, in keys of one round."""
+        tiles = -(-queries // FA3_QUERIES) * self.heads
+        work = int((tiles * keys).sum())
+        best, least = 0, 0.0
+        for count in range(1, MOST_PARTS + 1):
+            goal = -(-int(keys.max()) // count)
+            if count > 1 and goal < SHORTEST_PART:
+                break
+            parts = int((tiles * -(-keys // goal)).sum())
+            time = max(-(-parts // self.processors) * (work / parts + PART_COST), goal + PART_COST)
+            if not best or time < least:
+                best, least = goal, time
+        return best, least
+
+
+def cut_segments(sharing: Sharing, rows: np.ndarray, goal: int, chosen: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64[P, 5], the parts of some segments: row of the page table, from, to, first place in the order, places."""
+    begin, end, first, count = (sharing.segments[chosen, i] for i in range(4))
+    parts = -(-(end - begin) // goal)
+    length = -(-(end - begin) // parts)
+    of = np.repeat(np.arange(len(parts)), parts)
+    at = begin[of] + ranges(np.zeros_like(parts), parts) * length[of]
+    row = rows.astype(np.int64)[sharing.order[first]][of]
+    return np.stack([row, at, np.minimum(at + length[of], end[of]), first[of], count[of]], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a SegmentStep computes: some of a step's `chosen` chunks, int64, what these share, the keys of a part."""
+
+    chosen: np.ndarray
+    sharing: Sharing
+    goal: int
+
+
+def cut_shared(
+    paths: Sequence[Path], sequences: Sequences, shape: Shape, itemsize: int, chip: Chip, room: int
+) -> Cut | None:
+    """Chunks under prefixes that they share, where it pays; `paths` hold what lies before each. `room`: keys that the
+    workspace holds; `itemsize`: bytes of a key's element."""
+    if len(paths) < 2:
+        return None
+    # A key that is shared is gathered once; a query under it has one copy and one partial result more, which pass
+    # through memory seven times in all (bench/attention.py: 16 tails of 512 tokens on 4,096 do not pay).
+    width = shape.kv_heads * shape.head_dim
+    each = int(sequences.counts.sum()) // len(paths)
+    cost = Cost(2 * width * (itemsize + 2), 7 * 2 * each * shape.heads * shape.head_dim, len(paths))
+    found = find_sharing(paths, cost)
+    if not len(found.segments):
+        return None
+    chosen, sharing = with_sharers(found)
+    part = sequences.take(chosen)
+    counts = part.counts.astype(np.int64)
+    begin, end, first, places = sharing.segments.T
+    before = np.concatenate([[0], np.cumsum(counts[sharing.order])])
+    queries, keys = before[first + places] - before[first], end - begin
+    own = part.starts.astype(np.int64) + counts - sharing.own
+    fits = keys.sum() <= room and own.sum() <= room and queries.sum() <= MOST_COPIES * counts.sum()
+    if not fits or int((queries * keys).sum()) < FEWEST_PAIRS:
+        return None
+    return Cut(chosen, sharing, chip.cut(queries, keys)[0])
+
+
+def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
+    """Chunks after long prefixes that would leave most of the chip idle, each prefix cut; None if it had better not."""
+    starts, counts = sequences.starts.astype(np.int64), sequences.counts.astype(np.int64)
+    if starts.min() < SHORTEST_PART or int(starts.sum()) > room or int(counts.sum()) > room:
+        return None
+    goal, _ = chip.cut(counts, starts)
+    if goal >= starts.max():
+        return None
+    places = np.arange(len(starts))
+    segments = np.stack([np.zeros_like(starts), starts, places, np.ones_like(starts)], axis=1)
+    return Cut(places, Sharing(places, segments, starts), goal)
+
+
+# ---------------------------------------------------------------- steps
+
+
+class SharedKeys:
+    """Parts of prefixes, each with the queries of all sequences under it, no query before a key."""
+
+    def __init__(
+        self, parts: np.ndarray, order: np.ndarray, sequences: Sequences, packer: Packer, flashinfer: FlashInfer,
+        parity: int, shape: Shape, number: int = TRUNKS,
+    ) -> None:  # fmt: skip
+        """`parts` as `cut_segments` gives them, of `sequences` whose order `order` says."""
+        self._flashinfer = flashinfer
+        self._shape = shape
+        row, begin, end, first, count = parts.T
+        keys = end - begin
+        where = np.stack([row, begin, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
+        self._where, self._longest, self.keys = packer.add(where), int(keys.max()), int(keys.sum())
+        members = order[ranges(first, count)]
+        counts = sequences.counts.astype(np.int64)[members]
+        self.queries = ranges(sequences.queries[members], counts)
+        """int64: which query of the step each copy is of."""
+        of = np.repeat(np.arange(len(parts)), count)
+        self._wrapper = flashinfer.wrapper(parity, number)
+        flashinfer.plan(self._wrapper, np.bincount(of, counts, len(parts)).astype(np.int64), keys, None, causal=False)
+        self._copies = packer.add(self.queries.astype(np.int32))
+
+    def sent(self, integers: torch.Tensor) -> None:
+        """What was packed is on the device."""
+        self._where_there, self._copies_there = self._where.of(integers), self._copies.of(integers)
+        size = (len(self.queries), self._shape.heads, self._shape.head_dim)
+        self.values = torch.empty(size, dtype=self._flashinfer.workspace[0].dtype, device=integers.device)
+        self.lse = torch.empty(size[:2], dtype=torch.float32, device=integers.device)
+
+    def run(self, q: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial results [copies, heads, D] and their log-sum-exp [copies, heads], of q[T, heads, D]."""
+        k, v = (x[: self.keys] for x in self._flashinfer.workspace)
+        _gather(pages, self._shape, self._where_there, self._longest, (k, v))
+        copies = q.index_select(0, self._copies_there)
+        self._wrapper.run(copies, k, v, out=self.values, lse=self.lse, return_lse=True)  # type: ignore[attr-defined]
+        return self.values, self.lse
+
+
+class SegmentStep:
+    """A ChunkStep: prefixes by `SharedKeys`, then each sequence's own keys, the last of them new. Without windows."""
+
+    def __init__(
+        self, sequences: Sequences, cut: Cut, packer: Packer, flashinfer: FlashInfer, parity: int, shape: Shape
+    ) -> None:
+        """Of those chunks that `cut` chooses."""
+        self._flashinfer = flashinfer
+        self._shape = shape
+        sequences, sharing = sequences.take(cut.chosen), cut.sharing
+        parts = cut_segments(sharing, sequences.rows, cut.goal, np.arange(len(sharing.segments)))
+        self._shared = SharedKeys(parts, sharing.order, sequences, packer, flashinfer, parity, shape, PREFIXES)
+        counts = sequences.counts.astype(np.int64)
+        keys = sequences.starts.astype(np.int64) + counts - sharing.own
+        where = np.stack([sequences.rows, sharing.own, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
+        self._where, self._longest, self._keys = packer.add(where), int(keys.max()), int(keys.sum())
+        self._wrapper = flashinfer.wrapper(parity, TAILS)
+        flashinfer.plan(self._wrapper, counts, keys, None)
+        own = ranges(sequences.queries, counts)
+        self._own = packer.add(own.astype(np.int32))
+        self._merges, self._entries = (packer.add(x) for x in _merges(self._shared.queries, own))
+
+    def sent(self, integers: torch.Tensor) -> None:
+        self._where_there, self._own_there = self._where.of(integers), self._own.of(integers)
+        self._merges_there, self._entries_there = self._merges.of(integers), self._entries.of(integers)
+        self._shared.sent(integers)
+        size = (len(self._own_there), self._shape.heads, self._shape.head_dim)
+        self._values = torch.empty(size, dtype=self._flashinfer.workspace[0].dtype, device=integers.device)
+        self._lse = torch.empty(size[:2], dtype=torch.float32, device=integers.device)
+
+    def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
+        shared = self._shared.run(q, pages)  # before the workspace is used again
+        k, v = (x[: self._keys] for x in self._flashinfer.workspace)
+        _gather(pages, self._shape, self._where_there, self._longest, (k, v))
+        self._wrapper.run(  # type: ignore[attr-defined]
+            q.index_select(0, self._own_there), k, v, out=self._values, lse=self._lse, return_lse=True
+        )
+        own = self._values, self._lse
+        attend.merge(shared, self._merges_there, self._entries_there, out, self._shape, more=own)
+
+
+def _gather(
+    pages: Pages, shape: Shape, where: torch.Tensor, longest: int, out: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    kernels.gather(pages.keys, pages.values, pages.table, shape.page_size, where, longest, out, pages.scales)
+
+
+def _merges(shared: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int32[M, 3], int32 entries), see `work.Merges`, from int64 queries of the copies: those `shared` come first, all
+    that are a query's `own` are `attend.MORE`."""
+    queries = np.concatenate([shared, own])
+    entries = np.concatenate([np.arange(len(shared)), attend.MORE + np.arange(len(own))])
+    entries = entries[np.argsort(queries, kind="stable")]
+    times = np.bincount(queries)
+    which = np.flatnonzero(times)
+    counts = times[which]
+    merges = np.stack([which, np.cumsum(counts) - counts, counts], axis=1)
+    return merges.astype(np.int32), entries.astype(np.int32)

@@ -1,0 +1,112 @@
+"""Chunks and decodes that share prefixes, by FlashInfer's place, against plain torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixrt.worker.cuda.attend import Shape, Variant
+from radixrt.worker.cuda.decodes import Cuts, Trunks
+from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
+from radixrt.worker.cuda.staging import Packer
+from radixrt.worker.cuda.step import Kernels
+from radixrt.worker.cuda.work import Tiling
+from radixrt.worker.sharing import Cost
+from tests.worker.cuda.forest import CPU, Forest
+from tests.worker.cuda.ragged import PlainFlashInfer
+
+
+def shape(page_size: int) -> Shape:
+    return Shape(4, 2, 16, page_size)
+
+
+def run(step, batch: Forest, packer: Packer) -> torch.Tensor:
+    out = torch.full_like(batch.q, torch.nan)
+    step.sent(packer.send())
+    step.run(batch.q, batch.pages, out)
+    return out
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 1 << 20), st.sampled_from([1, 4]))
+def test_chunks_that_share(seed, page_size):
+    """Whatever is chosen is computed as plain attention does, and nothing else is touched."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("FEWEST_PAIRS", 1), ("MOST_COPIES", 9), ("SHORTEST_PART", 8), ("PART_COST", 2)):
+            patch.setattr(f"radixrt.worker.cuda.segments.{name}", value)
+        batch = Forest(seed, (1, 3, 17), shape=shape(page_size))
+        cut = cut_shared(batch.paths, batch.sequences, batch.shape, 64, Chip(4, 12), 3000)  # keys are worth much
+        if cut is None:
+            return
+        packer = Packer(CPU)
+        step = SegmentStep(batch.sequences, cut, packer, PlainFlashInfer(batch.shape, torch.float32, 3000), 0,
+                           batch.shape)  # fmt: skip
+        out = run(step, batch, packer)
+    of = np.repeat(np.arange(len(batch.rows)), batch.counts)
+    mine = torch.from_numpy(np.isin(of, cut.chosen))
+    assert torch.allclose(out[mine], batch.expected()[mine], atol=1e-5)
+    assert out[~mine].isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_long_prefix_is_cut(page_size, monkeypatch):
+    monkeypatch.setattr("radixrt.worker.cuda.segments.SHORTEST_PART", 8)
+    monkeypatch.setattr("radixrt.worker.cuda.segments.PART_COST", 1)
+    batch = next(b for b in (Forest(seed, (5,), shape=shape(page_size)) for seed in range(99)) if b.starts.min() >= 20)
+    cut = cut_alone(batch.sequences, Chip(4, 64), 3000)
+    assert cut is not None and cut.goal < batch.starts.max()
+    packer = Packer(CPU)
+    step = SegmentStep(batch.sequences, cut, packer, PlainFlashInfer(batch.shape, torch.float32, 3000), 0, batch.shape)
+    assert torch.allclose(run(step, batch, packer), batch.expected(), atol=1e-5)
+    assert cut_alone(batch.sequences, Chip(4, 64), 30) is None, "the workspace does not hold it"
+    assert cut_alone(batch.sequences, Chip(4, 1), 3000) is None, "one processor gains nothing"
+
+
+def decodes_with_trunks(seed: int, large: int) -> bool:
+    """Large segments by FlashInfer, the others and what is their own by the kernel over pages, merged; also when the
+    plan is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("radixrt.worker.cuda.decodes.LARGE", large)
+        patch.setattr("radixrt.worker.cuda.decodes.SLOWER", 1 << 20)
+        batch = Forest(seed, (1,), least=1)
+        trunks = Trunks(Chip(4, 12), 3000)
+        cuts = Cuts(Tiling(1, 16, 16, 4), Tiling(2, 16, 16, 4), Cost(10, 1, 2), trunks)
+        kernels = Kernels(batch.shape, Variant(16, 16, 1, 1), Variant(16, 16, 1, 1))
+        out, planner, used = batch.decode(cuts, kernels, PlainFlashInfer(batch.shape, torch.float32, 3000))
+    assert torch.allclose(out, batch.expected(), atol=1e-2)
+    assert planner.read_keys < planner.plain_keys or not used
+    return used
+
+
+@pytest.mark.parametrize("large", [1, 60])
+def test_decodes_with_trunks(large):
+    assert sum(decodes_with_trunks(seed, large) for seed in range(8)) >= 2
+
+
+def test_cuts_fill_the_chip():
+    """Rounds of 132 tiles: the measured best for one trunk (bench/attention.py)."""
+    chip = Chip(32, 132)
+    for queries, keys, parts in ((256, 16384, 2), (64, 8192, 4), (128, 4096, 4), (8192, 16384, 1)):
+        goal, _ = chip.cut(np.array([queries]), np.array([keys]))
+        assert -(-keys // goal) == parts, (queries, keys, goal)
+    trunks = Trunks(chip, 1 << 17)
+    assert trunks.goal(np.array([256]), np.array([16384])) == 8192
+    assert trunks.goal(np.array([64]), np.array([8192])) == 0, "gathering costs more"
+    assert Trunks(chip, 1 << 13).goal(np.array([256]), np.array([16384])) == 0, "the workspace does not hold it"
+
+
+def test_parts_cover_their_segments():
+    sharing = SimpleNamespace(segments=np.array([[0, 10, 0, 3], [10, 31, 1, 2]]), order=np.array([2, 0, 1]))
+    parts = cut_segments(sharing, np.array([7, 8, 9]), 8, [0, 1])
+    assert parts.tolist() == [
+        [9, 0, 5, 0, 3],
+        [9, 5, 10, 0, 3],
+        [7, 10, 17, 1, 2],
+        [7, 17, 24, 1, 2],
+        [7, 24, 31, 1, 2],
+    ]
