@@ -106,14 +106,14 @@ def requests_of(name: str, grammars: Grammars, by_bytes: dict[bytes, int], count
 
 
 def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
-    """A bit is set where the matcher accepts the token; only eos is taken on trust."""
+    """A bit is set where the matcher accepts the token; specials and control characters are taken on trust."""
     size = len(vocabulary.tokens)
     out = np.zeros((len(requests), -(-size // 32)), dtype=np.int32)
     assert not fill_masks([request for request, _ in requests], range(len(requests)), out)
     for row in (0, len(requests) // 2):
         matcher = requests[row][0].matcher.matcher
         allowed = np.unpackbits(out[row].view(np.uint8), bitorder="little")[:size]
-        for i in range(0, size, 7):
+        for i in range(3 + ord(" "), size, 7):
             accepted = bool(vocabulary.tokens[i]) and matcher.accept_token(i)
             assert accepted == bool(allowed[i]), (row, i)
             if accepted:
@@ -121,7 +121,8 @@ def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
 
 
 def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tuple[float, float]:
-    """Medians over steps, microseconds a request: taking in a token and filling the mask; the same by xgrammar alone."""
+    """Medians over steps, microseconds a request: taking in a token and filling the mask; the latter by xgrammar
+    alone."""
     import xgrammar
 
     alone = xgrammar.BatchGrammarMatcher(1)
@@ -163,7 +164,7 @@ def main() -> None:
     for name, grammar in GRAMMARS.items():
         grammars = Grammars("", size, frozenset({EOS}))
         grammars._vocabulary = vocabulary
-        grammars.get(Grammar("regex", "x")).result()  # imports xgrammar
+        grammars.get(Grammar("json_schema", '{"const": 0}')).result()  # imports xgrammar, spells the tokens
         began = time.perf_counter()
         compiled = grammars.get(grammar).result()
         seconds = time.perf_counter() - began

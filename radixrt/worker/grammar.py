@@ -25,6 +25,7 @@ import numpy as np
 
 from radixrt.messages import Grammar
 from radixrt.worker.request import Request
+from radixrt.worker.schema import with_safe_patterns
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
@@ -32,6 +33,10 @@ CACHE_BYTES = 256 << 20
 AT_ONCE = 4
 """Grammars that are compiled at once: some take seconds, and others need not wait for them."""
 MOST_THREADS = 8
+SPELLINGS = {"json": "json", "json_schema": "json", "structural_tag": "tag"}
+"""Special tokens are hidden in text, so no grammar may count on them; but a structural tag may name one."""
+CONTROL = {"json": re.compile(rb"[\0-\t\x0b\x0c\x0e-\x1f]"), "tag": re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f]")}
+"""JSON has them escaped, but xgrammar's strings of bounded length let them in. Free text of a tag may hold tabs."""
 STRAYED = "grammar: the tokens generated so far do not follow it"
 DEAD_END = "grammar: no token of the vocabulary can come next"
 
@@ -70,7 +75,7 @@ class Grammars:
         """Over `_vocabulary` and `_compilers`."""
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
-        self._compilers: dict[bool, Any] = {}
+        self._compilers: dict[str, Any] = {}
 
     def get(self, grammar: Grammar) -> Future[Compiled]:
         """Done at once if it is known. ValueError, in the future, says why there is none."""
@@ -124,31 +129,34 @@ class Grammars:
             raise ValueError(message) from error
         try:
             with self._making:
-                compiler, ends = self._compiler(spells_special=grammar.kind == "structural_tag")
+                compiler, ends = self._compiler(SPELLINGS.get(grammar.kind, "text"))
             compile = _compile_by(compiler)[grammar.kind]
-            return Compiled(compile(grammar.text), -(-self._vocab_size // 32), ends, self._eos_ids)
+            schemas = grammar.kind in ("json_schema", "structural_tag")
+            text = with_safe_patterns(grammar.kind, grammar.text) if schemas else grammar.text
+            return Compiled(compile(text), -(-self._vocab_size // 32), ends, self._eos_ids)
         except Exception as error:  # of many types, none of them promised
             text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
             raise ValueError(f"grammar: {text[:500]}") from error
 
-    def _compiler(self, spells_special: bool) -> tuple[Any, frozenset[int]]:
-        """Special tokens are hidden in text, so no grammar may count on them; but a structural tag may name one."""
+    def _compiler(self, spelling: str) -> tuple[Any, frozenset[int]]:
         import xgrammar
 
         if self._vocabulary is None:
             self._vocabulary = read_vocabulary(_folder(self._model), self._vocab_size)
         tokens = self._vocabulary.tokens
         ends = self._eos_ids | {i for i, token in enumerate(tokens) if not token}
-        if spells_special not in self._compilers:
-            spelled = self._vocabulary.special if spells_special else {}
+        if spelling not in self._compilers:
+            spelled = self._vocabulary.special if spelling == "tag" else {}
             encoded = [b"" if i in self._eos_ids else spelled.get(i, token) for i, token in enumerate(tokens)]
+            if spelling != "text":
+                encoded = [b"" if CONTROL[spelling].search(token) else token for token in encoded]
             encoded += [b""] * (-len(encoded) % 32)  # or the bits beyond the vocabulary would be set
             info = xgrammar.TokenizerInfo(encoded, xgrammar.VocabType.RAW, stop_token_ids=sorted(self._eos_ids))
             threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
             # Its cache is for the rules that grammars have in common.
             compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=self._limit)
-            self._compilers[spells_special] = compiler
-        return self._compilers[spells_special], frozenset(ends)
+            self._compilers[spelling] = compiler
+        return self._compilers[spelling], frozenset(ends)
 
 
 def _size(future: Future[Compiled]) -> int:
@@ -197,8 +205,9 @@ class Matcher:
 
     def follow(self, request: Request) -> bool:
         """Take in what was generated since; False if it does not follow the grammar."""
-        for token in request.tokens[request.prompt_len + self._taken :]:
-            if not self.matcher.accept_token(token):
+        tokens, accept = request.tokens, self.matcher.accept_token
+        for at in range(request.prompt_len + self._taken, len(tokens)):
+            if not accept(tokens[at]):
                 return False
             self._taken += 1
         return True
@@ -225,7 +234,7 @@ def fill_masks(requests: Sequence[Request], rows: Sequence[int], out: np.ndarray
         request = requests[i]
         if banned := request.matcher.banned(request, len(request.tokens) - request.prompt_len):
             _ban(out[row], banned)
-        if not out[row].any():
+        if not np.count_nonzero(out[row]):  # faster than any()
             problems[i] = DEAD_END
     for i in problems:
         out[rows[i]] = -1

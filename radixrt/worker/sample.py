@@ -99,9 +99,10 @@ class Masks:
 
 def apply_masks(logits: torch.Tensor, masks: Masks) -> None:
     """Set what is not allowed to -inf in logits[B, vocab], in place."""
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((masks.bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[-1]]
-    logits[masks.rows] = logits[masks.rows].masked_fill(~allowed, -torch.inf)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = (masks.bits.view(torch.uint8)[:, :, None] >> bits) & 1 == 0
+    banned = banned.flatten(1)[:, : logits.shape[-1]]
+    logits[masks.rows] = logits[masks.rows].masked_fill_(banned, -torch.inf)
 
 
 # ---------------------------------------------------------------- drawing
