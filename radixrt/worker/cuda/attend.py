@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda import kernels
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
 
 LOG2_E = 1.4426950408889634
@@ -159,6 +160,10 @@ class Shape:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
+    def again(self) -> kernels.Again | None:
+        """For a step's kernels, unless layers' pages are aligned in different ways."""
+        return {} if self.kv_heads * self.head_dim % 16 == 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -244,6 +249,7 @@ def attend(
     window: int | None = None,
     causal: bool = True,
     scales: tuple[float, float] = (1.0, 1.0),
+    again: kernels.Again | None = None,
 ) -> None:
     """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`.
 
@@ -251,7 +257,8 @@ def attend(
     in int32 `order`, if given. `causal`: an item's keys may lie after its first query. K and V are times `scales`."""
     if not len(items):
         return
-    _attend_kernel[(shape.kv_heads, len(items))](
+    kernels.launch(
+        _attend_kernel, (shape.kv_heads, len(items), 1), again,
         q, keys, values, table, items, items if order is None else order, out, scratch.values, scratch.lse,
         table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal, order is not None,
@@ -262,13 +269,14 @@ def attend(
 
 def merge(
     partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
-    more: Partials | None = None,
+    more: Partials | None = None, again: kernels.Again | None = None,
 ) -> None:  # fmt: skip
     """Partial results into out[T, heads, D], by int32 merges[M, MERGE_FIELDS] (one without parts does nothing) and
     int32 entries, those from MORE on of `more`."""
     if len(merges):
         second = more or partials
-        _merge_kernel[(len(merges), shape.heads)](
+        kernels.launch(
+            _merge_kernel, (len(merges), shape.heads, 1), again,
             merges, entries, *partials, *second, out, shape.heads, shape.head_dim, MORE if more else 0, 8,
             triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
         )  # fmt: skip

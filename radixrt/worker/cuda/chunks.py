@@ -89,11 +89,12 @@ class PagedStep:
     def sent(self, integers: torch.Tensor) -> None:
         self._lists = {window: tuple(x.of(integers) for x in pieces) for window, pieces in self._pieces.items()}
         self._scratch = Scratch.make(self._partials, self._shape, integers.device)
+        self._again = {window: self._shape.again() for window in self._pieces}
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         items, merges, entries = self._lists[pages.window]
         attend.attend(
             q, pages.keys, pages.values, pages.table, items, out, self._scratch, self._shape, self._variant,
-            window=pages.window, causal=True, scales=pages.scales,
+            window=pages.window, causal=True, scales=pages.scales, again=self._again[pages.window],
         )  # fmt: skip
-        attend.merge(self._scratch.partials, merges, entries, out, self._shape)
+        attend.merge(self._scratch.partials, merges, entries, out, self._shape, again=self._again[pages.window])

@@ -109,7 +109,7 @@ def cut_shared(
     before = np.concatenate([[0], np.cumsum(counts[sharing.order])])
     queries, keys = before[first + places] - before[first], end - begin
     own = part.starts.astype(np.int64) + counts - sharing.own
-    fits = keys.sum() <= room and own.sum() <= room and queries.sum() <= MOST_COPIES * counts.sum()
+    fits = keys.sum() + own.sum() <= room and queries.sum() <= MOST_COPIES * counts.sum()
     if not fits or int((queries * keys).sum()) < FEWEST_PAIRS:
         return None
     return Cut(chosen, sharing, chip.cut(queries, keys)[0])
@@ -118,7 +118,7 @@ def cut_shared(
 def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
     """Chunks after long prefixes that would leave most of the chip idle, each prefix cut; None if it had better not."""
     starts, counts = sequences.starts.astype(np.int64), sequences.counts.astype(np.int64)
-    if starts.min() < SHORTEST_PART or int(starts.sum()) > room or int(counts.sum()) > room:
+    if starts.min() < SHORTEST_PART or int((starts + counts).sum()) > room:
         return None
     goal, _ = chip.cut(counts, starts)
     if goal >= starts.max():
@@ -132,97 +132,104 @@ def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
 
 
 class SharedKeys:
-    """Parts of prefixes, each with the queries of all sequences under it, no query before a key."""
+    """Parts of prefixes, each with the queries of all sequences under it, no query before a key; and, with `own`, also
+    each sequence's own keys from there on, the last of which are its new ones."""
 
     def __init__(
         self, parts: np.ndarray, order: np.ndarray, sequences: Sequences, packer: Packer, flashinfer: FlashInfer,
-        parity: int, shape: Shape, number: int = TRUNKS,
+        parity: int, shape: Shape, own: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """`parts` as `cut_segments` gives them, of `sequences` whose order `order` says."""
+        """`parts` as `cut_segments` gives them, of `sequences` whose order `order` says; `own` int64[B]."""
         self._flashinfer = flashinfer
         self._shape = shape
         row, begin, end, first, count = parts.T
-        keys = end - begin
-        where = np.stack([row, begin, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
-        self._where, self._longest, self.keys = packer.add(where), int(keys.max()), int(keys.sum())
-        members = order[ranges(first, count)]
-        counts = sequences.counts.astype(np.int64)[members]
-        self.queries = ranges(sequences.queries[members], counts)
-        """int64: which query of the step each copy is of."""
+        counts = sequences.counts.astype(np.int64)
+        keys, members = end - begin, order[ranges(first, count)]
         of = np.repeat(np.arange(len(parts)), count)
-        self._wrapper = flashinfer.wrapper(parity, number)
-        flashinfer.plan(self._wrapper, np.bincount(of, counts, len(parts)).astype(np.int64), keys, None, causal=False)
+        queries = [ranges(sequences.queries[members], counts[members])]
+        numbers = TRUNKS if own is None else PREFIXES
+        self._runs = [_Run(flashinfer.wrapper(parity, numbers), len(queries[0]), int(keys.sum()))]
+        each = np.bincount(of, counts[members], len(parts)).astype(np.int64)
+        flashinfer.plan(self._runs[0].wrapper, each, keys, None, causal=False)
+        if own is not None:
+            tails = sequences.starts.astype(np.int64) + counts - own
+            queries.append(ranges(sequences.queries, counts))
+            self._runs.append(_Run(flashinfer.wrapper(parity, TAILS), len(queries[1]), int(tails.sum())))
+            flashinfer.plan(self._runs[1].wrapper, counts, tails, None)
+            row, begin, keys = (np.concatenate(x) for x in ((row, sequences.rows), (begin, own), (keys, tails)))
+        where = np.stack([row, begin, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
+        self._where, self._longest, self._keys = packer.add(where), int(keys.max()), int(keys.sum())
+        self.queries = np.concatenate(queries)
+        """int64: which query of the step each copy is of."""
         self._copies = packer.add(self.queries.astype(np.int32))
+        self._again = shape.again()
 
     def sent(self, integers: torch.Tensor) -> None:
         """What was packed is on the device."""
         self._where_there, self._copies_there = self._where.of(integers), self._copies.of(integers)
         size = (len(self.queries), self._shape.heads, self._shape.head_dim)
-        self.values = torch.empty(size, dtype=self._flashinfer.workspace[0].dtype, device=integers.device)
-        self.lse = torch.empty(size[:2], dtype=torch.float32, device=integers.device)
+        values = torch.empty(size, dtype=self._flashinfer.workspace[0].dtype, device=integers.device)
+        lse = torch.empty(size[:2], dtype=torch.float32, device=integers.device)
+        self._partials = values, lse
+        copies, keys = 0, 0
+        for run in self._runs:
+            run.out, run.lse = values[copies : copies + run.copies], lse[copies : copies + run.copies]
+            run.k, run.v = (x[keys : keys + run.keys] for x in self._flashinfer.workspace)
+            copies, keys = copies + run.copies, keys + run.keys
 
-    def run(self, q: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Partial results [copies, heads, D] and their log-sum-exp [copies, heads], of q[T, heads, D]."""
-        k, v = (x[: self.keys] for x in self._flashinfer.workspace)
-        _gather(pages, self._shape, self._where_there, self._longest, (k, v))
-        copies = q.index_select(0, self._copies_there)
-        self._wrapper.run(copies, k, v, out=self.values, lse=self.lse, return_lse=True)  # type: ignore[attr-defined]
-        return self.values, self.lse
+    def run(self, q: torch.Tensor, pages: Pages) -> attend.Partials:
+        """Of the copies of q[T, heads, D]. Launched by the host for every layer, and kept short for it."""
+        k, v = (x[: self._keys] for x in self._flashinfer.workspace)
+        kernels.gather(
+            pages.keys, pages.values, pages.table, self._shape.page_size, self._where_there, self._longest, (k, v),
+            pages.scales, self._again,
+        )  # fmt: skip
+        rows = q.index_select(0, self._copies_there)
+        begin = 0
+        for run in self._runs:
+            mine = rows[begin : begin + run.copies]
+            run.wrapper.run(mine, run.k, run.v, out=run.out, lse=run.lse, return_lse=True)  # type: ignore[attr-defined]
+            begin += run.copies
+        return self._partials
+
+
+class _Run:
+    """One of FlashInfer's kernels: so many copies of queries over so many keys, and where they lie."""
+
+    __slots__ = ("copies", "k", "keys", "lse", "out", "v", "wrapper")
+
+    def __init__(self, wrapper: object, copies: int, keys: int) -> None:
+        self.wrapper = wrapper
+        self.copies = copies
+        self.keys = keys
 
 
 class SegmentStep:
-    """A ChunkStep: prefixes by `SharedKeys`, then each sequence's own keys, the last of them new. Without windows."""
+    """A ChunkStep: prefixes that are shared, or long, then each sequence's own keys, merged. Without windows."""
 
     def __init__(
         self, sequences: Sequences, cut: Cut, packer: Packer, flashinfer: FlashInfer, parity: int, shape: Shape
     ) -> None:
         """Of those chunks that `cut` chooses."""
-        self._flashinfer = flashinfer
         self._shape = shape
         sequences, sharing = sequences.take(cut.chosen), cut.sharing
         parts = cut_segments(sharing, sequences.rows, cut.goal, np.arange(len(sharing.segments)))
-        self._shared = SharedKeys(parts, sharing.order, sequences, packer, flashinfer, parity, shape, PREFIXES)
-        counts = sequences.counts.astype(np.int64)
-        keys = sequences.starts.astype(np.int64) + counts - sharing.own
-        where = np.stack([sequences.rows, sharing.own, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
-        self._where, self._longest, self._keys = packer.add(where), int(keys.max()), int(keys.sum())
-        self._wrapper = flashinfer.wrapper(parity, TAILS)
-        flashinfer.plan(self._wrapper, counts, keys, None)
-        own = ranges(sequences.queries, counts)
-        self._own = packer.add(own.astype(np.int32))
-        self._merges, self._entries = (packer.add(x) for x in _merges(self._shared.queries, own))
+        self._keys = SharedKeys(parts, sharing.order, sequences, packer, flashinfer, parity, shape, own=sharing.own)
+        self._merges, self._entries = (packer.add(x) for x in _merges(self._keys.queries))
+        self._again = shape.again()
 
     def sent(self, integers: torch.Tensor) -> None:
-        self._where_there, self._own_there = self._where.of(integers), self._own.of(integers)
+        self._keys.sent(integers)
         self._merges_there, self._entries_there = self._merges.of(integers), self._entries.of(integers)
-        self._shared.sent(integers)
-        size = (len(self._own_there), self._shape.heads, self._shape.head_dim)
-        self._values = torch.empty(size, dtype=self._flashinfer.workspace[0].dtype, device=integers.device)
-        self._lse = torch.empty(size[:2], dtype=torch.float32, device=integers.device)
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        shared = self._shared.run(q, pages)  # before the workspace is used again
-        k, v = (x[: self._keys] for x in self._flashinfer.workspace)
-        _gather(pages, self._shape, self._where_there, self._longest, (k, v))
-        self._wrapper.run(  # type: ignore[attr-defined]
-            q.index_select(0, self._own_there), k, v, out=self._values, lse=self._lse, return_lse=True
-        )
-        own = self._values, self._lse
-        attend.merge(shared, self._merges_there, self._entries_there, out, self._shape, more=own)
+        partials = self._keys.run(q, pages)
+        attend.merge(partials, self._merges_there, self._entries_there, out, self._shape, again=self._again)
 
 
-def _gather(
-    pages: Pages, shape: Shape, where: torch.Tensor, longest: int, out: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    kernels.gather(pages.keys, pages.values, pages.table, shape.page_size, where, longest, out, pages.scales)
-
-
-def _merges(shared: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[M, 3], int32 entries), see `work.Merges`, from int64 queries of the copies: those `shared` come first, all
-    that are a query's `own` are `attend.MORE`."""
-    queries = np.concatenate([shared, own])
-    entries = np.concatenate([np.arange(len(shared)), attend.MORE + np.arange(len(own))])
-    entries = entries[np.argsort(queries, kind="stable")]
+def _merges(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int32[M, 3], int32 entries), see `work.Merges`: of each query its copies, of which int64 queries[copies]."""
+    entries = np.argsort(queries, kind="stable")
     times = np.bincount(queries)
     which = np.flatnonzero(times)
     counts = times[which]

@@ -66,6 +66,7 @@ class StepAttention:
         self._scratch = scratch
         self._chunks = chunks
         self._last = last
+        self._again = {key: compiled.shape.again() for window in decodes for key in ((window, 0), (window, 1))}
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
         q = append(self._pages(layer), heads, self._slots)
@@ -86,15 +87,17 @@ class StepAttention:
         assert self._scratch is not None
         compiled, scratch = self._compiled, self._scratch
         window = pages.window if compiled.exact else None
-        for items, variant in ((lists.many, compiled.many), (lists.few, compiled.few)):
+        for number, (items, variant) in enumerate(((lists.many, compiled.many), (lists.few, compiled.few))):
             # Items hold only keys that all their queries see, windows and all: nothing is masked. Exact ones are masked
             # as those of chunks are, by the same compilation.
             attend.attend(
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
                 order=lists.order, window=window, causal=compiled.exact, scales=pages.scales,
+                again=self._again[pages.window, number],
             )  # fmt: skip
         more = lists.trunks.run(q, pages) if lists.trunks else None
-        attend.merge(scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more)
+        again = self._again[pages.window, 0]
+        attend.merge(scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, again=again)
 
 
 def append(pages: Pages, heads: Heads, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
