@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
 import tokenizers
 
+from radixrt.router.tokens.cuts import (
+    NO_CUTS,
+    SPACE,
+    AddedToken,
+    Cuts,
+    before_spaces_by_pieces,
+    before_spaces_by_words,
+    proven_cuts,
+)
 from radixrt.router.tokens.pieces import BytePieces, Pieces, TextPieces
 
-SPACE = "\u2581"
 WHITE_SPACE = re.compile(r"\s*")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -26,6 +33,12 @@ class Backend(Protocol):
     specials: frozenset[int]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, no special tokens added."""
+
+    def cuts(self) -> Cuts:
+        """Where texts can be cut for encoding."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
@@ -55,6 +68,23 @@ class JsonBackend:
         # "fast" leaves out the character offsets, a fifth of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def cuts(self) -> Cuts:
+        tokenizer, model = self._tokenizer, self._tokenizer.model
+        if getattr(model, "dropout", None):
+            return NO_CUTS
+        added = [
+            AddedToken(t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
+            for t in tokenizer.get_added_tokens_decoder().values()
+        ]
+        normalizer, pre_tokenizer = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+        before = before_spaces_by_words(pre_tokenizer, normalizer)
+        if not before and _merges_alone(model):
+            before = before_spaces_by_pieces(tokenizer.get_vocab(with_added_tokens=False), pre_tokenizer, normalizer)
+        return proven_cuts(added, before, normalizer is not None)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -80,6 +110,17 @@ class JsonBackend:
             ]:
                 return _byte_fallback(tokens, old, new, strip=start)
         return None
+
+
+def _state(stage: Any) -> Any:
+    """A stage of a tokenizer as the JSON that tokenizer.json has of it."""
+    return None if stage is None else json.loads(stage.__getstate__())
+
+
+def _merges_alone(model: Any) -> bool:
+    """Whether a model is BPE, and a piece that stands in the vocabulary is still made by merges only."""
+    bare = isinstance(model, tokenizers.models.BPE) and not model.ignore_merges
+    return bare and not model.continuing_subword_prefix and not model.end_of_word_suffix
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,16 +156,6 @@ def _byte_fallback(tokens: list[str], old: str, new: str, strip: int) -> TextPie
 # ---------------------------------------------------------------- tokenizer.model
 
 
-@dataclass(frozen=True, slots=True)
-class AddedToken:
-    """A string that is cut out of the text, with the white space beside it, before sentencepiece sees it."""
-
-    content: str
-    special: bool = True
-    lstrip: bool = False
-    rstrip: bool = False
-
-
 class SentencePieceBackend:
     """A bare `tokenizer.model`, used as LlamaTokenizer does.
 
@@ -142,6 +173,7 @@ class SentencePieceBackend:
         legacy: bool = False,
         add_prefix_space: bool = True,
     ) -> None:
+        self._proto = model
         self._model = sp = sentencepiece.SentencePieceProcessor(model_proto=model)
         # A message appended to a serialized one is merged into it: normalizer_spec (field 3) of
         # add_dummy_prefix (3) and remove_extra_whitespaces (4), both false.
@@ -171,6 +203,15 @@ class SentencePieceBackend:
                 at = WHITE_SPACE.match(text, at).end()
         ids += self._encode_plain(text[at:], at)
         return ids + self._eos if add_special_tokens else ids
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text, False) for text in texts]
+
+    def cuts(self) -> Cuts:
+        sp = self._model
+        merges = _is_plain_bpe(self._proto)
+        before = before_spaces_by_pieces(map(sp.id_to_piece, range(sp.vocab_size())), None, None) if merges else ""
+        return proven_cuts(list(self._added.values()), before, has_normalizer=True)
 
     def _encode_plain(self, text: str, start: int) -> list[int]:
         """Ids of text without special tokens that stands at `start` of the whole."""
@@ -211,6 +252,39 @@ class SentencePieceBackend:
         # Trained with remove_extra_whitespaces, a model drops spaces until there is text; else only one.
         ends = "space" if sp.decode([sp.piece_to_id(SPACE)] * 2) else "text"
         return TextPieces(texts, byte_of, strict=False, head=spaced if drops_space else {}, head_ends=ends)
+
+
+def _is_plain_bpe(model: bytes) -> bool:
+    """Whether a serialized ModelProto is of BPE and takes a text as it is, white space included."""
+    trainer, normalizer = (_merged(model, field) for field in (2, 3))
+    is_bpe = _merged(trainer, 3, last=True) == 2
+    return is_bpe and not _merged(normalizer, 2) and _merged(normalizer, 4, last=True) == 0
+
+
+def _merged(message: bytes, field: int, last: bool = False) -> Any:
+    """A field of a protobuf message: its bytes, joined over all occurrences, or with `last` its last number, if any."""
+    at, found, number = 0, b"", None
+    while at < len(message):
+        tag, at = _varint(message, at)
+        value, size = None, {1: 8, 5: 4}.get(tag & 7, 0)
+        if tag & 7 in (0, 2):
+            value, at = _varint(message, at)
+            size = value if tag & 7 == 2 else 0
+        if tag >> 3 == field:
+            found, number = found + message[at : at + size], value
+        at += size
+    return number if last else found
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number at `at` of a protobuf message, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
 
 
 def load_sentencepiece(path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> SentencePieceBackend:

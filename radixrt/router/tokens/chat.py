@@ -64,8 +64,9 @@ class ChatTemplates:
         self._templates = {name: _Template(environment, source) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)
 
-    def render(self, prompt: ChatPrompt) -> str:
-        """The text of a chat prompt, ending where the assistant's answer begins or, with `partial`, goes on.
+    def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
+        """The text of a chat prompt, ending where the assistant's answer begins or, with `partial`, goes on. Without
+        `answer_next` it ends with the last message.
 
         FieldError (`messages`, `messages[i]...`, `template_args`) if there is no template, the input has not
         the shape of OpenAI's messages, or the template refuses it.
@@ -81,7 +82,7 @@ class ChatTemplates:
         if prompt.partial:
             _mark_end(messages)
         variables = {**self._special_tokens, **prompt.template_args}
-        text = template.render(messages, prompt.tools, not prompt.partial, variables)
+        text = template.render(messages, prompt.tools, answer_next and not prompt.partial, variables)
         return _cut_at_mark(text) if prompt.partial else text
 
     def _choose(self, tools: bool) -> _Template:

@@ -15,11 +15,21 @@ from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens.detok import Detokenizer
+from radixrt.router.tokens.incremental import Work
 from radixrt.router.tokens.stops import StopFinder
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
 
 INLINE_CHARS = 256
 """Up to this many characters, encoding (0.2 µs a character) costs less than handing it to a thread (60-90 µs)."""
+
+INLINE_UNSEEN_CHARS = 2048
+"""Up to this many behind a text that was seen before: the part that grows is encoded anew, less than half a ms."""
+
+INLINE_SEEN_CHARS = 1_000_000
+"""Up to this many, looking up what is known of a text (1-2 µs per 1,000 characters) does not hold up the event loop."""
+
+INLINE_MESSAGES = 64
+"""Up to this many messages, so does a chat template (5-10 µs a message; in a thread it would hold Python's lock)."""
 
 TOKEN_BYTES = 4
 _pack_token = Struct("<i").pack
@@ -70,10 +80,22 @@ class TextService:
         self.close()
 
     async def encode(self, prompt: Prompt) -> bytes:
-        """Ids of a prompt, at least one. Long text is encoded in a thread, so that the event loop goes on."""
+        """Ids of a prompt, at least one. Much text that was not seen before is encoded in a thread, so that the event
+        loop goes on."""
         if self._pool is None or _is_short(prompt):
             return self.encode_now(prompt)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.encode_now, prompt)
+        in_pool = asyncio.get_running_loop().run_in_executor
+        match prompt:
+            case TextPrompt(text=text, add_special_tokens=special) if len(text) <= INLINE_SEEN_CHARS:
+                field = "prompt"
+            case ChatPrompt(messages=messages) if len(messages) <= INLINE_MESSAGES:
+                text, special, field = self.tokenizer.apply_chat(prompt), False, "messages"
+            case _:
+                return await in_pool(self._pool, self.encode_now, prompt)
+        work = self.tokenizer.start(text, special)
+        if work.unseen_chars <= INLINE_UNSEEN_CHARS:
+            return _finished(work, field)
+        return await in_pool(self._pool, _finished, work, field)
 
     async def encode_shown(self, prompt: Prompt, *, render_only: bool = False) -> tuple[bytes, str]:
         """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts).
@@ -124,12 +146,7 @@ class TextService:
         return self.tokenizer
 
     def _encode_text(self, text: str, special: bool, field: str) -> bytes:
-        tokenizer = self._with_tokenizer(field)
-        try:
-            ids = tokenizer.encode(text, special)
-        except ValueError as error:
-            raise FieldError(field, str(error)) from error
-        return array("i", ids).tobytes() if ids else _refuse_empty(field)
+        return _finished(self._with_tokenizer(field).start(text, special), field)
 
     def _encode_parts(self, parts: Sequence[TextPrompt | TokenPrompt]) -> bytes:
         encoded = []
@@ -161,6 +178,14 @@ class TextService:
             shown = largest if largest < 1 << 31 else largest - (1 << 32)
             raise FieldError(field, f"{field} holds token id {shown}, outside of 0..{limit - 1}")
         return ids
+
+
+def _finished(work: Work, field: str) -> bytes:
+    try:
+        ids = work.finish()
+    except ValueError as error:
+        raise FieldError(field, str(error)) from error
+    return ids or _refuse_empty(field)
 
 
 def _refuse_empty(field: str) -> bytes:

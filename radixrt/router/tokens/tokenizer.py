@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import msgspec
 import tokenizers
 
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens.backends import AddedToken, Backend, JsonBackend, load_sentencepiece
+from radixrt.router.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.router.tokens.chat import ChatTemplates, read_templates
+from radixrt.router.tokens.cuts import NO_CUTS, AddedToken
+from radixrt.router.tokens.incremental import MEMORY_TOKENS, Incremental, Work
 from radixrt.router.tokens.pieces import Pieces, verified
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -26,6 +29,7 @@ class Tokenizer:
     bos_id: id that starts a sequence, or None. eos_ids: ids that end one, from tokenizer_config.json,
     generation_config.json and config.json together. vocab_size: the largest id plus one.
     model_vocab_size: rows of the model's embedding (padded, often larger), as far as config.json says.
+    memory_tokens: how many ids of texts that were encoded are remembered, so that only new text is encoded.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         model_vocab_size: int = 0,
+        memory_tokens: int = MEMORY_TOKENS,
     ) -> None:
         self._backend = backend
         self._templates = templates
@@ -47,15 +52,47 @@ class Tokenizer:
         self.is_byte = backend.is_byte
         self._shown = self._verified(backend.pieces(), skip=False)
         self._hidden = self._verified(self._shown and self._shown.without(backend.specials), skip=True)
+        self._incremental = Incremental(self._encode_many, backend.cuts(), memory_tokens)
+        self._around = self._find_around()
+        self._whole = Incremental(self._encode_whole, NO_CUTS, memory_tokens // 4) if self._around is None else None
         self._anchor_ids = self._find_anchor_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens written in it count as such. `add_special_tokens` adds BOS or EOS
         if the model wants them. ValueError if the text is not Unicode (a lone surrogate)."""
+        return memoryview(self.encode_bytes(text, add_special_tokens)).cast("i").tolist()
+
+    def encode_bytes(self, text: str, add_special_tokens: bool = True) -> bytes:
+        """`encode` as int32 bytes."""
+        return self.start(text, add_special_tokens).finish()
+
+    def start(self, text: str, add_special_tokens: bool = True) -> Work:
+        """Begin `encode_bytes`: look up what was encoded before. The work that remains may be done in a thread."""
+        if not add_special_tokens:
+            return self._incremental.start(text)
+        return self._whole.start(text) if self._whole else self._incremental.start(text, *self._around)
+
+    def _encode_many(self, texts: list[str]) -> list[list[int]]:
         try:
-            return self._backend.encode(text, add_special_tokens)
+            return self._backend.encode_many(texts)
         except (UnicodeEncodeError, TypeError) as error:
             raise ValueError(f"text cannot be encoded as UTF-8: {error}") from error
+
+    def _encode_whole(self, texts: list[str]) -> list[list[int]]:
+        try:
+            return [self._backend.encode(text, True) for text in texts]
+        except (UnicodeEncodeError, TypeError) as error:
+            raise ValueError(f"text cannot be encoded as UTF-8: {error}") from error
+
+    def _find_around(self) -> tuple[bytes, bytes] | None:
+        """Ids before and behind every text that special tokens are added to; None if they are not always the same."""
+        encode = self._backend.encode
+        bare, whole = encode("a", False), encode("a", True)
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        before, behind = whole[:at], whole[at + len(bare) :]
+        if any(encode(text, True) != [*before, *encode(text, False), *behind] for text in ("", "a", "b c")):
+            return None
+        return array("i", before).tobytes(), array("i", behind).tobytes()
 
     def encode_continuation(self, text: str) -> list[int]:
         """Ids of text that goes on after other text: no special tokens, and no space in front where the model's
@@ -85,9 +122,10 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD where a token is only a part of a character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def apply_chat(self, prompt: ChatPrompt) -> str:
-        """The prompt's text by the chat template; encode it with add_special_tokens=False. FieldError on bad input."""
-        return self._templates.render(prompt)
+    def apply_chat(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
+        """The prompt's text by the chat template; encode it with add_special_tokens=False. FieldError on bad input.
+        Without `answer_next` it ends with the last message, not where an answer begins."""
+        return self._templates.render(prompt, answer_next)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
         """A table for incremental decoding, or None where it was found to differ from `decode`."""

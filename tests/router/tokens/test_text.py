@@ -38,24 +38,36 @@ def test_text_is_encoded_short_or_long(service: TextService, made: Tokenizer) ->
     asyncio.run(encode())
 
 
-def test_long_text_leaves_the_event_loop_alone(service: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_leaves_the_event_loop_alone(service: TextService, made: Tokenizer, monkeypatch) -> None:
+    """Text that was not seen before does; a long one that was, and a little more, is not worth a thread."""
     threads = []
-    encode_now = service.encode_now
-    monkeypatch.setattr(service, "encode_now", lambda p: (threads.append(threading.current_thread()), encode_now(p))[1])
+    encode_many = made._backend.encode_many
+
+    def spy(texts: list[str]) -> list[list[int]]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode_many(texts)
+
+    monkeypatch.setattr(made._backend, "encode_many", spy)
+    history, more = "what is quite new " * 5000, [{"role": "user", "content": "was new " * 40}] * 100
 
     async def encode() -> None:
-        await service.encode(TextPrompt("a"))
-        await service.encode(TextPrompt("a" * (INLINE_CHARS + 1)))
-        await service.encode(ChatPrompt([{"role": "user", "content": "a"}]))
+        for prompt in (
+            TextPrompt("not seen before"),
+            TextPrompt(history),
+            TextPrompt(history + "and more"),
+            ChatPrompt([{"role": "user", "content": "chat"}]),
+            ChatPrompt(more),
+        ):
+            await service.encode(prompt)
 
     asyncio.run(encode())
-    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+    assert threads == [True, False, True, True, False]
 
 
 def test_close_ends_the_threads(made: Tokenizer) -> None:
     before = threading.active_count()
     with TextService(made, threads=3) as service:
-        asyncio.run(service.encode(TextPrompt("a" * 1000)))
+        asyncio.run(service.encode(TextPrompt("a" * 10_000)))
         assert threading.active_count() > before
     assert threading.active_count() == before
 

@@ -14,7 +14,8 @@ import tokenizers
 
 from radixrt.messages import ChatPrompt
 from radixrt.router.tokens import Tokenizer, load_tokenizer
-from radixrt.router.tokens.backends import AddedToken, SentencePieceBackend
+from radixrt.router.tokens.backends import SentencePieceBackend
+from radixrt.router.tokens.cuts import AddedToken
 from tests.checkpoints import make_tokenizer
 
 MISTRAL_SAMPLES = ("get_weather_full", "get_weather_no_system_prompt", "parallel_calls")
