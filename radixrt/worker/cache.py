@@ -45,7 +45,9 @@ class PageCache:
         self._num_free = self.total_pages
         self._rows = list(range(rows - 1, -1, -1))
         self._running: dict[int, Request] = {}
-        self._writes: list[tuple[np.ndarray, np.ndarray]] = []
+        self._writes: list[tuple[np.ndarray, np.ndarray] | tuple[int, range]] = []
+        """Rows and places of the table that have changed."""
+        self._counting = np.arange(self.table.shape[1], dtype=np.int32)
         self._before_admit = 0
 
     # ------------------------------------------------------------ figures
@@ -185,8 +187,19 @@ class PageCache:
         writes, self._writes = self._writes, []
         if not writes:
             return np.zeros((0, 3), dtype=np.int32)
-        rows, index = (np.concatenate(parts) for parts in zip(*writes, strict=True))
-        return np.stack([rows, index, self.table[rows, index]], axis=1).astype(np.int32)
+        found = np.empty((sum(len(index) for _, index in writes), 3), dtype=np.int32)
+        begin = 0
+        for row, index in writes:
+            part = found[begin : begin + len(index)]
+            part[:, 0] = row
+            if isinstance(index, range):
+                part[:, 1] = self._counting[index.start : index.stop]
+                part[:, 2] = self.table[row, index.start : index.stop]
+            else:
+                part[:, 1] = index
+                part[:, 2] = self.table[row, index]
+            begin += len(index)
+        return found
 
     def can_take(self, pages: int) -> bool:
         """Whether that many pages are free or could be evicted."""
@@ -210,7 +223,7 @@ class PageCache:
         if len(pages):
             self.table[row, first : first + len(pages)] = pages
             self.held[row] = max(int(self.held[row]), first + len(pages))
-            self._writes.append((np.full(len(pages), row), np.arange(first, first + len(pages))))
+            self._writes.append((row, range(first, first + len(pages))))
 
     def _pages(self, row: int, start: int, stop: int) -> np.ndarray:
         return self.table[row, start // self.page_size : stop // self.page_size]
