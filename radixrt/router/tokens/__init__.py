@@ -1,13 +1,26 @@
 """Text to token ids and back: tokenizers, chat templates, incremental detokenization, stop strings.
 
     prompt --TextService.encode--> ids ... generated ids --TextStream.push--> text, stop
+    chat --Sessions.encode_chat--> ids with answers as generated <--Sessions.remember-- message, ids
+
+`incremental.py` encodes only what was not seen before, cut where `cuts.py` proves that nothing changes by it.
 
 The only folder that imports tokenizers, sentencepiece and transformers.
 """
 
 from radixrt.router.tokens._ids import parse_ids
 from radixrt.router.tokens.detok import Detokenizer
+from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.text import TextService, TextStream
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Detokenizer", "TextService", "TextStream", "Tokenizer", "load_tokenizer", "parse_ids"]
+__all__ = [
+    "Detokenizer",
+    "Encoded",
+    "Sessions",
+    "TextService",
+    "TextStream",
+    "Tokenizer",
+    "load_tokenizer",
+    "parse_ids",
+]

@@ -46,6 +46,13 @@ class Incremental:
         parts = [part for piece in pieces for part in piece]
         return Work(self, pieces, dict(zip(parts, self._known(parts), strict=True)), before, behind)
 
+    def start_after(self, lead: str, lead_ids: list[int], text: str) -> Work:
+        """`start` a text that stands behind `lead`, whose ids come first and are left out. If they do not come first,
+        the text is encoded alone."""
+        work = self.start(lead + text)
+        work.lead, work.alone = array("i", lead_ids).tobytes(), text
+        return work
+
     def encode(self, text: str) -> bytes:
         """Ids of a text as int32 bytes, no special tokens added. Raises what `encode_many` does."""
         return self.start(text).finish()
@@ -80,9 +87,12 @@ class Incremental:
 
 
 class Work:
-    """One text on its way to ids: `finish` encodes what is not known and returns int32 bytes."""
+    """One text on its way to ids: `finish` encodes what is not known and returns int32 bytes.
 
-    __slots__ = ("_before", "_behind", "_incremental", "_known", "_pieces")
+    `lead` and `alone` are set by `start_after`: ids to leave out in front, and the text to encode where they are not.
+    """
+
+    __slots__ = ("_before", "_behind", "_incremental", "_known", "_pieces", "alone", "lead")
 
     def __init__(
         self,
@@ -94,6 +104,7 @@ class Work:
     ) -> None:
         self._incremental, self._pieces, self._known = incremental, pieces, known
         self._before, self._behind = before, behind
+        self.lead, self.alone = b"", ""
 
     @property
     def unseen_chars(self) -> int:
@@ -101,6 +112,10 @@ class Work:
         return sum(len(part) for part, ids in self._known.items() if ids is None)
 
     def finish(self) -> bytes:
+        ids = self._finish()
+        return ids[len(self.lead) :] if ids.startswith(self.lead) else self._incremental.encode(self.alone)
+
+    def _finish(self) -> bytes:
         unseen = [part for part, ids in self._known.items() if ids is None]
         known = self._known | self._incremental.encode_parts(unseen) if unseen else self._known
         joined = self._incremental.joined

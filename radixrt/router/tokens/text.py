@@ -16,6 +16,7 @@ from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, T
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.incremental import Work
+from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.stops import StopFinder
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
 
@@ -96,6 +97,16 @@ class TextService:
         if work.unseen_chars <= INLINE_UNSEEN_CHARS:
             return _finished(work, field)
         return await in_pool(self._pool, _finished, work, field)
+
+    async def encode_chat(self, sessions: Sessions, namespace: str, prompt: ChatPrompt) -> Encoded:
+        """`sessions.encode_chat`, in a thread where much was not seen before."""
+        in_pool = asyncio.get_running_loop().run_in_executor
+        if len(prompt.messages) > INLINE_MESSAGES:
+            return await in_pool(self._pool, sessions.encode_chat, namespace, prompt)
+        draft = sessions.start(namespace, prompt)
+        if draft.unseen_chars <= INLINE_UNSEEN_CHARS:
+            return draft.finish()
+        return await in_pool(self._pool, draft.finish)
 
     async def encode_shown(self, prompt: Prompt, *, render_only: bool = False) -> tuple[bytes, str]:
         """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts).

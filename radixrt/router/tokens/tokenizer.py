@@ -19,7 +19,7 @@ from radixrt.router.tokens.pieces import Pieces, verified
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
-ANCHOR = "\n"
+LINE = "\n"
 HUB_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 
 
@@ -55,7 +55,7 @@ class Tokenizer:
         self._incremental = Incremental(self._encode_many, backend.cuts(), memory_tokens)
         self._around = self._find_around()
         self._whole = Incremental(self._encode_whole, NO_CUTS, memory_tokens // 4) if self._around is None else None
-        self._anchor_ids = self._find_anchor_ids()
+        self._line_ids = self._find_line_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens written in it count as such. `add_special_tokens` adds BOS or EOS
@@ -97,16 +97,22 @@ class Tokenizer:
     def encode_continuation(self, text: str) -> list[int]:
         """Ids of text that goes on after other text: no special tokens, and no space in front where the model's
         tokenizer would put one at the start of a text."""
-        if not self._anchor_ids:
-            return self.encode(text, False)
-        ids = self.encode(ANCHOR + text, False)
-        cut = len(self._anchor_ids)
-        return ids[cut:] if ids[:cut] == self._anchor_ids else self.encode(text, False)
+        return memoryview(self.start_after(text).finish()).cast("i").tolist()
 
-    def _find_anchor_ids(self) -> list[int]:
-        """Ids of ANCHOR if "a" would be encoded as " a"; a line feed is a token that nothing merges with."""
+    def start_after(self, text: str, token: int | None = None) -> Work:
+        """Begin to encode text that goes on after other text, whose last token, if it is an added one, is `token`."""
+        if token is not None:
+            return self._incremental.start_after(self.token_text(token), [token], text)
+        return self._incremental.start_after(LINE if self._line_ids else "", self._line_ids, text)
+
+    def puts_space_after(self, token: int) -> bool:
+        """Whether text right behind an added token is encoded as if a space came first."""
+        return b"".join(map(self.token_bytes, memoryview(self.start_after("a", token).finish()).cast("i"))) == b" a"
+
+    def _find_line_ids(self) -> list[int]:
+        """Ids of LINE if "a" would be encoded as " a"; a line feed is a token that nothing merges with."""
         adds_space = b"".join(map(self.token_bytes, self.encode("a", False))) == b" a"
-        return self.encode(ANCHOR, False) if adds_space else []
+        return self.encode(LINE, False) if adds_space else []
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once; ids that no token has add nothing, invalid UTF-8 becomes U+FFFD."""

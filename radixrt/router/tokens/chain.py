@@ -1,0 +1,113 @@
+"""Messages in one form, whatever a client does to them when it sends them back, and keys of chains of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.tokens.chat import REASONING_KEYS
+
+Message = dict[str, Any]
+Key = bytes
+
+MAX_BRACES = 200
+"""So many braces of a text are tried for JSON: a text of nothing but braces must not cost their square."""
+
+_to_json = msgspec.json.Encoder(order="sorted").encode
+_WHITE_SPACE = re.compile(r"\s+")
+
+
+def keys_of(namespace: str, prompt: ChatPrompt) -> list[Key]:
+    """Keys of a chat's first messages: none, one, two, ... all. Chats of one key are the same conversation."""
+    key = _hashed(b"", _to_json([namespace, prompt.tools, prompt.template_args]))
+    keys = [key]
+    for message in prompt.messages:
+        keys.append(key := next_key(key, message))
+    return keys
+
+
+def next_key(key: Key, message: Message) -> Key:
+    """The key of a chain with one more message; white space around an assistant's text does not count, nor thinking."""
+    if message["role"] != "assistant":
+        more = {name: value for name, value in message.items() if value is not None and name != "content"}
+        return _hashed(key, _to_json([_text(message), more]))
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    return _hashed(key, _to_json([_text(message).strip(), calls]))
+
+
+def reasoning_of(message: Message) -> str | None:
+    """The thinking that a message brings along, None if it brings none."""
+    found = next((message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
+    return found.strip() if found else None
+
+
+def _hashed(key: Key, data: bytes) -> Key:
+    return blake2b(key + data, digest_size=16).digest()
+
+
+def _text(message: Message) -> str:
+    """Content as text: parts joined, nothing where there is none. Parts that are no text stay JSON."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part.get("type") == "text" else _to_json(part).decode() for part in content)
+
+
+def _call(call: Any) -> Any:
+    """A tool call without what clients add to it, its arguments as a value."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return _plain_numbers(arguments) if arguments is not None else {}
+    try:
+        return json.loads(arguments, parse_float=_number) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments.strip()
+
+
+def _number(text: str) -> float | int:
+    """JavaScript writes 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _plain_numbers(value: Any) -> Any:
+    return json.loads(json.dumps(value), parse_float=_number)
+
+
+# ---------------------------------------------------------------- texts
+
+
+_decoder = json.JSONDecoder(parse_float=_number)
+
+
+def bare(text: str, call_ids: Sequence[str] = ()) -> str:
+    """A text without its white space, and JSON objects in it written in one way; `id`s of these values are left out."""
+    out, at = [], 0
+    for _ in range(MAX_BRACES):
+        brace = text.find("{", at)
+        if brace < 0:
+            break
+        out.append(_WHITE_SPACE.sub("", text[at:brace]))
+        try:
+            value, at = _decoder.raw_decode(text, brace)
+        except (ValueError, RecursionError):
+            out.append("{")
+            at = brace + 1
+            continue
+        if value.get("id") in call_ids:
+            del value["id"]
+        out.append(json.dumps(value, sort_keys=True))
+    out.append(_WHITE_SPACE.sub("", text[at:]))
+    return "".join(out)

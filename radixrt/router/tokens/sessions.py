@@ -1,0 +1,180 @@
+"""What was generated, kept by conversation: an answer that comes back as text is spelled as it was generated."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens.chain import Key, Message, keys_of, next_key, reasoning_of
+from radixrt.router.tokens.incremental import Work
+from radixrt.router.tokens.spelling import BEFORE_CHARS, TOKEN_BYTES, Span, Speller, Spelling, Turn
+from radixrt.router.tokens.tokenizer import Tokenizer
+
+MEMORY_TOKENS = 4_000_000
+MAX_VARIANTS = 8
+"""Answers of one text but of different thinking that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A chat as token ids, and what became of the answers in it.
+
+    ids: int32 bytes. text: what the template made of the chat. kept_turns: how many answers are spelled by the ids that
+    were generated; `respelled` of them say the same as the template, in other words; `dropped` are those where stored
+    ids were lost, wholly or in part, and why ("message 3: the template drops its thinking"). key: for `remember`.
+    """
+
+    ids: bytes
+    text: str
+    kept_turns: int = 0
+    respelled: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    key: Key | None = None
+
+
+class Sessions:
+    """A memory of at most `max_tokens` generated tokens, the latest used. Thread safe; no I/O.
+
+        encode_chat(messages) -> Encoded -> ... generate ... -> remember(encoded, answer, ids)
+        encode_chat([*messages, answer, more]).ids  =  encoded.ids + ids + ids of what is new
+
+    Answers are found by namespace, tools, template arguments and all messages up to them; however a client writes
+    them, they are checked against what the template makes of them. With `keep_thinking` an answer keeps the thinking
+    that the template would drop from it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int = MEMORY_TOKENS, keep_thinking: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._speller = Speller(tokenizer, keep_thinking)
+        self._max_bytes = max_tokens * TOKEN_BYTES
+        self._bytes = 0
+        self._turns: OrderedDict[Key, list[Turn]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that are kept."""
+        return self._bytes // TOKEN_BYTES
+
+    def encode_chat(self, namespace: str, prompt: ChatPrompt) -> Encoded:
+        """Ids of a chat, answers that are remembered in `namespace` by the ids that were generated. FieldError on bad
+        input."""
+        return self.start(namespace, prompt).finish()
+
+    def start(self, namespace: str, prompt: ChatPrompt) -> Draft:
+        """Begin `encode_chat`: all but the encoding of text that was not seen before, which may be done in a thread."""
+        try:
+            keys = keys_of(namespace, prompt)
+        except (TypeError, ValueError, KeyError, AttributeError):  # not messages, which the template will say better
+            return Draft(self._tokenizer, self._tokenizer.apply_chat(prompt), Spelling(), None)
+        turns = self._find(prompt, keys)
+        prompt = _with_thinking(prompt, turns)
+        text = self._tokenizer.apply_chat(prompt)
+        spelling = self._speller.find(prompt, text, turns) if turns else Spelling()
+        return Draft(self._tokenizer, text, spelling, None if prompt.partial else keys[-1])
+
+    def remember(self, encoded: Encoded, message: Message, generated: bytes) -> None:
+        """Keep the ids of the answer to a chat, with the token that ended it if one did. `message` is the answer as the
+        client sees it: content, and tool_calls and reasoning_content if there are any."""
+        if encoded.key is None or not generated or len(generated) > self._max_bytes:
+            return
+        key = next_key(encoded.key, message | {"role": "assistant"})
+        turn = self._turn(encoded, message, generated)
+        with self._lock:
+            kept = self._turns.pop(key, [])
+            variants = [other for other in kept if other.reasoning != turn.reasoning][1 - MAX_VARIANTS :] + [turn]
+            self._turns[key] = variants
+            self._bytes += _size(variants) - _size(kept)
+            while self._bytes > self._max_bytes:
+                self._bytes -= _size(self._turns.popitem(last=False)[1])
+
+    def _turn(self, encoded: Encoded, message: Message, generated: bytes) -> Turn:
+        tokenizer = self._tokenizer
+        ids, last = memoryview(generated).cast("i").tolist(), memoryview(encoded.ids).cast("i")[-1]
+        ended = ids[-1] in tokenizer.special_ids or ids[-1] in tokenizer.eos_ids
+        body = b"".join(map(tokenizer.token_bytes, ids[:-1] if ended else ids)).decode("utf-8", "replace")
+        if body.startswith(" ") and last in tokenizer.special_ids and tokenizer.puts_space_after(last):
+            body = body[1:]
+        return Turn(
+            ids=generated,
+            body=body,
+            end=tokenizer.token_text(ids[-1]) if ended else "",
+            end_id=ids[-1] if ended else None,
+            reasoning=reasoning_of(message),
+            offset=len(encoded.text),
+            before=encoded.text[-BEFORE_CHARS:],
+        )
+
+    def _find(self, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Turn]:
+        """Answers that are remembered, by the index of their message."""
+        count = len(prompt.messages) - prompt.partial
+        found = {}
+        with self._lock:
+            for index, message in enumerate(prompt.messages[:count]):
+                if message["role"] == "assistant" and (variants := self._turns.get(keys[index + 1])):
+                    self._turns.move_to_end(keys[index + 1])
+                    wanted = reasoning_of(message)
+                    fitting = (t for t in reversed(variants) if wanted is None or t.reasoning in (wanted, None))
+                    if turn := next(fitting, None):
+                        found[index] = turn
+        return found
+
+
+class Draft:
+    """A chat whose answers are found; `finish` encodes the text between them."""
+
+    __slots__ = ("_key", "_parts", "_spelling", "text")
+
+    def __init__(self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None) -> None:
+        self.text, self._spelling, self._key = text, spelling, key
+        self._parts: list[Work | bytes] = []
+        at, before = 0, None
+        for span in spelling.ordered():
+            self._add(tokenizer, text[at : span.start] + span.head, before)
+            self._parts.append(span.ids)
+            at, before = span.end, span
+        self._add(tokenizer, text[at:], before)
+
+    def _add(self, tokenizer: Tokenizer, text: str, before: Span | None) -> None:
+        if before is None:
+            self._parts.append(tokenizer.start(text, add_special_tokens=False))
+        elif text:
+            self._parts.append(tokenizer.start_after(text, before.end_id))
+
+    @property
+    def unseen_chars(self) -> int:
+        """How long the text is that remains to be encoded."""
+        return sum(part.unseen_chars for part in self._parts if isinstance(part, Work))
+
+    def finish(self) -> Encoded:
+        spelling = self._spelling
+        try:
+            ids = b"".join([part if isinstance(part, bytes) else part.finish() for part in self._parts])
+        except ValueError as error:
+            raise FieldError("messages", str(error)) from error
+        if not ids:
+            raise FieldError("messages", "messages are empty: at least one token is needed")
+        notes = [_notes(found) for found in (spelling.respelled, spelling.dropped)]
+        return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key)
+
+
+def _with_thinking(prompt: ChatPrompt, turns: dict[int, Turn]) -> ChatPrompt:
+    """The chat with the thinking that a client left out of answers, so that the template decides what stays of it."""
+    messages = list(prompt.messages)
+    for index, turn in turns.items():
+        if turn.reasoning and reasoning_of(messages[index]) is None:
+            messages[index] = messages[index] | {"reasoning_content": turn.reasoning}
+    return msgspec.structs.replace(prompt, messages=messages)
+
+
+def _notes(found: dict[int, str]) -> tuple[str, ...]:
+    return tuple(f"message {index}: {why}" for index, why in sorted(found.items()))
+
+
+def _size(turns: list[Turn]) -> int:
+    return sum(len(turn.ids) for turn in turns)

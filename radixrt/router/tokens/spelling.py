@@ -1,0 +1,216 @@
+"""Where the text that a chat template makes holds the answers that were generated, and how it writes them.
+
+text    ....<|im_start|>assistant| answer <|im_end|> |<|im_start|>user ....|<|im_start|>assistant
+        the template's           | a span            | the template's
+ids     of the text              | as generated      | of the text
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens.chain import Message, bare
+from radixrt.router.tokens.tokenizer import Tokenizer
+
+TOKEN_BYTES = 4
+BEFORE_CHARS = 64
+"""An answer is taken to stand where it stood if so much before it is the same, too."""
+
+THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
+_WHITE_SPACE = re.compile(r"\s*")
+
+
+@dataclass(slots=True)
+class Turn:
+    """An answer as it was generated.
+
+    `body` and `end` are what `ids` say, special tokens shown: `end` is the text of the last token if that is a special
+    one, `end_id` its id. `offset`: where it begins in the text that its prompt was made of, `before`: the end of
+    that text. `opening`: what the template writes where an answer begins; found when it is first asked for.
+    """
+
+    ids: bytes
+    body: str
+    end: str
+    end_id: int | None
+    reasoning: str | None
+    offset: int
+    before: str
+    opening: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """text[start:end] is `head`, to be encoded, and `ids`, whose last one is the special token `end_id`, if any."""
+
+    start: int
+    end: int
+    ids: bytes
+    end_id: int | None
+    head: str = ""
+
+
+@dataclass(slots=True)
+class Spelling:
+    """Spans by the index of their message; what was respelled, and dropped, and why."""
+
+    spans: dict[int, Span] = field(default_factory=dict)
+    respelled: dict[int, str] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+
+    def ordered(self) -> list[Span]:
+        return sorted(self.spans.values(), key=lambda span: (span.start, span.end))
+
+
+class Speller:
+    """Finds answers in the texts of one tokenizer's chat template.
+
+    What is outside of spans stays the template's, and a span stands for what says the same: white space and the way
+    JSON is written aside, and with `keep_thinking` thinking aside that the template drops. So a prompt means what the
+    template makes of it, wherever the spans are found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
+        self._tokenizer = tokenizer
+        self._keep_thinking = keep_thinking
+
+    def find(self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn]) -> Spelling:
+        """Spans of `turns` (by message) in `text`, which the template made of `prompt`."""
+        spelling = Spelling()
+        for index, turn in turns.items():
+            if text.startswith(turn.body, turn.offset) and text.endswith(turn.before, 0, turn.offset):
+                self._keep(spelling, index, turn, text, turn.offset, turn.offset + len(turn.body))
+        others = {index: turn for index, turn in turns.items() if index not in spelling.spans}
+        places = self._places(prompt, text, others) if others else {}
+        for index, turn in others.items():
+            if index in places:
+                self._judge(spelling, index, turn, prompt, text, *places[index])
+            else:
+                spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
+        self._part(spelling)
+        return spelling
+
+    def _places(self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn]) -> dict[int, tuple[int, int]]:
+        """Where the template writes these messages: found by rendering marks in their place.
+
+        marked  ......<|im_start|>assistant\\n MARK <|im_end|>\\n.....      white space before a mark may be its own
+        text    ......<|im_start|>assistant (\\n answer) <|im_end|>\\n.....
+        """
+        nonce = secrets.token_hex(8)
+        messages = list(prompt.messages)
+        for index in turns:
+            messages[index] = {"role": "assistant", "content": f"turn{nonce}x{index}x"}
+        try:
+            marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
+        except FieldError:
+            return {}
+        first, *rest = re.split(f"turn{nonce}x([0-9]+)x", marked)
+        indices, between = list(map(int, rest[::2])), rest[1::2]
+        if indices != sorted(set(indices)) or not text.startswith(first.rstrip()):
+            return {}
+        places, at = {}, len(first.rstrip())
+        for number, (index, behind) in enumerate(zip(indices, between, strict=True), 1):
+            core = behind if number == len(indices) else behind.rstrip()
+            if number == len(indices):
+                end = len(text) - len(core) if text.endswith(core) else -1
+            else:
+                end = text.find(core, at) if core else -1
+            if end < at:
+                break
+            places[index] = at, end
+            at = end + len(core)
+        return places
+
+    def _judge(
+        self, spelling: Spelling, index: int, turn: Turn, prompt: ChatPrompt, text: str, at: int, end: int
+    ) -> None:
+        """Decide on a turn that the template writes as text[at:end], its opening's white space included."""
+        if turn.opening is None:
+            turn.opening = self._opening(prompt, index)
+        start, lost = _behind_opening(text, at, end, turn.opening)
+        call_ids = _call_ids(prompt.messages[index])
+        written, body, whole = (bare(part, call_ids) for part in (text[start:end], turn.body, lost + turn.body))
+        if written == whole:
+            if text[start:end] != lost + turn.body:
+                spelling.respelled[index] = "the template writes its white space or JSON in another way"
+            self._keep(spelling, index, turn, text, start, end, lost)
+        elif written == body and not self._keep_thinking:
+            spelling.dropped[index] = f"the template drops {lost.strip()!r} before it"
+            self._keep(spelling, index, turn, text, start, end)
+        elif written == body or _lacks_thinking(written, whole, turn.reasoning):
+            if self._keep_thinking:
+                spelling.respelled[index] = "its thinking is kept, which the template drops"
+                self._keep(spelling, index, turn, text, start, end, lost)
+            else:
+                spelling.dropped[index] = "the template drops its thinking"
+        else:
+            spelling.dropped[index] = "the template writes it differently"
+
+    def _keep(
+        self, spelling: Spelling, index: int, turn: Turn, text: str, start: int, end: int, head: str = ""
+    ) -> None:
+        """Use the ids of a turn for text[start:end], and its end where the template writes the same."""
+        close = _WHITE_SPACE.match(text, end).end()
+        if not turn.end:
+            spelling.spans[index] = Span(start, end, turn.ids, None, head)
+        elif text.startswith(turn.end, close):
+            if close > end:
+                spelling.respelled[index] = "the template writes white space behind it"
+            spelling.spans[index] = Span(start, close + len(turn.end), turn.ids, turn.end_id, head)
+        else:  # it ended in another way than the template ends it, which comes next
+            spelling.spans[index] = Span(start, end, turn.ids[:-TOKEN_BYTES], None, head)
+
+    def _opening(self, prompt: ChatPrompt, index: int) -> str:
+        """What the template adds where the answer at `index` begins, "" if that cannot be told."""
+        before = msgspec.structs.replace(prompt, messages=prompt.messages[:index], partial=False)
+        try:
+            without, whole = (self._tokenizer.apply_chat(before, answer_next) for answer_next in (False, True))
+        except FieldError:
+            return ""
+        return whole[len(without) :] if whole.startswith(without) else ""
+
+    def _part(self, spelling: Spelling) -> None:
+        """Take out spans that lie across the one before; none do, unless a text repeats itself oddly."""
+        at = 0
+        for index, span in sorted(spelling.spans.items(), key=lambda item: item[1].start):
+            if span.start < at:
+                del spelling.spans[index]
+                spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
+            else:
+                at = span.end
+
+
+def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, str]:
+    """Where an answer begins in text[at:end], and the rest of its opening if the template wrote only the first of it.
+
+    Before `at` stands the template's, less white space; the opening may end there, or in white space behind.
+    """
+    latest = min(_WHITE_SPACE.match(text, at).end(), end)
+    for size in range(len(opening), 0, -1):
+        if not opening[:size].strip():
+            break
+        for start in range(at, latest + 1):
+            if text.endswith(opening[:size], 0, start):
+                return start, opening[size:]
+    return at, ""
+
+
+def _call_ids(message: Message) -> tuple[str, ...]:
+    """The id that a template may write and no model wrote: that of an only call, which nothing can be mistaken for."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return (calls[0]["id"],) if len(calls) == 1 and isinstance(calls[0].get("id"), str) else ()
+
+
+def _lacks_thinking(written: str, whole: str, reasoning: str | None) -> bool:
+    """Whether `written` is `whole` less what it begins with, and that is thinking."""
+    if not whole.endswith(written) or len(whole) == len(written):
+        return False
+    thinking = whole[: len(whole) - len(written)]
+    return (bool(reasoning) and bare(reasoning) in thinking) or thinking.endswith(THINKING_ENDS)

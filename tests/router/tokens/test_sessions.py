@@ -1,0 +1,789 @@
+"""Sessions: an answer that comes back as text is spelled by the ids that were generated, and never wrongly."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import random
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixrt.messages import ChatPrompt
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens import Encoded, Sessions, TextService, Tokenizer, load_tokenizer
+from radixrt.router.tokens.chain import bare, keys_of
+from radixrt.router.tokens.chat import ChatTemplates
+from tests.checkpoints import make_tokenizer
+
+CALLS = (
+    '{% for c in m.tool_calls or [] %}{{ \'\\n<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
+    "{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
+)
+LAST_USER = (
+    "{% set ns = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.user = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+)
+THOUGHT = (
+    "{% if m.role == 'assistant' and m.reasoning_content and loop.index0 > ns.user %}"
+    "{{ '<think>\\n' + m.reasoning_content.strip() + '\\n</think>\\n\\n' }}{% endif %}"
+)
+CONTENT = "{{ m.content or '' }}"
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+def chat(content: str, first: str = TOOLS, opening: str = "", end: str = "<|im_end|>") -> str:
+    """A template in the manner of ChatML."""
+    turn = "{{ '<|im_start|>' + m.role + '\\n' }}" + content + "{{ '" + end + "\\n' }}"
+    answer = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n" + opening + "' }}{% endif %}"
+    return first + "{% for m in messages %}" + turn + "{% endfor %}" + answer
+
+
+REFUSE = "{% if m.content[:4] == 'turn' %}{{ raise_exception('no') }}{% endif %}"
+TEMPLATES = {
+    "plain": chat(CONTENT + CALLS),
+    "trim": chat("{{ m.content | trim }}" + CALLS),
+    "thinking": chat(THOUGHT + CONTENT + CALLS, LAST_USER),
+    "thinks first": chat(THOUGHT + CONTENT + CALLS, LAST_USER, "<think>\\n"),
+    "no thinking": chat(CONTENT, opening="<think>\\n\\n</think>\\n\\n"),
+    "moving": chat("{% if loop.index0 == ns.user %}" + TOOLS + "{% endif %}" + CONTENT, LAST_USER),
+    "spaced": chat(CONTENT, end=" <|im_end|>"),
+    "twice": chat(CONTENT + " " + CONTENT),
+    "changes": chat("{{ m.content | upper }}"),
+    "refuses": chat(REFUSE + "{{ m.content | trim }}"),
+}
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def to_bytes(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(arguments: Any, call_id: str = "abcdefghi", name: str = "find") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class Talk:
+    """A conversation as server and client have it: each answer is given as text, and generated in odd pieces."""
+
+    def __init__(self, tokenizer: Tokenizer, sessions: Sessions, tools: list[Any] | None = None, seed: int = 0) -> None:
+        self.tokenizer, self.sessions, self.tools = tokenizer, sessions, tools
+        self.messages: list[dict[str, Any]] = []
+        self.rng = random.Random(seed)
+        self.encoded: Encoded | None = None
+        self.whole = b""
+
+    def ask(self, *messages: dict[str, Any], namespace: str = "n", **args: Any) -> Encoded:
+        self.messages += messages
+        prompt = ChatPrompt(copy.deepcopy(self.messages), self.tools, template_args=args)
+        self.encoded = self.sessions.encode_chat(namespace, prompt)
+        return self.encoded
+
+    def answer(self, text: str, message: dict[str, Any] | None = None, end: str | None = "<|im_end|>") -> bytes:
+        """The model generates `text` and `end`; the client sees `message`."""
+        ids = odd_ids(self.tokenizer, text, self.rng)
+        ids += [self.tokenizer.token_id(end)] if end else []
+        message = message or said("assistant", text)
+        self.sessions.remember(self.encoded, message, to_bytes(ids))
+        self.messages.append(message)
+        self.whole = self.encoded.ids + to_bytes(ids)
+        return self.whole
+
+
+def odd_ids(tokenizer: Tokenizer, text: str, rng: random.Random) -> list[int]:
+    """Ids of a text that an encoding of it would not give."""
+    for _ in range(8):
+        at = rng.randrange(len(text) + 1) if text else 0
+        ids = tokenizer.encode_continuation(text[:at]) + tokenizer.encode_continuation(text[at:])
+        if ids != tokenizer.encode_continuation(text):
+            break
+    return ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def talk(folder: Path, request: pytest.FixtureRequest) -> Talk:
+    return make_talk(folder, getattr(request, "param", "plain"))
+
+
+def make_talk(folder: Path, template: str, tools: list[Any] | None = None, **options: Any) -> Talk:
+    made = load_tokenizer(folder)
+    tokenizer = Tokenizer(
+        made._backend, ChatTemplates({"default": TEMPLATES[template]}, SPECIAL), made.bos_id, made.eos_ids
+    )
+    return Talk(tokenizer, Sessions(tokenizer, **options), tools)
+
+
+def shown(talk: Talk) -> str:
+    return talk.tokenizer.decode(memoryview(talk.encoded.ids).cast("i").tolist(), False)
+
+
+# ---------------------------------------------------------------- one answer, however it comes back
+
+
+def test_an_answer_is_spelled_as_it_was_generated(talk: Talk) -> None:
+    talk.ask(said("user", "What is it?"))
+    whole = talk.answer("The question again, and the answer.")
+    encoded = talk.ask(said("user", "More."))
+    assert encoded.ids == whole + to_bytes(
+        talk.tokenizer.encode("\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n")
+    )
+    assert (encoded.kept_turns, encoded.respelled, encoded.dropped) == (1, (), ())
+    assert encoded.ids != talk.tokenizer.encode_bytes(encoded.text, False)
+    assert shown(talk) == encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [" the dog\n", [{"type": "text", "text": "the "}, {"type": "text", "text": "dog"}], "the dog"],
+    ids=["white space", "parts", "same"],
+)
+@pytest.mark.parametrize("talk", ["plain", "trim"], indirect=True)
+def test_content_comes_back_in_many_forms(talk: Talk, content: Any) -> None:
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("the dog", said("assistant", "the dog"))
+    talk.messages[-1] = said("assistant", content, refusal=None, annotations=[], name=None, audio=None)
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole)
+    assert not encoded.dropped
+
+
+ARGUMENTS = '{"b": [1, 2.0, {"y": "Zürich", "x": null}], "a": "two  words"}'
+
+
+@pytest.mark.parametrize("content", [None, "", "absent", "Let me see."])
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        ARGUMENTS,
+        '{"a":"two  words","b":[1,2,{"x":null,"y":"Z\\u00fcrich"}]}',
+        json.loads(ARGUMENTS),
+        json.dumps(json.loads(ARGUMENTS), indent=2),
+    ],
+    ids=["same", "reordered", "object", "indented"],
+)
+def test_tool_calls_come_back_as_json(talk: Talk, echoed: Any, content: str | None) -> None:
+    talk.tools = [{"type": "function", "function": {"name": "find"}}]
+    talk.ask(said("user", "Find it."))
+    text = content if content == "Let me see." else ""
+    generated = text + '\n<tool_call>\n{"name": "find", "arguments": ' + ARGUMENTS + "}\n</tool_call>"
+    whole = talk.answer(generated, said("assistant", text, tool_calls=[call(ARGUMENTS)]))
+    message = said("assistant", content, tool_calls=[call(echoed) | {"index": 0}], function_call=None)
+    if content == "absent":
+        del message["content"]
+    talk.messages[-1] = message
+    encoded = talk.ask(said("tool", "found", tool_call_id="abcdefghi"))
+    assert encoded.ids.startswith(whole)
+    assert encoded.kept_turns == 1 and not encoded.dropped
+    assert bool(encoded.respelled) == (isinstance(echoed, str) and echoed.startswith('{"a"'))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m | {"content": "the cat"},
+        lambda m: m | {"tool_calls": [call('{"a": 2}')]},
+        lambda m: m | {"tool_calls": [call('{"a": 1}', "another00")]},
+        lambda m: m | {"tool_calls": []},
+        lambda m: m | {"tool_calls": [call('{"a": 1')]},
+    ],
+)
+def test_another_answer_is_another(talk: Talk, change: Any) -> None:
+    talk.ask(said("user", "Find it."))
+    generated = 'the dog\n<tool_call>\n{"name": "find", "arguments": {"a": 1}}\n</tool_call>'
+    talk.answer(generated, said("assistant", "the dog", tool_calls=[call('{"a": 1}')]))
+    assert talk.sessions.encode_chat("n", ChatPrompt([*talk.messages, said("tool", "x")])).kept_turns == 1
+    talk.messages[-1] = change(talk.messages[-1])
+    encoded = talk.ask(said("tool", "found"))
+    assert encoded.kept_turns == 0
+    assert encoded.ids == talk.tokenizer.encode_bytes(encoded.text, False)
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [("<|im_end|>", True), (None, True), ("<|endoftext|>", False)],
+    ids=["ended", "cut off", "other end"],
+)
+def test_the_end_of_a_turn_is_there_once(talk: Talk, end: str | None, kept: bool) -> None:
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("the lazy dog", end=end)
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole if kept else whole[:-4])
+    assert shown(talk) == encoded.text
+    assert encoded.text.count("<|im_end|>") == 3
+    assert encoded.kept_turns == 1
+
+
+def test_an_empty_answer_is_one(talk: Talk) -> None:
+    talk.ask(said("user", "Say nothing."))
+    whole = talk.answer("", said("assistant", None))
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole) and shown(talk) == encoded.text
+
+
+def test_half_a_character_stays_what_it_was(talk: Talk) -> None:
+    talk.ask(said("user", "Smile."))
+    ids = talk.tokenizer.encode("ok 🤖", False)[:-2]
+    text = talk.tokenizer.decode(ids)
+    assert text.endswith("\ufffd")
+    message = said("assistant", text)
+    talk.sessions.remember(talk.encoded, message, to_bytes(ids))
+    before = talk.encoded.ids
+    talk.messages.append(message)
+    assert talk.ask(said("user", "?")).ids.startswith(before + to_bytes(ids))
+
+
+# ---------------------------------------------------------------- what templates do to answers
+
+
+@pytest.mark.parametrize("talk", ["trim"], indirect=True)
+def test_trimmed_white_space_is_said_and_kept(talk: Talk) -> None:
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("\n the dog  \n")
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole)
+    assert encoded.respelled == ("message 1: the template writes its white space or JSON in another way",)
+    whole = talk.answer("nothing to trim")
+    assert talk.ask(said("user", "And?")).ids.startswith(whole)
+
+
+@pytest.mark.parametrize("talk", ["spaced"], indirect=True)
+def test_white_space_before_the_end_is_left_out(talk: Talk) -> None:
+    for turn in range(3):
+        assert talk.ask(said("user", "Who?")).ids.startswith(talk.whole)
+        assert len(talk.encoded.respelled) == turn
+        talk.answer("the dog")
+
+
+REASONING = "Thought: I should search.\n\nThen {answer}."
+
+
+@pytest.mark.parametrize("template", ["thinking", "thinks first"])
+@pytest.mark.parametrize("echoes", [True, False], ids=["thinking comes back", "thinking stays away"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_thinking(folder: Path, template: str, echoes: bool, keep: bool) -> None:
+    """It stays in a loop of tools, and goes with the next user message, but where it is to be kept."""
+    talk = make_talk(folder, template, keep_thinking=keep)
+    head = "" if template == "thinks first" else "<think>\n"
+    talk.ask(said("user", "Find it."))
+    generated = '\n<tool_call>\n{"name": "find", "arguments": {"a": 1}}\n</tool_call>'
+    message = said("assistant", "", tool_calls=[call('{"a": 1}')], reasoning_content=REASONING)
+    whole = talk.answer(f"{head}{REASONING}\n</think>\n\n{generated}", message)
+    if not echoes:
+        talk.messages[-1] = {k: v for k, v in message.items() if k != "reasoning_content"}
+    assert talk.ask(said("tool", "found")).ids.startswith(whole)
+    assert not talk.encoded.dropped and talk.encoded.kept_turns == 1
+    final = said("assistant", "It is here.", reasoning_content=REASONING)
+    whole = talk.answer(f"{head}{REASONING}\n</think>\n\nIt is here.", final)
+    if not echoes:
+        talk.messages[-1] = said("assistant", "It is here.")
+    encoded = talk.ask(said("user", "Thanks."))
+    if keep:
+        assert encoded.ids.startswith(whole)
+        assert encoded.respelled == tuple(
+            f"message {i}: its thinking is kept, which the template drops" for i in (1, 3)
+        )
+        assert shown(talk).count(REASONING) == 2
+    else:
+        assert encoded.dropped == tuple(f"message {i}: the template drops its thinking" for i in (1, 3))
+        assert shown(talk) == encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
+        assert REASONING not in shown(talk)
+    talk.answer(f"{head}{REASONING}\n</think>\n\nGoodbye.", said("assistant", "Goodbye.", reasoning_content=REASONING))
+    again = talk.ask(said("user", "Wait."))
+    assert again.ids.startswith(talk.whole) == keep
+    assert keep or shown(talk) == again.text
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_opening_that_the_template_drops(folder: Path, keep: bool) -> None:
+    """The prompt ended with an empty thought, which the history leaves out."""
+    talk = make_talk(folder, "no thinking", keep_thinking=keep)
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("the lazy dog")
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole) == keep
+    assert encoded.kept_turns == 1
+    if not keep:
+        assert encoded.dropped == ("message 1: the template drops '<think>\\n\\n</think>' before it",)
+        assert shown(talk) == encoded.text
+
+
+def test_tools_that_move_to_the_last_user_message(folder: Path) -> None:
+    """Earlier history changes at each turn; the answers in it are still the generated ones."""
+    talk = make_talk(folder, "moving", tools=[{"type": "function", "function": {"name": "find"}}])
+    for turn, text in enumerate(("the quick fox", "the lazy dog", "again", "again")):
+        encoded = talk.ask(said("user", f"Who {turn}?"))
+        assert encoded.kept_turns == turn and not encoded.dropped and not encoded.respelled
+        assert shown(talk) == encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages, talk.tools))
+        talk.answer(text)
+    assert encoded.ids != talk.tokenizer.encode_bytes(encoded.text, False)
+
+
+@pytest.mark.parametrize("template", ["changes", "refuses"])
+def test_what_does_not_fit_is_encoded_as_text(folder: Path, template: str) -> None:
+    talk = make_talk(folder, template)
+    talk.ask(said("user", "Who?"))
+    talk.answer(" the dog ")
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.kept_turns == 0 and len(encoded.dropped) == 1
+    assert encoded.ids == talk.tokenizer.encode_bytes(encoded.text, False)
+
+
+@pytest.mark.parametrize("talk", ["twice"], indirect=True)
+def test_an_answer_that_is_written_twice(talk: Talk) -> None:
+    """The first is the one that was generated, and it does not end there."""
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("the dog")
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole[:-4]) and encoded.kept_turns == 1
+    assert shown(talk) == encoded.text
+
+
+@pytest.mark.parametrize("talk", ["trim"], indirect=True)
+def test_thinking_between_marks_of_any_kind(talk: Talk) -> None:
+    talk.ask(said("user", "Who?"))
+    talk.answer(f"|analysis| {REASONING} |final| the dog", said("assistant", "the dog", reasoning_content=REASONING))
+    assert talk.ask(said("user", "And?")).dropped == ("message 1: the template drops its thinking",)
+    talk.answer("the fox, that is the dog", said("assistant", "the dog", reasoning_content=REASONING))
+    assert talk.ask(said("user", "And?")).dropped[1:] == ("message 3: the template writes it differently",)
+
+
+def test_an_answer_stands_where_the_text_before_it_does(talk: Talk) -> None:
+    """A short answer may be found anywhere; to cut a word of another message for it would be no good."""
+    talk.ask(said("user", "Say one letter."))
+    talk.answer("o", end=None)
+    turn = next(iter(talk.sessions._turns.values()))[0]
+    text = talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
+    speller, prompt = talk.sessions._speller, ChatPrompt(talk.messages)
+    assert speller.find(prompt, text, {1: turn}).spans[1].start == turn.offset
+    turn.offset = text.index("one")
+    assert speller.find(prompt, text, {1: turn}).spans[1].start == text.rindex("o<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "end"),
+    [
+        ("phi-3-mini", "chat_templates/phi-3.jinja", "<|end|>"),
+        ("mistral-v1", "chat_templates/mistral-instruct.jinja", "</s>"),
+        ("mistral-v7", "mistral/chat_templates/v7_spm.jinja", "</s>"),
+    ],
+)
+def test_answers_generated_as_they_are_encoded_change_nothing(
+    checkpoints, shared_data: Path, name: str, template: str, end: str
+) -> None:
+    """What comes before and behind special tokens is encoded as in one text: spaces that are put there, or lost."""
+    talk = real_talk(checkpoints, shared_data, name, template, end)
+    for text in ("It is the dog.", "  No, the fox", "日本"):
+        encoded = talk.ask(said("user", "Who?"))
+        assert encoded.ids == talk.tokenizer.encode_bytes(encoded.text, False)
+        assert not encoded.respelled and not encoded.dropped
+        message = said("assistant", text)
+        whole = talk.tokenizer.apply_chat(ChatPrompt([*talk.messages, message]), answer_next=False)
+        ids = talk.tokenizer.encode_bytes(whole[: whole.rindex(end) + len(end)], False)
+        assert ids.startswith(encoded.ids)
+        talk.sessions.remember(encoded, message, ids[len(encoded.ids) :])
+        talk.messages.append(message)
+    assert talk.ask(said("user", "Who?")).kept_turns == 3
+
+
+def test_an_only_call_may_gain_an_id_and_one_of_two_may_not(checkpoints, shared_data: Path) -> None:
+    """Mistral's template writes call ids, which the model did not."""
+    for count in (1, 2):
+        talk = real_talk(checkpoints, shared_data, "mistral-v3", "mistral/chat_templates/v3_spm.jinja", "</s>")
+        talk.ask(said("user", "Find it."))
+        calls = [call('{"a": 1}', f"abcdefgh{i}") for i in range(count)]
+        objects = ", ".join('{"name": "find", "arguments": {"a": 1}}' for _ in calls)
+        text = f"[TOOL_CALLS] [{objects}]"
+        talk.answer(text, said("assistant", None, tool_calls=calls), end="</s>")
+        encoded = talk.ask(*[said("tool", "x", tool_call_id=c["id"]) for c in calls])
+        assert encoded.kept_turns == (count == 1) == encoded.ids.startswith(talk.whole)
+        assert len(encoded.dropped) == count - 1
+
+
+# ---------------------------------------------------------------- chains
+
+
+def test_branches_do_not_mix(talk: Talk) -> None:
+    """Answers to one question, of the same text or not, and answers below them."""
+    talk.ask(said("user", "Who?"))
+    first, trunk = talk.encoded, list(talk.messages)
+    wholes = []
+    for text in ("the dog", "the fox", "the lazy dog"):
+        talk.messages, talk.encoded = list(trunk), first
+        talk.answer(text)
+        talk.ask(said("user", "And?"))
+        assert talk.encoded.ids.startswith(talk.whole)
+        wholes.append((list(talk.messages), talk.answer("the question")))
+    for messages, whole in reversed(wholes):
+        talk.messages = [*messages, said("assistant", "the question")]
+        assert talk.ask(said("user", "Last.")).ids.startswith(whole)
+        assert talk.encoded.kept_turns == 2
+    talk.messages, talk.encoded = list(trunk), first
+    latest = talk.answer("the dog")
+    assert talk.ask(said("user", "And?")).ids.startswith(latest)
+
+
+def test_thinking_tells_answers_of_one_text_apart(folder: Path) -> None:
+    talk = make_talk(folder, "thinking", keep_thinking=True)
+    talk.ask(said("user", "Who?"))
+    first, wholes = talk.encoded, {}
+    for thought in ("the quick fox", "the lazy dog"):
+        talk.messages, talk.encoded = talk.messages[:1], first
+        message = said("assistant", "ok", reasoning_content=thought)
+        wholes[thought] = talk.answer(f"<think>\n{thought}\n</think>\n\nok", message)
+    for thought, whole in wholes.items():
+        talk.messages = [talk.messages[0], said("assistant", "ok", reasoning_content=thought)]
+        assert talk.ask(said("user", "And?")).ids.startswith(whole)
+    talk.messages = [talk.messages[0], said("assistant", "ok", reasoning_content="another")]
+    assert talk.ask(said("user", "And?")).kept_turns == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"namespace": "m"},
+        {"enable_thinking": False},
+        {"tools": [{"type": "function", "function": {"name": "find"}}]},
+        {"first": "What?"},
+    ],
+    ids=["namespace", "template args", "tools", "history"],
+)
+def test_what_answers_are_found_by(talk: Talk, other: dict[str, Any]) -> None:
+    talk.ask(said("user", "Who?"))
+    talk.answer("the lazy dog")
+    assert talk.ask(said("user", "And?")).kept_turns == 1
+    talk.tools = other.pop("tools", None)
+    talk.messages[0] = said("user", other.pop("first", "Who?"))
+    encoded = talk.ask(**other)
+    assert encoded.kept_turns == 0
+    assert encoded.ids == talk.tokenizer.encode_bytes(encoded.text, False)
+
+
+def test_memory_is_bounded_and_the_latest_stay(folder: Path) -> None:
+    talk = make_talk(folder, "plain", max_tokens=60)
+    talk.ask(said("user", "Keep this."))
+    talk.answer("the lazy dog")
+    kept, size = list(talk.messages), talk.sessions.num_tokens
+    for number in range(30):
+        talk.messages = []
+        talk.ask(said("user", f"Question {number}"))
+        talk.answer("the quick fox")
+        talk.messages = list(kept)
+        assert talk.ask(said("user", "And?")).kept_turns == 1
+        assert size < talk.sessions.num_tokens <= 60
+    turns = [turn for variants in talk.sessions._turns.values() for turn in variants]
+    assert talk.sessions.num_tokens == sum(len(turn.ids) for turn in turns) // 4
+    talk.messages = [said("user", "Question 0"), said("assistant", "the quick fox")]
+    assert talk.ask(said("user", "And?")).kept_turns == 0
+    before = talk.sessions.num_tokens
+    talk.answer("too long " * 60)
+    assert talk.sessions.num_tokens == before
+
+
+def test_the_same_answer_again_takes_no_more_room(talk: Talk) -> None:
+    talk.ask(said("user", "Who?"))
+    first, sizes = talk.encoded, []
+    for _ in range(3):
+        talk.messages, talk.encoded, talk.rng = talk.messages[:1], first, random.Random(1)
+        talk.answer("the lazy dog")
+        sizes.append(talk.sessions.num_tokens)
+    assert sizes[0] == sizes[1] == sizes[2] > 0
+
+
+def test_a_partial_answer_keeps_those_before_it(talk: Talk) -> None:
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("the lazy dog")
+    talk.ask(said("user", "And?"))
+    talk.answer("The quick \n")
+    messages, size = [*talk.messages[:-1], said("assistant", "The quick")], talk.sessions.num_tokens
+    encoded = talk.sessions.encode_chat("n", ChatPrompt(messages, partial=True))
+    assert encoded.ids.startswith(whole) and encoded.kept_turns == 1
+    assert encoded.text.endswith("assistant\nThe quick")
+    talk.sessions.remember(encoded, said("assistant", "The quick fox"), whole)
+    assert talk.sessions.num_tokens == size
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        (["x"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([said("assistant", "x", tool_calls=7)], "messages[0].tool_calls"),
+        ([said("assistant", 7)], "messages[0].content"),
+        ([said("user", [{"type": "image_url"}])], "messages[0].content[0].type"),
+        ([said("user", "\ud800")], "messages"),
+        ([said("assistant", [7])], "messages[0].content[0].type"),
+    ],
+)
+def test_bad_messages_name_the_field(talk: Talk, messages: Any, field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        talk.sessions.encode_chat("n", ChatPrompt(messages))
+    assert caught.value.field == field
+
+
+def test_messages_are_left_as_they_were(folder: Path) -> None:
+    talk = make_talk(folder, "thinking")
+    talk.ask(said("user", "Who?"))
+    talk.answer("<think>\nhm\n</think>\n\nok", said("assistant", "ok", reasoning_content="hm"))
+    messages = [talk.messages[0], said("assistant", "ok", tool_calls=None), said("user", "And?")]
+    before = copy.deepcopy(messages)
+    talk.sessions.encode_chat("n", ChatPrompt(messages))
+    assert messages == before
+
+
+def test_threads_may_share_it(folder: Path) -> None:
+    talk = make_talk(folder, "plain", max_tokens=2000)
+
+    def run(seed: int) -> int:
+        own, kept = Talk(talk.tokenizer, talk.sessions, seed=seed), 0
+        for turn in range(12):
+            own.ask(said("user", f"Question {seed % 3} {turn}"))
+            kept += own.encoded.kept_turns
+            assert shown(own) == own.encoded.text
+            own.answer(f"the answer {turn}")
+        return kept
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(run, range(12))) > 100
+    assert talk.sessions.num_tokens == sum(
+        len(turn.ids) // 4 for variants in talk.sessions._turns.values() for turn in variants
+    )
+
+
+async def _served(talk: Talk, prompts: list[ChatPrompt]) -> list[Encoded]:
+    with TextService(talk.tokenizer) as service:
+        return [await service.encode_chat(talk.sessions, "n", prompt) for prompt in prompts]
+
+
+def test_the_service_gives_the_same(talk: Talk) -> None:
+    import asyncio
+
+    talk.ask(said("user", "Who?"))
+    talk.answer("the lazy dog")
+    messages = [*talk.messages, said("user", "More.")]
+    prompts = [ChatPrompt(messages), ChatPrompt([*messages[:2], said("user", "long " * 2000)])]
+    prompts.append(ChatPrompt([*messages, said("assistant", "x"), said("user", "y")] * 30))
+    for prompt, encoded in zip(prompts, asyncio.run(_served(talk, prompts)), strict=True):
+        assert encoded == talk.sessions.encode_chat("n", prompt)
+        assert encoded.kept_turns == 1
+
+
+NASTY = (
+    "o",
+    " ",
+    "\n",
+    "ok",
+    "the dog",
+    "<|im_start|>assistant\n",
+    "<|im_end|>",
+    "</think>",
+    "<think>\n",
+    "{",
+    '{"a": 1}',
+    "é",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompt_means_what_the_template_makes_of_it(folder: Path, template: str) -> None:
+    """Whatever was generated, by whom, and however it comes back: but for white space, the text is the template's."""
+    talk, kept = make_talk(folder, template), 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        talk.messages = []
+        for _ in range(4):
+            talk.ask(*[said("user", "".join(rng.choices(NASTY, k=3))) for _ in range(rng.randint(0, 2) or 1)])
+            assert bare(shown(talk)) == bare(talk.encoded.text)
+            kept += talk.encoded.kept_turns
+            content = "".join(rng.choices(NASTY, k=rng.randrange(4)))
+            thought = rng.choice((None, "the dog", "o"))
+            head = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+            message = said("assistant", content) | ({"reasoning_content": thought} if thought else {})
+            talk.answer(head + content, message, rng.choice(("<|im_end|>", "<|im_end|>", "<|endoftext|>", None)))
+            talk.messages[-1] = rng.choice((message, said("assistant", content.strip())))
+    assert kept > 20 or template in ("changes", "refuses")
+
+
+# ---------------------------------------------------------------- texts compared
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("a  b\n", "a b", True),
+        ('x {"a": 1, "b": [2.0]} y', 'x{"b":[2],"a":1}y', True),
+        ('{"a": "x  y"}', '{"a": "x y"}', False),
+        ('{"a": "\\u00e9"}', '{"a": "é"}', True),
+        ('{"id": "i", "a": 1}', '{"a": 1}', True),
+        ('{"id": "j", "a": 1}', '{"a": 1}', False),
+        ("{not json} {", "{not json}{", True),
+        ('{"a": 1.5}', '{"a": 1.4}', False),
+        ("{" * 5000, "{" * 5000 + " ", True),
+        ('{"a":' * 5000, '{"a":' * 5000, True),
+    ],
+)
+def test_texts_are_compared_by_what_they_say(one: str, other: str, same: bool) -> None:
+    assert (bare(one, ("i",)) == bare(other, ("i",))) == same
+
+
+def test_keys_are_of_all_messages() -> None:
+    chat = [said("user", "a"), said("assistant", "b"), said("user", "c")]
+    keys = keys_of("n", ChatPrompt(chat))
+    assert len(set(keys)) == 4
+    assert keys_of("n", ChatPrompt(chat[:2])) == keys[:3]
+    assert keys_of("n", ChatPrompt([said("user", "ab"), said("assistant", "")]))[2] != keys[2]
+    assert keys_of("n", ChatPrompt([said("assistant", "a"), *chat[1:]]))[3] != keys[3]
+
+
+# ---------------------------------------------------------------- recorded conversations
+
+
+def real_talk(checkpoints, shared_data: Path, name: str, template: str, end: str, **more: Any) -> Talk:
+    made = checkpoints.tokenizer(name)
+    source = (shared_data / "tokenizers" / template.removeprefix("raw ")).read_text(encoding="utf-8")
+    if template.startswith("chat_templates/") and "qwen" not in template:
+        source = source.replace("    ", "").replace("\n", "")  # as their authors say
+    templates = ChatTemplates({"default": source}, SPECIAL | {"eos_token": end})
+    tokenizer = Tokenizer(made._backend, templates, made.bos_id, {made.token_id(end)})
+    return Talk(tokenizer, Sessions(tokenizer), **more)
+
+
+def lines(path: Path, count: int) -> Iterator[Any]:
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as rows:
+        yield from (json.loads(row) for _, row in zip(range(count), rows, strict=False))
+
+
+def openai_form(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form, with call ids of nine characters, as Mistral wants them."""
+    found, pending = [], []
+    for message in chat:
+        message = {key: message.get(key) for key in ("role", "content", "tool_calls") if message.get(key)}
+        if message["role"] == "tool":
+            message["tool_call_id"] = pending.pop(0)
+        if message.get("tool_calls"):
+            calls = [c.get("function", c) | {"id": c["id"][-9:]} for c in message["tool_calls"]]
+            texts = [c["arguments"] if isinstance(c["arguments"], str) else json.dumps(c["arguments"]) for c in calls]
+            message["tool_calls"] = [call(t, c["id"], c["name"]) for t, c in zip(texts, calls, strict=True)]
+            pending = [c["id"] for c in calls]
+        found.append({"content": None if message["role"] == "assistant" else ""} | message)
+    return found
+
+
+def recorded(shared_data: Path, name: str) -> list[list[dict[str, Any]]]:
+    folder = shared_data / name
+    if name == "lmcache_agent_trace":
+        return [chat for path in sorted(folder.glob("*.jsonl.gz")) for chat in flattened(lines(path, 12))]
+    path, count = {
+        "tau_bench": ("gpt4o_airline_trajectories.jsonl.gz", 3),
+        "tau2_bench": ("gpt-4.1_retail_default_gpt-4.1_1trials.jsonl.gz", 3),
+        "mint_bench": ("conversations.jsonl.gz", 60),
+    }[name]
+    rows = list(lines(folder / path, count))[:: 6 if name == "mint_bench" else 1]
+    chats = [openai_form(row["messages"]) for row in rows]
+    return [chat[:1] + chat[2:] if chat[1]["role"] == "assistant" and name == "tau2_bench" else chat for chat in chats]
+
+
+def flattened(calls: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Prompts that grow as conversations: what each has more than the one before it is a user's message."""
+    chat: list[dict[str, Any]] = []
+    seen, session = "", None
+    for row in calls:
+        grows = row["session_id"] == session and row["input"].startswith(seen) and len(row["input"]) > len(seen)
+        if not grows and chat:
+            yield chat
+            chat = []
+        chat += [said("user", row["input"][len(seen) if grows else 0 :]), said("assistant", row["output"] or "-")]
+        seen, session = row["input"], row["session_id"]
+    yield chat
+
+
+def client_echo(message: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A message as some client sends it back."""
+    message = copy.deepcopy(message)
+    for tool_call in message.get("tool_calls") or ():
+        arguments = json.loads(tool_call["function"]["arguments"])
+        pairs = list(arguments.items())
+        rng.shuffle(pairs)
+        tool_call["function"]["arguments"] = json.dumps(dict(pairs), indent=rng.choice((None, 1)))
+    if isinstance(message["content"], str) and message["content"]:
+        message["content"] = rng.choice((message["content"], [{"type": "text", "text": message["content"]}]))
+    return message
+
+
+CHATML, QWEN = "chat_templates/chatml.jinja", "chat_templates/qwen2.5-instruct.jinja"
+MISTRAL = "mistral/chat_templates/v3_spm.jinja"
+REPLAYS = [
+    ("tau_bench", "made", QWEN, "<|im_end|>", False),
+    ("tau_bench", "mistral-v3", MISTRAL, "</s>", True),
+    ("tau2_bench", "made", QWEN, "<|im_end|>", False),
+    ("tau2_bench", "mistral-v3", MISTRAL, "</s>", True),
+    ("lmcache_agent_trace", "made", CHATML, "<|im_end|>", False),
+    ("lmcache_agent_trace", "made", "raw " + CHATML, "<|im_end|>", False),
+    ("lmcache_agent_trace", "phi-3-mini", "chat_templates/phi-3.jinja", "<|end|>", False),
+    ("mint_bench", "made", CHATML, "<|im_end|>", False),
+    ("mint_bench", "phi-3-mini", "chat_templates/phi-3.jinja", "<|end|>", False),
+    ("mint_bench", "mistral-v1", "chat_templates/mistral-instruct.jinja", "</s>", False),
+    ("mint_bench", "mistral-v1", "chat_templates/llama-2-chat.jinja", "</s>", False),
+    ("mint_bench", "mistral-v1", "chat_templates/vicuna.jinja", "</s>", False),
+    ("mint_bench", "mistral-v7", "mistral/chat_templates/v7_spm.jinja", "</s>", False),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "template", "end", "moves"), REPLAYS)
+def test_recorded_conversations_hit_all_but_what_is_new(
+    checkpoints, shared_data: Path, name: str, model: str, template: str, end: str, moves: bool
+) -> None:
+    """Recorded answers, generated in odd pieces and sent back by careless clients: each prompt begins with all of the
+    prompt before it and its answer, so that a cache that forgets nothing misses what is new and nothing else.
+    `moves`: the template moves tools to the latest user message, which what is cached cannot follow."""
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    turns = 0
+    for chat in recorded(shared_data, name):
+        talk = real_talk(
+            checkpoints, shared_data, model, template, end, seed=turns, tools=tools if name.startswith("tau") else None
+        )
+        for message in chat:
+            if message["role"] != "assistant":
+                talk.messages.append(message)
+                continue
+            encoded = talk.ask()
+            assert encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages, talk.tools))
+            assert encoded.kept_turns == sum(m["role"] == "assistant" for m in talk.messages)
+            assert not encoded.dropped
+            check_meaning(talk)
+            if talk.whole and not (moves and talk.messages[-1]["role"] == "user"):
+                turns += 1
+                assert encoded.ids.startswith(talk.whole)
+            talk.answer(as_generated(talk, message, end), message, end)
+            talk.messages[-1] = client_echo(message, talk.rng)
+    assert turns >= 10
+
+
+def check_meaning(talk: Talk) -> None:
+    """The ids say what the template does."""
+    assert bare(shown(talk)) == bare(talk.tokenizer.decode(talk.tokenizer.encode(talk.encoded.text, False), False))
+
+
+def as_generated(talk: Talk, message: dict[str, Any], end: str) -> str:
+    """What a model would have written for this answer: as the template writes it, and JSON a little otherwise."""
+    prompt = ChatPrompt([*talk.messages, message], talk.tools)
+    text = talk.tokenizer.apply_chat(prompt, answer_next=False)
+    if not text.startswith(talk.encoded.text):  # a template that begins answers with more than it writes later
+        return message["content"]
+    text = text[len(talk.encoded.text) :]
+    text = text[: text.rindex(end)]
+    return text.replace('", "arguments"', '",  "arguments"') if message.get("tool_calls") else text
