@@ -1,12 +1,13 @@
 # make demo   environment, installation, a branching agent program on two CPU workers, the hit-rate report
 # make test   what the tests need, the linter, all tests
-# make bench  tree, scheduler and front, each beside a reference; JSON in bench/results
+# make bench  tree, scheduler, front and grammars, each beside a reference; JSON in bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp)
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout \
-  pyzmq uvloop starlette uvicorn httptools prometheus-client
+  pyzmq uvloop starlette uvicorn httptools prometheus-client \
+  xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
 .PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test gpu-bench
 
@@ -22,7 +23,7 @@ test-slow: .venv/installed-test
 # On a GPU host without a network: `make gpu-wheels` where there is one, then carry .gpu along.
 gpu-wheels:
 	python3 -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform any \
-	  --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --dest .gpu/whl $(GPU_WHEELS)
+	  --platform manylinux2014_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 --dest .gpu/whl $(GPU_WHEELS)
 
 .gpu/site: $(wildcard .gpu/whl/*.whl)
 	python3 -m pip install --quiet --no-deps --no-index --target $@ .gpu/whl/*.whl
@@ -45,6 +46,7 @@ bench: .venv/installed-test
 	$(BIN)/python -m bench.tree
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.front
+	$(BIN)/python -m bench.grammar
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

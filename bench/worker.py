@@ -11,6 +11,7 @@ time of a decode run in which no kernel ran, from a trace of every kernel.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import tempfile
 import time
@@ -23,9 +24,10 @@ import numpy as np
 import torch
 
 from bench.common import save, table
+from bench.grammar import EOS, GRAMMARS, made_vocabulary
 from bench.shapes import LLAMA_8B
 from radixrt.config import WorkerConfig, resolve
-from radixrt.messages import Run, Sampling
+from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.plan import Runner
@@ -105,9 +107,10 @@ class Bench:
     def ids(self, count: int) -> np.ndarray:
         return self._rng.integers(1000, self.worker.runner.vocab_size - 300, count, dtype=np.int32)
 
-    def add(self, ids: np.ndarray, tokens: int) -> None:
+    def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None) -> None:
         self._next += 1
-        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        ends = (EOS,) if grammar else ()
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True, grammar=grammar, stop_token_ids=ends)
         prompt = array("i", ids.tobytes()).tobytes()
         self.worker._add(Run(id=self._next, namespace="", ids=prompt, prompt_len=len(ids), sampling=sampling))
 
@@ -217,6 +220,33 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
     return rows
 
 
+def grammar_rows(bench: Bench) -> list[dict[str, Any]]:
+    """64 decodes, free and by a JSON schema over a made vocabulary; nothing where xgrammar is missing."""
+    if importlib.util.find_spec("xgrammar") is None:
+        print("no xgrammar: decodes by a grammar are left out")
+        return []
+    worker, rows = bench.worker, []
+    worker._grammars._vocabulary = made_vocabulary(worker.runner.vocab_size)
+    for what, name in (("free", ""), ("by a JSON schema", "a person"), ("by any JSON", "any JSON")):
+        for _ in range(64):
+            bench.add(bench.ids(1024), 2 * STEPS + 16, GRAMMARS.get(name))
+        while worker._compiling:
+            worker._add_compiled()
+            time.sleep(0.01)
+        bench.settle()
+        for _ in range(8):
+            bench.step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        tokens = sum(bench.step() for _ in range(STEPS))
+        seconds = time.perf_counter() - began
+        bench.finish()
+        row = {"what": f"decode 64 x 1024, {what}", "ms": seconds / STEPS * 1e3, "tokens_s": tokens / seconds}
+        rows.append(row | {"ratio": row["ms"] / rows[0]["ms"]} if rows else row)
+        print(rows[-1], flush=True)
+    return rows
+
+
 def plain_row(bench: Bench) -> dict[str, Any]:
     """256 requests at once, 1,024 in, 256 out: the load that `bench.serve` calls plain, without the way there."""
     for _ in range(256):
@@ -259,6 +289,7 @@ def main() -> None:
         rows += prefill_rows(bench, limits)
         if not args.quick:
             rows.append(plain_row(bench))
+            rows += grammar_rows(bench)
     print(table(rows))
     if not args.quick and not args.model:
         name = "worker_deterministic" if args.deterministic else "worker"

@@ -18,6 +18,7 @@ TORCH = (
     "worker/kv.py",
     "worker/attention.py",
     "worker/sample.py",
+    "worker/picking.py",
     "worker/scales.py",
     "worker/model/",
 )

@@ -86,6 +86,9 @@ class FakeRunner:
             return lambda: self._wait(plan, done_at, read)
         return lambda: self._wait(plan, done_at, None)
 
+    def draw(self) -> None:
+        """Nothing: tokens are drawn when they are asked for."""
+
     def _seconds(self, plan: Plan) -> float:
         decodes = int((plan.counts == 1).sum())
         prefill = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
@@ -111,7 +114,7 @@ class FakeRunner:
 
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
         """Put in place of tokens others that the grammars allow, ends first; why some cannot go on."""
-        chosen = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
+        chosen = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b] and not r.over]
         if not chosen:
             return {}
         masks = np.zeros((len(chosen), -(-self.vocab_size // 32)), dtype=np.int32)

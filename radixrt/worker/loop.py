@@ -149,8 +149,6 @@ class Worker:
     def _step(self) -> list[m.Output]:
         """Launch what there is to compute, and take in the step before; the same step, if the runner overlaps none."""
         outputs: list[m.Output] = []
-        if self._flight and any(request.serial for request in self._flight.plan.requests):
-            outputs = self._land()
         before, self._flight = self._flight, None
         plan = self.scheduler.plan()
         if plan is not None:
@@ -158,6 +156,7 @@ class Worker:
         after, self._flight = self._flight, before
         outputs += self._land()
         self._flight = after
+        outputs += self._draw()
         if not self.runner.overlaps:
             outputs += self._land()
         if self._check:
@@ -171,6 +170,17 @@ class Worker:
         except Exception as error:
             log.exception("step %d failed", plan.step)
             return self.scheduler.fail(plan, f"the step failed: {error}")
+        return []
+
+    def _draw(self) -> list[m.Output]:
+        """What the step in flight draws by the tokens that are known now."""
+        try:
+            if self._flight:
+                self.runner.draw()
+        except Exception as error:
+            flight, self._flight = self._flight, None
+            log.exception("step %d failed", flight.plan.step)
+            return self.scheduler.fail(flight.plan, f"the step failed: {error}")
         return []
 
     def _land(self) -> list[m.Output]:

@@ -83,3 +83,7 @@ class Runner(Protocol):
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         """Start a step. Calling what is returned waits for it; until then the host may plan the next one."""
+
+    def draw(self) -> None:
+        """Called when the result of the step before the one launched last is applied: tokens that depend on those
+        before (`Request.serial`) are drawn now, if they are not yet."""

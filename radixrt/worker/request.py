@@ -23,7 +23,7 @@ class Request:
     pending   tokens that planned steps draw and that are not known here yet
     over      it has ended
     draws     its tokens are drawn, not the likeliest
-    serial    what is drawn for it depends on the tokens before, which the host must know first
+    serial    what is drawn for it depends on the tokens before: drawn when the host knows them
     lease     pins the part of the path that is in the tree (set while it runs)
     arrival   tokens the worker had scheduled when it came (its age in tokens)
     hit       tokens the tree held when last looked, while it waits

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixrt.messages import Sampling, TokenLogprob
+from radixrt.messages import Sampling
 from radixrt.worker.request import Request
 
 
-def sample(
+def choose(
     logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], masks: Masks | None = None
-) -> list[int]:
-    """One token a request, at its position, from float32 logits[B, vocab], which may be overwritten."""
+) -> torch.Tensor:
+    """int64[B], one token a request, at its position, from float32 logits[B, vocab], which is overwritten."""
     for row, request in enumerate(requests):
         adjust(logits[row], request)
     if masks is not None:
@@ -37,23 +37,7 @@ def sample(
         at = torch.tensor(drawn, device=logits.device)
         arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
         tokens[at] = draw(logits[at], Draws.of({k: torch.from_numpy(v).to(at.device) for k, v in arrays.items()}))
-    return tokens.tolist()
-
-
-def token_logprobs(logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> list[TokenLogprob | None]:
-    """Natural log-probabilities of drawn tokens and of the likeliest, by the model's raw float32 logits[B, vocab]."""
-    wanted = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
-    found: list[TokenLogprob | None] = [None] * len(requests)
-    if not wanted:
-        return found
-    logprobs = torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)], -1)
-    most = min(max(requests[row].sampling.logprobs or 0 for row in wanted), logits.shape[-1])
-    values, ids = (x.tolist() for x in logprobs.topk(most))
-    for index, row in enumerate(wanted):
-        count = requests[row].sampling.logprobs
-        top = list(zip(ids[index][:count], values[index][:count], strict=True))
-        found[row] = TokenLogprob(tokens[row], float(logprobs[index, tokens[row]]), top)
-    return found
+    return tokens
 
 
 # ---------------------------------------------------------------- what changes the logits

@@ -52,12 +52,12 @@ class Engine:
 
     def step(self) -> bool:
         """As the worker's loop does it; False when there is nothing more to do."""
-        if self._flight and any(request.serial for request in self._flight[0].requests):
-            self.land()
         plan = self.scheduler.plan()
         launched = (plan, self.runner.launch(plan)) if plan else None
         self.land()
         self._flight = launched
+        if launched:
+            self.runner.draw()
         if not self.runner.overlaps:
             self.land()
         self.cache.check()

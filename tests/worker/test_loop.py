@@ -229,20 +229,27 @@ def test_a_long_step_does_not_stop_the_heart(monkeypatch):
         assert len(beats) >= 3
 
 
-def test_what_depends_on_the_tokens_before_waits_for_them(overlaps):
-    """A request with penalties is never launched on a token that the host does not know."""
-    seen = []
+def test_what_depends_on_the_tokens_before_is_drawn_when_they_are_known(overlaps):
+    """A request with penalties is launched on a token that the host may not know, and drawn when it does."""
+    seen, late = [], []
 
     class Watching(FakeRunner):
         def launch(self, plan):
             seen.extend(int(t) for r, t in zip(plan.requests, plan.tokens, strict=False) if r.serial)
+            self.plan = plan
             return super().launch(plan)
+
+        def draw(self):
+            for b, request in enumerate(self.plan.requests):
+                if self.plan.samples[b] and not request.over:
+                    late.append(int(self.plan.starts[b] + self.plan.counts[b]) - len(request.tokens))
 
     with worker(Watching(num_pages=400, check=True)) as (router, _):
         router.tell(run(1, [5, 6, 7], Sampling(max_tokens=8, temperature=0.0, frequency_penalty=0.5)))
         router.tell(run(2, [5, 6, 8]))
         router.finished(1, 2)
-    assert seen and -1 not in seen
+    assert (-1 in seen) == overlaps
+    assert late and set(late) == {0}, "all tokens before the one to be drawn"
     expected, last = [], 7
     for position in range(2, 10):
         expected.append(last := fake_token(last, position, 32_000))

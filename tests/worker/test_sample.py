@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from radixrt.messages import Run, Sampling
+from radixrt.worker.picking import Picking
+from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Draws, adjust, draw, gumbel, keep_min_p, keep_top, sample, token_logprobs
+from radixrt.worker.sample import Draws, adjust, choose, draw, gumbel, keep_min_p, keep_top
 
 VOCAB = 200
 
@@ -108,7 +110,8 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     best = int(raw[0].argmax())
     plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
     expected = int(raw[0].topk(2).indices[1])
-    assert sample(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3]) == [best, expected]
+    found = choose(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
+    assert found.tolist() == [best, expected]
 
 
 def test_noise_is_gumbel():
@@ -156,10 +159,16 @@ def test_reported_logprobs_are_the_models_own():
     raw = logits(3)
     expected = torch.log_softmax(raw, -1)
     asked = [Sampling(logprobs=3, temperature=0.5), Sampling(), Sampling(logprobs=0)]
-    found = token_logprobs(raw, [request(s) for s in asked], [4, 5, 6])
-    assert found[1] is None
-    assert found[0].token == 4 and found[0].logprob == pytest.approx(float(expected[0, 4]))
+    ones = np.ones(3, dtype=np.int32)
+    requests = tuple(request(s) for s in asked)
+    plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((0, 3)))
+    picking = Picking(plan, raw)
+    result = picking.read(picking.packed.numpy())
+    found = result.logprobs
+    assert found[1] is None and not result.failed
+    assert [one.token for one in found if one] == [result.tokens[0], result.tokens[2]]
+    assert found[0].logprob == pytest.approx(float(expected[0, result.tokens[0]]))
     best = expected[0].topk(3)
     assert [t for t, _ in found[0].top] == best.indices.tolist()
     assert [p for _, p in found[0].top] == pytest.approx(best.values.tolist())
-    assert found[2].logprob == pytest.approx(float(expected[2, 6])) and found[2].top == []
+    assert found[2].logprob == pytest.approx(float(expected[2, result.tokens[2]])) and found[2].top == []

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.picking import NOT_FINITE
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.runner import NOT_FINITE
 from radixrt.worker.sample import Draws
 
 

@@ -33,8 +33,9 @@ from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.runner import ModelRunner, ranges, read_logits, wanted
+from radixrt.worker.runner import ModelRunner, ranges, wanted
 from radixrt.worker.sample import draw
 from radixrt.worker.sharing import Cost
 
@@ -68,6 +69,16 @@ class Graph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     answer: torch.Tensor
+
+
+@dataclass(slots=True)
+class Late:
+    """A step that draws when the tokens before are known."""
+
+    plan: Plan
+    logits: torch.Tensor
+    answer: Answer
+    picking: Picking | None = None
 
 
 class CudaRunner(ModelRunner):
@@ -119,6 +130,8 @@ class CudaRunner(ModelRunner):
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
         self._packers = (Packer(self._device), Packer(self._device))
+        self._late: Late | None = None
+        self._late_packers = (Packer(self._device), Packer(self._device))
         self._answers = (Answer(self._device), Answer(self._device))
         self._steps = 0
         self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
@@ -168,9 +181,10 @@ class CudaRunner(ModelRunner):
             step = self._replay(plan, packer, answer, size, works, serial)
         else:
             step = self._run(plan, packer, answer, serial, works)
+        if serial:
+            self._late = late = Late(plan, step.logits, answer)
+            return lambda: self._read(late)
         answer.fetch(step.answer)
-        if serial:  # the host decides on the tokens, when it knows those before
-            return lambda: self._read(plan, step.logits, answer)
         return lambda: make_result(plan, step.logit_rows, self._wait(answer))
 
     def _wait(self, answer: Answer) -> np.ndarray:
@@ -184,9 +198,24 @@ class CudaRunner(ModelRunner):
         return self._run(plan, Packer(self._device), Answer(self._device), serial=True).logits
 
     @torch.inference_mode()
-    def _read(self, plan: Plan, logits: torch.Tensor, answer: Answer) -> Result:
-        self._wait(answer)  # also a step without logits has ended then, and what was packed for it may be overwritten
-        return read_logits(plan, logits)
+    def draw(self) -> None:
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.picking = picking = Picking(late.plan, late.logits, self._stage)
+        self._drawn[torch.from_numpy(picking.rows).to(self._device).long()] = picking.tokens
+        late.answer.fetch(picking.packed)
+
+    def _stage(self, array: np.ndarray) -> torch.Tensor:
+        packer = self._late_packers[self._steps % 2]
+        packer.clear()
+        return packer.add(array).of(packer.send())
+
+    def _read(self, late: Late) -> Result:
+        if late.picking is None:
+            self.draw()
+        assert late.picking is not None
+        return late.picking.read(self._wait(late.answer))
 
     def _graph_size(self, plan: Plan) -> int:
         """Of the smallest graph that holds a step of decodes; 0 for other steps."""

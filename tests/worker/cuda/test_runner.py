@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
 import pytest
 import torch
 from torch.nn import functional as F
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.messages import Sampling
+from radixrt.messages import Grammar, Sampling
 from radixrt.worker import loading
 from radixrt.worker.cuda import kernels, segments
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
+from radixrt.worker.grammar import Grammars, Matcher
 from radixrt.worker.sharing import Cost
+from radixrt.worker.vocabulary import Vocabulary
 from tests.checkpoints import make_model
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.engine import Engine, prompts
@@ -78,6 +83,40 @@ def test_it_generates_what_the_plain_one_does(folder):
     assert found[2:] == found[:2]
     windowed = fast._model.spec.windows[0] is not None
     assert (fast.read_keys < fast.plain_keys) != windowed, "what they share is read once"
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_what_tokens_decide_on_is_drawn_when_they_are_known(folder):
+    """Grammars, penalties and log-probabilities in one batch with what needs none of it; steps overlap all the same,
+    also that in which a text ends."""
+    pytest.importorskip("xgrammar")
+    grammar = Grammar("regex", "(ab|cde){1,4}f")
+    greedy = Sampling(max_tokens=14, temperature=0.0, ignore_eos=True)
+    samplings = [
+        msgspec.structs.replace(greedy, grammar=grammar),
+        msgspec.structs.replace(greedy, grammar=grammar, temperature=1.0, seed=5),
+        msgspec.structs.replace(greedy, repetition_penalty=1.5, frequency_penalty=0.4),
+        msgspec.structs.replace(greedy, logprobs=2),
+        greedy,
+    ]
+    asked = prompts(5, 5, 12, vocab_size=128)
+    found = []
+    for runner in runners(folder):
+        grammars = Grammars("", 128, frozenset({2}))
+        grammars._vocabulary = Vocabulary([b""] * 3 + [bytes([b]) for b in range(125)], {})
+        engine = Engine(runner, rows=8, max_model_len=128)
+        ids = [engine.add(prompt, sampling) for prompt, sampling in zip(asked, samplings, strict=True)]
+        for id in ids[:2]:
+            request = engine.scheduler._requests[id]
+            request.stop_ids |= {2}
+            request.matcher = Matcher(grammars.get(grammar).result(), request)
+        engine.finish()
+        found.append([engine.tokens(id) for id in ids])
+        reported = [o.logprobs[0] for o in engine.outputs[ids[3]] if o.logprobs]
+        found[-1].append([(one.token, [t for t, _ in one.top], round(one.logprob, 3)) for one in reported])
+    assert found[1] == found[0] and len(found[0][5]) == 14
+    for tokens in found[0][:2]:
+        assert re.fullmatch(rb"(ab|cde){1,4}f", bytes(t - 3 for t in tokens if t != 2))
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

@@ -1,0 +1,121 @@
+"""The tokens of a step from its logits, where more than the logits decides on them, or more than tokens is reported.
+
+All is launched at once; what the host wants to know comes back as one array of integers, so that a device need not be
+waited for in between:
+
+    finite, one a row of logits | scores | tokens | log-probabilities: of the token, of the likeliest, their ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from radixrt.messages import TokenLogprob
+from radixrt.worker.grammar import fill_masks
+from radixrt.worker.plan import Plan, Result
+from radixrt.worker.sample import Masks, choose
+
+NOT_FINITE = "the model gave logits that are not finite"
+
+Stage = Callable[[np.ndarray], torch.Tensor]
+"""int32 from the host to the device, without waiting for it."""
+
+
+class Picking:
+    """Of one step. `packed` int32 is what `read` wants on the host; `tokens` int32 are those drawn, for `rows` of the
+    page table."""
+
+    def __init__(self, plan: Plan, logits: torch.Tensor, stage: Stage | None = None) -> None:
+        """`logits` are the plan's wanted ones, float32[plan.wants.sum(), vocab]; all tokens before are known."""
+        self._plan = plan
+        self._stage = stage or (lambda array: torch.from_numpy(array).to(logits.device))
+        self._ends = np.cumsum(plan.wants)
+        self._chosen = chosen = np.flatnonzero(plan.samples)
+        self._problems: dict[int, str] = {}
+        self.rows = plan.rows[chosen]
+        requests = [plan.requests[b] for b in chosen]
+        # Indexing copies: what follows may change it.
+        raw = logits[torch.from_numpy(self._ends[chosen] - 1).to(logits.device)]
+        self._reported = [row for row, r in enumerate(requests) if r.sampling.logprobs is not None]
+        positions = (plan.starts + plan.counts)[chosen].tolist()
+        self.tokens = choose(raw.clone() if self._reported else raw, requests, positions, self._masks(raw)).int()
+        finite = logits.amax(-1).isfinite().int() if len(logits) else self.tokens[:0]
+        self._parts = [finite, *self._scores(logits), self.tokens, *self._logprobs(raw)]
+        self.packed = torch.cat([part.flatten() for part in self._parts])
+
+    def _masks(self, logits: torch.Tensor) -> Masks | None:
+        """Of those requests that have a grammar and go on; None without any. Why some cannot is noted."""
+        asked = [(row, b) for row, b in enumerate(self._chosen.tolist()) if self._plan.requests[b].matcher is not None]
+        asked = [(row, b) for row, b in asked if not self._plan.requests[b].over]
+        if not asked:
+            return None
+        bits = np.zeros((len(asked), -(-logits.shape[-1] // 32)), dtype=np.int32)
+        problems = fill_masks([self._plan.requests[b] for _, b in asked], range(len(asked)), bits)
+        self._problems = {asked[n][1]: problem for n, problem in problems.items()}
+        rows = torch.tensor([row for row, _ in asked], device=logits.device)
+        return Masks(self._stage(bits), rows)
+
+    def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """Log-probabilities of the known tokens that follow wanted positions, of the requests that ask for them."""
+        self._scored: list[tuple[int, int]] = []
+        found = []
+        for b, request in enumerate(self._plan.requests):
+            if request.score_from is None:
+                continue
+            mine = logits[self._ends[b] - self._plan.wants[b] : self._ends[b]]
+            stop = int(self._plan.starts[b] + self._plan.counts[b])
+            following = list(request.tokens[stop - len(mine) + 1 : stop + 1])
+            at = torch.tensor(following, dtype=torch.int64, device=logits.device)[:, None]
+            found.append(_bits(torch.log_softmax(mine[: len(following)], -1).gather(-1, at)))
+            self._scored.append((b, len(following)))
+        return found
+
+    def _logprobs(self, raw: torch.Tensor) -> list[torch.Tensor]:
+        """By the model's raw logits[S, vocab]."""
+        if not self._reported:
+            return []
+        rows = torch.tensor(self._reported, device=raw.device)
+        logprobs = torch.log_softmax(raw[rows], -1)
+        asked = [self._plan.requests[self._chosen[row]].sampling.logprobs or 0 for row in self._reported]
+        values, ids = logprobs.topk(min(max(asked), raw.shape[-1]))
+        return [_bits(logprobs.gather(-1, self.tokens[rows].long()[:, None])), _bits(values), ids.int()]
+
+    # ------------------------------------------------------------ on the host
+
+    def read(self, packed: np.ndarray) -> Result:
+        """The step's Result from `packed`, which may be overwritten afterwards."""
+        sizes = [part.shape for part in self._parts]
+        cuts = np.cumsum([part.numel() for part in self._parts])[:-1]
+        arrays = [array.reshape(size) for array, size in zip(np.split(packed, cuts), sizes, strict=True)]
+        finite, scores, rest = arrays[0], arrays[1 : 1 + len(self._scored)], arrays[1 + len(self._scored) :]
+        failed = self._problems | {
+            int(np.searchsorted(self._ends, row, side="right")): NOT_FINITE for row in np.flatnonzero(finite == 0)
+        }
+        tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
+        tokens[self._chosen] = rest[0]
+        found = {b: _floats(x).flatten().tolist() for (b, _), x in zip(self._scored, scores, strict=True)}
+        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed)
+
+    def _read_logprobs(self, tokens: np.ndarray, *found: np.ndarray) -> list[TokenLogprob | None]:
+        if not found:
+            return []
+        logprobs: list[TokenLogprob | None] = [None] * len(self._plan.requests)
+        own, values, ids = _floats(found[0]).flatten().tolist(), _floats(found[1]).tolist(), found[2].tolist()
+        for n, row in enumerate(self._reported):
+            b = int(self._chosen[row])
+            count = self._plan.requests[b].sampling.logprobs
+            top = list(zip(ids[n][:count], values[n][:count], strict=True))
+            logprobs[b] = TokenLogprob(int(tokens[row]), own[n], top)
+        return logprobs
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """float32 as int32."""
+    return x.float().contiguous().view(torch.int32)
+
+
+def _floats(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.float32)
