@@ -23,6 +23,8 @@ TOKEN_BYTES = 4
 BEFORE_CHARS = 64
 """An answer is taken to stand where it stood if so much before it is the same, too."""
 
+MAX_OPENINGS = 64
+RESPELLED = "the template writes its white space or JSON in another way"
 THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
 _WHITE_SPACE = re.compile(r"\s*")
 
@@ -33,7 +35,7 @@ class Turn:
 
     `body` and `end` are what `ids` say, special tokens shown: `end` is the text of the last token if that is a special
     one, `end_id` its id. `offset`: where it begins in the text that its prompt was made of, `before`: the end of
-    that text. `opening`: what the template writes where an answer begins; found when it is first asked for.
+    that text. `respelled`: what the template was last seen to write there, in place of `body`.
     """
 
     ids: bytes
@@ -43,7 +45,7 @@ class Turn:
     reasoning: str | None
     offset: int
     before: str
-    opening: str | None = None
+    respelled: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,19 @@ class Speller:
     def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
         self._tokenizer = tokenizer
         self._keep_thinking = keep_thinking
+        self._openings: dict[str, str] = {}
 
     def find(self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn]) -> Spelling:
         """Spans of `turns` (by message) in `text`, which the template made of `prompt`."""
         spelling = Spelling()
         for index, turn in turns.items():
-            if text.startswith(turn.body, turn.offset) and text.endswith(turn.before, 0, turn.offset):
+            if not text.endswith(turn.before, 0, turn.offset):
+                continue
+            if text.startswith(turn.body, turn.offset):
                 self._keep(spelling, index, turn, text, turn.offset, turn.offset + len(turn.body))
+            elif turn.respelled is not None and text.startswith(turn.respelled, turn.offset):
+                spelling.respelled[index] = RESPELLED
+                self._keep(spelling, index, turn, text, turn.offset, turn.offset + len(turn.respelled))
         others = {index: turn for index, turn in turns.items() if index not in spelling.spans}
         places = self._places(prompt, text, others) if others else {}
         for index, turn in others.items():
@@ -132,14 +140,13 @@ class Speller:
         self, spelling: Spelling, index: int, turn: Turn, prompt: ChatPrompt, text: str, at: int, end: int
     ) -> None:
         """Decide on a turn that the template writes as text[at:end], its opening's white space included."""
-        if turn.opening is None:
-            turn.opening = self._opening(prompt, index)
-        start, lost = _behind_opening(text, at, end, turn.opening)
+        start, lost = _behind_opening(text, at, end, self._opening(prompt, index, turn))
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (bare(part, call_ids) for part in (text[start:end], turn.body, lost + turn.body))
         if written == whole:
             if text[start:end] != lost + turn.body:
-                spelling.respelled[index] = "the template writes its white space or JSON in another way"
+                spelling.respelled[index] = RESPELLED
+                turn.respelled = text[start:end] if start == turn.offset else None
             self._keep(spelling, index, turn, text, start, end, lost)
         elif written == body and not self._keep_thinking:
             spelling.dropped[index] = f"the template drops {lost.strip()!r} before it"
@@ -167,8 +174,20 @@ class Speller:
         else:  # it ended in another way than the template ends it, which comes next
             spelling.spans[index] = Span(start, end, turn.ids[:-TOKEN_BYTES], None, head)
 
-    def _opening(self, prompt: ChatPrompt, index: int) -> str:
-        """What the template adds where the answer at `index` begins, "" if that cannot be told."""
+    def _opening(self, prompt: ChatPrompt, index: int, turn: Turn) -> str:
+        """What the template added where the answer at `index` began, "" if that cannot be told. Most answers begin
+        alike, so that it is asked once for a kind of them."""
+        last = prompt.messages[index - 1]["role"] if index else ""
+        kind = repr((last, prompt.tools is None, sorted(prompt.template_args.items())))
+        if (opening := self._openings.get(kind)) is None:
+            if len(self._openings) >= MAX_OPENINGS:
+                self._openings.clear()
+            opening = self._openings[kind] = self._found_opening(prompt, index)
+        if not turn.before.endswith(opening[-BEFORE_CHARS:]):
+            opening = self._found_opening(prompt, index)
+        return opening if turn.before.endswith(opening[-BEFORE_CHARS:]) else ""
+
+    def _found_opening(self, prompt: ChatPrompt, index: int) -> str:
         before = msgspec.structs.replace(prompt, messages=prompt.messages[:index], partial=False)
         try:
             without, whole = (self._tokenizer.apply_chat(before, answer_next) for answer_next in (False, True))

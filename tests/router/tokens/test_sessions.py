@@ -51,6 +51,7 @@ TEMPLATES = {
     "thinking": chat(THOUGHT + CONTENT + CALLS, LAST_USER),
     "thinks first": chat(THOUGHT + CONTENT + CALLS, LAST_USER, "<think>\\n"),
     "no thinking": chat(CONTENT, opening="<think>\\n\\n</think>\\n\\n"),
+    "switch": chat(CONTENT, opening="' + ('<think>\\n\\n</think>\\n\\n' if 'now' in messages[-1].content else '') + '"),
     "moving": chat("{% if loop.index0 == ns.user %}" + TOOLS + "{% endif %}" + CONTENT, LAST_USER),
     "spaced": chat(CONTENT, end=" <|im_end|>"),
     "twice": chat(CONTENT + " " + CONTENT),
@@ -319,6 +320,17 @@ def test_an_opening_that_the_template_drops(folder: Path, keep: bool) -> None:
     if not keep:
         assert encoded.dropped == ("message 1: the template drops '<think>\\n\\n</think>' before it",)
         assert shown(talk) == encoded.text
+
+
+def test_openings_that_differ(folder: Path) -> None:
+    """The template begins some answers with an empty thought, and none of them in the history."""
+    talk = make_talk(folder, "switch", keep_thinking=True)
+    for question in ("Who?", "Who now?", "And?", "And now?", "Last."):
+        encoded = talk.ask(said("user", question))
+        assert encoded.ids.startswith(talk.whole)
+        assert shown(talk).count("<think>") == sum("now" in m["content"] for m in talk.messages)
+        talk.answer(" the dog ")
+        talk.messages[-1] = said("assistant", "the dog")
 
 
 def test_tools_that_move_to_the_last_user_message(folder: Path) -> None:
