@@ -18,8 +18,8 @@ _HOMES = {
         "ChatPrompt", "Grammar", "Origin", "PartsPrompt", "Sampling", "TextPrompt", "TokenPrompt", "Usage",
     ),
     "radixrt.lang": (
-        "Branch", "Program", "ProgramError", "SyncBranch", "Value", "assistant", "gen", "join", "program", "role",
-        "select", "system", "use_client", "user",
+        "Branch", "Budget", "BudgetExceeded", "NoWinner", "Program", "ProgramError", "SyncBranch", "Trace", "Value",
+        "assistant", "gen", "join", "program", "race", "role", "select", "system", "trace", "use_client", "user",
     ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

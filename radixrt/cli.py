@@ -10,6 +10,7 @@ radixrt keygen FILE            a CURVE key, for ZMQ beyond loopback
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
     report.add_argument("--json", action="store_true", help="JSON instead of a table")
     program = commands.add_parser("run", help="run an agent program against a running stack")
+    program.add_argument("--trace", metavar="FILE.html", help="write what the program did, and when, as a page")
     program.add_argument("program", metavar="PROGRAM.py")
     program.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the program")
     for command, run in ((report, _report), (program, _run)):
@@ -135,7 +137,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from radixrt.client import Client, ServerError
-    from radixrt.lang import ProgramError, use_client
+    from radixrt.lang import ProgramError, trace, use_client
 
     if not Path(args.program).is_file():
         raise FileNotFoundError(f"there is no file {args.program}")
@@ -146,7 +148,7 @@ def _run(args: argparse.Namespace) -> int:
     except ServerError as error:
         print(f"radixrt run: {error}", file=sys.stderr)
         return 2
-    with client:
+    with client, trace() if args.trace else contextlib.nullcontext() as traced:
         use_client(client)
         try:
             runpy.run_path(args.program, run_name="__main__")
@@ -158,6 +160,8 @@ def _run(args: argparse.Namespace) -> int:
             return 1
         finally:
             use_client(None)
+            if traced:
+                Path(args.trace).write_text(traced.html(), encoding="utf-8")
     return 0
 
 

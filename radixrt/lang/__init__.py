@@ -15,29 +15,43 @@
 
     debate.run(client, question="...")        # or: await debate(async_client, question="...")
 
+Beside these: `race` takes the first branch whose result will do and stops the others, `s.tool(f, ...)` calls a function
+while the branch waits, `with s.budget(tokens=..., seconds=...)` limits what a part of the program may spend, and
+`with trace() as t` shows what was done and when.
+
 A branch's nodes are worked off in order by one task; `+=` never waits. What was generated stays in the prompt as the
 very token ids, so that the next turn finds all of it in the cache.
 """
 
-from radixrt.lang.branch import Branch, Value, join
-from radixrt.lang.errors import ProgramError
+from radixrt.lang.branch import Branch, join
+from radixrt.lang.budget import Budget
+from radixrt.lang.errors import BudgetExceeded, NoWinner, ProgramError
 from radixrt.lang.nodes import assistant, gen, role, select, system, user
 from radixrt.lang.plain import SyncBranch
 from radixrt.lang.program import Program, program, use_client
+from radixrt.lang.race import race
+from radixrt.lang.trace import Trace, trace
+from radixrt.lang.values import Value
 
 __all__ = [
     "Branch",
+    "Budget",
+    "BudgetExceeded",
+    "NoWinner",
     "Program",
     "ProgramError",
     "SyncBranch",
+    "Trace",
     "Value",
     "assistant",
     "gen",
     "join",
     "program",
+    "race",
     "role",
     "select",
     "system",
+    "trace",
     "use_client",
     "user",
 ]

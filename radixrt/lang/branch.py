@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from radixrt.client import AsyncClient, Completion
-from radixrt.lang.errors import ProgramError, Site
+import msgspec
+
+from radixrt.client import AsyncClient
+from radixrt.lang.budget import Budget
+from radixrt.lang.errors import ProgramError, Site, error_at
 from radixrt.lang.history import History
-from radixrt.lang.nodes import Gen, Node, Role, Select
-from radixrt.lang.schema import parse
-from radixrt.messages import Origin, PartsPrompt, TokenLogprob, Usage
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What a gen or select gave. `scores` are a select's, by choice, as natural log-probabilities; `schema` is a gen's,
-    as the program gave it."""
-
-    text: str
-    token_ids: list[int]
-    finish: str
-    usage: Usage
-    logprobs: list[TokenLogprob] | None = None
-    scores: dict[str, float] | None = None
-    schema: Any = None
-
-    def parse(self) -> Any:
-        """The JSON of a `gen(schema=...)`, as an object of the type that was its schema, else as plain Python.
-        ValueError for text that was cut off."""
-        return parse(self.text, self.schema)
+from radixrt.lang.nodes import Gen, Node, Role, Select, role
+from radixrt.lang.speaker import Speaker, Work
+from radixrt.lang.tools import Call, Calls
+from radixrt.lang.trace import Run
+from radixrt.lang.values import Promise, Text, Value
+from radixrt.messages import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,66 +29,39 @@ class _Fork:
     children: tuple[Branch, ...]
 
 
-class _Promise:
-    """Of one gen or select: a name may be used again before the one before it is done."""
-
-    __slots__ = ("_grown", "pieces", "streams", "value")
-
-    def __init__(self, streams: bool) -> None:
-        self.value: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
-        self.value.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to ask for it
-        self.streams = streams
-        self.pieces: list[str] = []
-        """Text of a gen that streams, kept so that every reader gets all of it."""
-        self._grown = asyncio.Event()
-
-    def add_piece(self, text: str) -> None:
-        self.pieces.append(text)
-        self._wake()
-
-    def keep(self, value: Value) -> None:
-        self.value.set_result(value)
-        self._wake()
-
-    def fail(self, problem: ProgramError) -> None:
-        if not self.value.done():
-            self.value.set_exception(problem)
-            self._wake()
-
-    def _wake(self) -> None:
-        self._grown.set()
-        self._grown = asyncio.Event()
-
-    async def grown(self) -> None:
-        """Return when there is a new piece, or the value."""
-        await self._grown.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    node: Node | _Fork
-    site: Site
-    promises: deque[_Promise]
-    """Of the node's gens and selects, in their order."""
-
-
 class Branch:
     """One line of thought. `s += node` appends and never waits; `await s[name]` is the text of a gen or select.
 
     Branches are made by a program and by `fork`. `path` is the way from the root ("0.2": third fork of the first),
     `depth` the number of forks above it.
+
+    A branch in which a node has failed is over, and so are those forked off it: their requests are cancelled, and what
+    is appended to them fails too. Other branches go on. The error is raised wherever the program waits for a value, and
+    at its end if it never did.
     """
 
-    def __init__(self, client: AsyncClient, program: str, site: Site, path: str = "", depth: int = 0) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        program: str,
+        site: Site,
+        path: str = "",
+        depth: int = 0,
+        run: Run | None = None,
+        budget: Budget | None = None,
+    ) -> None:
         self.path = path
         self.depth = depth
         self._client = client
         self._origin = Origin(program, path, depth)
-        self._history = History()
-        self._promises: dict[str, _Promise] = {}
+        self._speaker = Speaker(client, self._origin, run)
+        self._run = run
+        self._budget = budget
+        self._promises: dict[str, Promise] = {}
         """The latest of each name."""
-        self._queue: deque[_Work] = deque()
+        self._queue: deque[Work] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._calls = Calls()
         self._started = asyncio.Event()
         """Set when the parent has come to the fork."""
         if not path:
@@ -108,6 +69,8 @@ class Branch:
         self._failure: ProgramError | None = None
         self.cancelled = False
         """`cancel` was called: nothing more is done here."""
+        self._closed = False
+        """The program has ended."""
         self._site = site
         self._children: list[Branch] = []
 
@@ -134,39 +97,61 @@ class Branch:
 
     def _child(self, number: int, site: Site) -> Branch:
         path = f"{self.path}.{number}" if self.path else str(number)
-        child = Branch(self._client, self._origin.program, site, path, self.depth + 1)
+        child = Branch(self._client, self._origin.program, site, path, self.depth + 1, self._run, self._budget)
         child._promises = dict(self._promises)
         return child
 
     def _append(self, node: Node | _Fork, site: Site) -> None:
-        promises: deque[_Promise] = deque()
+        self._check_open()
+        promises: deque[Promise] = deque()
         for part in node.parts if isinstance(node, Role) else (node,):
             if isinstance(part, Gen | Select):
                 promises.append(self._promise(part))
             elif not isinstance(part, str | _Fork):
                 raise TypeError(f"expected text, gen, select or a role, not {type(part).__name__}")
-        self._queue.append(_Work(node, site, promises))
+        self._queue.append(Work(node, site, promises, self._budget))
         self._start()
 
-    def _promise(self, node: Gen | Select) -> _Promise:
-        promise = self._promises[node.name] = _Promise(isinstance(node, Gen) and node.stream)
+    def _promise(self, node: Gen | Select) -> Promise:
+        promise = self._promises[node.name] = Promise(isinstance(node, Gen) and node.stream)
         return promise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the program {self._origin.program} has ended")
+
+    def budget(self, *, tokens: int | None = None, seconds: float | None = None) -> contextlib.AbstractContextManager:
+        """`with s.budget(tokens=500, seconds=10) as budget:` limits what is appended here inside the block, and all
+        that is forked off inside it, for good: generated tokens, summed, and wall time from the block's begin.
+
+        A gen's max_tokens is at most what is left. What still runs when a budget is spent is stopped and raises
+        BudgetExceeded. Budgets nest: the narrowest counts. ValueError without tokens and seconds."""
+        return self._under(Budget(tokens, seconds, self._budget, Site.of(sys._getframe(1))))
+
+    @contextlib.contextmanager
+    def _under(self, budget: Budget) -> Iterator[Budget]:
+        before, self._budget = self._budget, budget
+        budget.begin()
+        try:
+            yield budget
+        finally:
+            self._budget = before
 
     # ------------------------------------------------------------ out
 
     def __getitem__(self, name: str) -> Awaitable[str]:
         """The text of the latest gen or select of that name. KeyError if there is none; ProgramError if it failed."""
-        return _Text(self._latest(name).value)
+        return Text(self._latest(name))
 
     async def value(self, name: str) -> Value:
         """All that is known of it; errors as of `s[name]`."""
-        return await asyncio.shield(self._latest(name).value)
+        return await self._latest(name)
 
     async def parse(self, name: str) -> Any:
         """`Value.parse` of the latest; errors as of `s[name]`, and ValueError for text that was cut off."""
         return (await self.value(name)).parse()
 
-    def _latest(self, name: str) -> _Promise:
+    def _latest(self, name: str) -> Promise:
         if name not in self._promises:
             known = ", ".join(self._promises) or "none"
             raise KeyError(f"no gen or select {name!r} was appended to this branch ({known})")
@@ -179,23 +164,70 @@ class Branch:
         promise = self._latest(name)
         if not promise.streams:
             raise ValueError(f"{name!r} was not appended as gen({name!r}, stream=True)")
-        at = 0
-        while at < len(promise.pieces) or not promise.value.done():
-            if at == len(promise.pieces):
-                await promise.grown()
-            for piece in promise.pieces[at:]:
-                at += 1
-                yield piece
-        await asyncio.shield(promise.value)
+        async for piece in promise.stream():
+            yield piece
 
     async def wait(self) -> Self:
         """Return when everything appended so far has been done. ProgramError if something failed or was cancelled."""
+        if (failure := await self._settled()) is not None:
+            failure.seen = True
+            raise failure
+        return self
+
+    async def _settled(self) -> ProgramError | None:
+        """What has failed, when everything appended so far has been done."""
         await self._started.wait()
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
-        if self._failure is not None:
+        return self._failure
+
+    @property
+    def busy(self) -> bool:
+        """Something that was appended is not done yet."""
+        return bool(self._queue) or (self._task is not None and not self._task.done())
+
+    def _raise_unseen(self) -> None:
+        """Raise what has failed, unless the program knows, or has cancelled the branch itself."""
+        if self._failure is not None and not self._failure.seen and not self.cancelled:
             raise self._failure
-        return self
+
+    # ------------------------------------------------------------ tools
+
+    def tool(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        append: str | None = None,
+        **kwargs: Any,
+    ) -> Awaitable[Any]:
+        """What `function(*args, **kwargs)` returns: `await s.tool(search, query)`. A plain function runs in a thread.
+
+        With `append="tool"` the result is appended to the branch as a message of that role: as it is if it is text,
+        else as JSON. `timeout` is in seconds, and the branch's budget holds. ProgramError for an exception of the
+        function, a timeout, or a branch that was cancelled meanwhile; the branch itself goes on after it."""
+        call = Call(function, args, kwargs, timeout, self._budget)
+        return self._call(call, append, Site.of(sys._getframe(1)))
+
+    async def _call(self, call: Call, append: str | None, site: Site) -> Any:
+        self._check_open()
+        step = self._run and self._run.begin(self.path, "tool", call.name, site)
+        result, problem = None, asyncio.CancelledError()
+        try:
+            if self._failure is None:
+                result, problem = await self._calls.outcome(call)
+        finally:
+            if step:
+                step.said = "" if problem else str(result)
+                self._run.end(step, problem)
+        if problem is not None:
+            if not isinstance(problem, Exception | asyncio.CancelledError):  # it wants to exit
+                raise problem
+            raise error_at(site, self.path, problem)
+        if append is not None:
+            said = result if isinstance(result, str) else msgspec.json.encode(result).decode()
+            self._append(role(append, said), site)
+        return result
 
     # ------------------------------------------------------------ the task
 
@@ -207,7 +239,8 @@ class Branch:
         """The parent has come to the fork, or has failed before."""
         if self.cancelled:
             return
-        self._history = history or self._history
+        if history is not None:
+            self._speaker.history = history
         self._failure = failure
         self._started.set()
         self._start()
@@ -227,79 +260,30 @@ class Branch:
             self._give_up(work)
 
     def _fail(self, site: Site, problem: BaseException) -> None:
-        self._failure = ProgramError(site, self.path, problem)
-        self._failure.__cause__ = problem
+        """The branch is over, and with it those below."""
+        if self._failure is None:
+            self._failure = error_at(site, self.path, problem)
+        for branch in self._below():
+            branch._stop()
+            branch._end(self._failure)
 
-    def _give_up(self, work: _Work) -> None:
+    def _give_up(self, work: Work) -> None:
         """Pass the failure on to all who wait for this."""
         for promise in work.promises:
             promise.fail(self._failure)
         for child in work.node.children if isinstance(work.node, _Fork) else ():
             child._begin(None, self._failure)
 
-    async def _do(self, work: _Work) -> None:
-        match work.node:
-            case str() as text:
-                self._history.say(text)
-            case Role(role, parts) if all(isinstance(part, str) for part in parts):
-                self._history.add_message(role, "".join(parts))
-            case Role(_, parts):
-                await self._speak(parts, work.promises)
-            case Gen() | Select() as node if self._history.has_roles:
-                await self._speak((node,), work.promises)
-            case Gen() | Select() as node:
-                await self._fill(node, work.promises)
-            case _Fork(children):
-                for child in children:
-                    child._begin(self._history.copy())
-
-    async def _speak(self, parts: Sequence[str | Gen | Select], promises: deque[_Promise]) -> None:
-        """A message of the assistant."""
-        self._history.open_message()
-        for part in parts:
-            if isinstance(part, str):
-                self._history.say(part)
-            else:
-                await self._fill(part, promises)
-        self._history.close_message()
-
-    async def _fill(self, node: Gen | Select, promises: deque[_Promise]) -> None:
-        """Make the value of the first promise and keep it."""
-        value = await (self._generate(node, promises[0]) if isinstance(node, Gen) else self._select(node))
-        promises.popleft().keep(value)
-
-    async def _generate(self, node: Gen, promise: _Promise) -> Value:
-        prompt = await self._history.prompt(self._client)
-        if promise.streams:
-            done = await self._follow(node, prompt, promise)
-        else:
-            done = await self._client.generate(prompt, node.sampling, origin=self._origin)
-        await self._history.add_generated(self._client, done, node.sampling)
-        return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs, schema=node.schema)
-
-    async def _follow(self, node: Gen, prompt: PartsPrompt, promise: _Promise) -> Completion:
-        whole = Completion()
-        async for delta in self._client.stream(prompt, node.sampling, origin=self._origin):
-            whole.text += delta.text
-            whole.ids += delta.ids
-            if delta.logprobs:
-                whole.logprobs = (whole.logprobs or []) + delta.logprobs
-            if delta.finish is not None:
-                whole.finish, whole.stop, whole.usage = delta.finish, delta.stop, delta.usage or Usage()
-            if delta.text:
-                promise.add_piece(delta.text)
-        return whole
-
-    async def _select(self, node: Select) -> Value:
-        prompt = await self._history.prompt(self._client)
-        scored = await self._client.score(prompt, node.choices, origin=self._origin)
-        scores = {
-            choice: sum(found) / (len(found) if node.per_token else 1)
-            for choice, found in zip(node.choices, scored.logprobs, strict=True)
-        }
-        best = max(node.choices, key=scores.__getitem__)
-        self._history.add_chosen(best)
-        return Value(best, [], "stop", scored.usage, scores=scores)
+    async def _do(self, work: Work) -> None:
+        if not isinstance(work.node, _Fork):
+            await self._speaker.say(work)
+            return
+        children = work.node.children
+        if self._run:
+            step = self._run.begin(self.path, "fork", str(len(children)), work.site)
+            step.forks = tuple(child.path for child in children)
+        for child in children:
+            child._begin(self._speaker.history.copy())
 
     # ------------------------------------------------------------ the end
 
@@ -311,41 +295,41 @@ class Branch:
             yield branch
             found.extend(branch._children)
 
+    def _below(self) -> list[Branch]:
+        return list(self.family())[1:]
+
     async def cancel(self) -> None:
         """Stop this branch and all below it: their requests are cancelled at the server, and whoever waits for a value
         of theirs gets a ProgramError. The rest of the program goes on."""
         family = list(self.family())
         for branch in family:
             branch.cancelled = True
-        tasks = [branch._task for branch in family if branch._task is not None]
-        for task in tasks:
-            task.cancel()
+        tasks = [task for branch in family for task in branch._stop()]
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             for branch in family:
-                branch._end()
+                branch._end(None)
 
-    def _end(self) -> None:
+    def _stop(self) -> list[asyncio.Task[Any]]:
+        """Cancel what runs here: the tasks that end now."""
+        tasks = [task for task in (self._task, *self._calls.tasks) if task is not None and not task.done()]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _close(self) -> None:
+        """The program has ended: nothing more is begun here."""
+        self._closed = True
+        self._stop()
+
+    def _end(self, failure: ProgramError | None) -> None:
         """Leave nobody waiting: the task is gone, or has never run."""
         if self._failure is None:
-            self._fail(self._site, asyncio.CancelledError())
+            self._failure = failure or error_at(self._site, self.path, asyncio.CancelledError())
         while self._queue:
             self._give_up(self._queue.popleft())
         self._started.set()
-
-
-class _Text:
-    """Awaits a value's text, any number of times."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, future: asyncio.Future[Value]) -> None:
-        self._future = future
-
-    def __await__(self) -> Generator[Any, None, str]:
-        value = yield from asyncio.shield(self._future).__await__()
-        return value.text
 
 
 async def join(*branches: Branch) -> list[Branch]:

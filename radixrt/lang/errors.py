@@ -6,7 +6,7 @@ import linecache
 import os
 from asyncio import CancelledError
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Site(NamedTuple):
@@ -40,3 +40,39 @@ class ProgramError(Exception):
         self.site = site
         self.branch = branch
         self.problem = problem
+        self.__cause__ = problem
+        self.seen = False
+        """The program has been given it: it is not raised once more at the program's end."""
+
+
+class Spent(Exception):
+    """A budget has nothing left. `text` is what was generated until then."""
+
+    def __init__(self, message: str, text: str = "") -> None:
+        super().__init__(message)
+        self.text = text
+
+
+class BudgetExceeded(ProgramError):
+    """A gen, a select or a tool was cut off, or not begun, because a budget has nothing left. `text` is what the gen
+    had said."""
+
+    @property
+    def text(self) -> str:
+        return self.problem.text
+
+
+class Lost(Exception):
+    """What came of a race that nobody won."""
+
+
+class NoWinner(ProgramError):
+    """No branch of a race had a result that would do. `results` are those that came, by branch path."""
+
+    results: dict[str, Any]
+
+
+def error_at(site: Site, branch: str, problem: BaseException) -> ProgramError:
+    """The ProgramError that says where `problem` was."""
+    kind = BudgetExceeded if isinstance(problem, Spent) else ProgramError
+    return kind(site, branch, problem)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import contextlib
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-from radixrt.lang.branch import Branch, Value, join
+from radixrt.lang.branch import Branch, join
+from radixrt.lang.budget import Budget
 from radixrt.lang.errors import Site
 from radixrt.lang.nodes import Node
+from radixrt.lang.race import run_race
+from radixrt.lang.threads import in_thread
+from radixrt.lang.tools import Call
+from radixrt.lang.values import Value
 
 T = TypeVar("T")
 
@@ -70,6 +74,46 @@ class SyncBranch:
         self._wait(join(*(branch._branch for branch in branches)))
         return list(branches)
 
+    def race(
+        self,
+        branches: Sequence[SyncBranch],
+        work: str | Callable[[SyncBranch], Any],
+        *,
+        until: Callable[[Any], bool] | None = None,
+    ) -> tuple[SyncBranch, Any]:
+        """See `race`. `work` and `until` are plain functions, in threads of their own. One that is still busy when its
+        branch has lost runs on, until it next asks the branch for something."""
+
+        async def run(branch: Branch) -> Any:
+            return await (branch[work] if isinstance(work, str) else in_thread(work, SyncBranch(branch, self._loop)))
+
+        async def will_do(result: Any) -> bool:
+            return await in_thread(until, result)
+
+        plain = [branch._branch for branch in branches]
+        found = run_race(plain, run, will_do if until else None, Site.of(sys._getframe(1)))
+        branch, result = self._wait(found)
+        return branches[plain.index(branch)], result
+
+    def tool(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        append: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See Branch.tool."""
+        call = Call(function, args, kwargs, timeout, self._branch._budget)
+        return self._wait(self._branch._call(call, append, Site.of(sys._getframe(1))))
+
+    def budget(
+        self, *, tokens: int | None = None, seconds: float | None = None
+    ) -> contextlib.AbstractContextManager[Budget]:
+        """See Branch.budget."""
+        budget = Budget(tokens, seconds, self._branch._budget, Site.of(sys._getframe(1)))
+        return self._branch._under(budget)
+
     def cancel(self) -> None:
         """See Branch.cancel."""
         self._wait(self._branch.cancel())
@@ -98,26 +142,3 @@ def _settle(outcome: Future[T], function: Callable[..., T], args: Sequence[Any])
         outcome.set_result(function(*args))
     except BaseException as problem:
         outcome.set_exception(problem)
-
-
-async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What `function` returns, run in a thread of its own: a pool's threads would be used up by programs that wait for
-    each other, and the process could not end while one of them is busy."""
-    outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()
-    waiting = asyncio.wrap_future(outcome)
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            result = context.run(function, *args, **kwargs)
-        except StopIteration as problem:  # which no future takes
-            outcome.set_exception(RuntimeError(f"the program raised {problem!r}"))
-        except BaseException as problem:
-            outcome.set_exception(problem)
-        else:
-            outcome.set_result(result)
-
-    thread = threading.Thread(target=work, name=getattr(function, "__name__", "program"), daemon=True)
-    thread.start()
-    return await waiting

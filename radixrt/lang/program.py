@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from radixrt.client import AsyncClient, Client
-from radixrt.lang.branch import Branch, join
+from radixrt.lang.branch import Branch
 from radixrt.lang.errors import Site
-from radixrt.lang.plain import SyncBranch, in_thread
+from radixrt.lang.plain import SyncBranch
+from radixrt.lang.threads import in_thread
+from radixrt.lang.trace import begin_run
 
 _default: Client | None = None
 
@@ -33,21 +35,32 @@ class Program:
     async def __call__(self, client: AsyncClient, *args: Any, **kwargs: Any) -> Any:
         """Run it: what the function returns, when all its branches have done their work.
 
-        ProgramError for what went wrong at a node; other exceptions are the function's own. Whatever ends it early
-        cancels what its branches still do. A branch that the function itself has cancelled is no failure."""
+        ProgramError for what went wrong at a node, unless the function has been given it already, by asking for a value
+        there, and went on; other exceptions are the function's own. Whatever ends it early cancels what its branches
+        still do: nothing of a program runs on when it has ended."""
         code = self.function.__code__
-        branch = Branch(client, self.name, Site(code.co_filename, code.co_firstlineno))
+        run = begin_run(self.name)
+        branch = Branch(client, self.name, Site(code.co_filename, code.co_firstlineno), run=run)
         try:
-            if inspect.iscoroutinefunction(self.function):
-                result = await self.function(branch, *args, **kwargs)
-            else:
-                plain = SyncBranch(branch, asyncio.get_running_loop())
-                result = await in_thread(self.function, plain, *args, **kwargs)
-            await join(*(one for one in branch.family() if not one.cancelled))
+            result = await self._call(branch, *args, **kwargs)
+            await asyncio.gather(*(_finish(one) for one in branch.family() if one.busy))
+            for one in branch.family():
+                one._raise_unseen()
             return result
         except BaseException:
             await branch.cancel()
             raise
+        finally:
+            for one in branch.family():
+                one._close()
+            if run is not None:
+                run.ended = run.now()
+
+    async def _call(self, branch: Branch, *args: Any, **kwargs: Any) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(branch, *args, **kwargs)
+        plain = SyncBranch(branch, asyncio.get_running_loop())
+        return await in_thread(self.function, plain, *args, **kwargs)
 
     def run(self, *args: Any, client: Client | None = None, **kwargs: Any) -> Any:
         """Run it and wait, on a plain Client: `client`, the first argument, or that of `use_client`.
@@ -59,6 +72,11 @@ class Program:
         if client is None:
             raise TypeError(f"{self.name}.run needs a Client, or to be run by `radixrt run`")
         return client.run(self(client.aio, *args, **kwargs))
+
+
+async def _finish(branch: Branch) -> None:
+    await branch._settled()
+    branch._raise_unseen()
 
 
 def program(function: Callable[..., Any]) -> Program:

@@ -63,7 +63,7 @@ def test_roles_are_the_template(client):
         s += assistant(gen("answer", SHORT))
         s += user("More?")
         s += assistant("Well, ", gen("rest", SHORT))
-        return await s.value("answer"), await s.value("rest"), s._history
+        return await s.value("answer"), await s.value("rest"), s._speaker.history
 
     answer, rest, history = run(client, chat)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
@@ -114,7 +114,7 @@ def test_a_turn_in_the_prompt_is_the_turn_of_the_template(client):
         s += user("Go on")
         s += assistant(gen("next", SHORT))
         await s.value("next")
-        return await s.value("answer"), [part for part, _ in s._history._parts[:-1]]
+        return await s.value("answer"), [part for part, _ in s._speaker.history._parts[:-1]]
 
     compared = 0
     for words in range(1, 60):
@@ -204,7 +204,7 @@ def test_neighbours_become_one_part(client):
         for _ in range(5):
             s += gen("x", SHORT)
         await s.wait()
-        return [part for part, _ in s._history._parts], await s.value("x")
+        return [part for part, _ in s._speaker.history._parts], await s.value("x")
 
     parts, last = run(client, long)
     assert len(parts) == 2 and len(parts[1].ids) == 5 * 8 * 4
@@ -252,7 +252,7 @@ def test_a_stop_string_keeps_the_ids_before_it(client, include, roles):
         s += user("more") if roles else " and more"
         s += gen("more", SHORT)
         await s.wait()
-        return await s.value("tale"), await s.value("more"), s._history
+        return await s.value("tale"), await s.value("more"), s._speaker.history
 
     kept = []
     for at in range(6, 30, 3):
@@ -279,7 +279,7 @@ def test_stop_strings_end_the_text(client):
         s += stop + " and more"
         s += gen("more", SHORT)
         await s.wait()
-        return await s["tale"], s._history.text
+        return await s["tale"], s._speaker.history.text
 
     tale, text = run(client, talk)
     assert tale == whole[: whole.index(stop)]
@@ -520,7 +520,8 @@ def test_an_error_points_to_the_line(client):
     assert isinstance(error.__cause__, ServerError) and error.problem.field == "top_p"
 
 
-def test_an_error_in_a_branch_surfaces(client):
+@pytest.mark.parametrize("seen", [False, True])
+def test_an_error_in_a_branch_surfaces_unless_it_was_seen(client, seen):
     async def broken(s: Branch):
         s += "fine"
         a, b = s.fork(2)
@@ -528,13 +529,15 @@ def test_an_error_in_a_branch_surfaces(client):
         b += gen("x", SHORT, temperature=-1.0)  # the bad branch
         (below,) = b.fork(1)
         below += gen("y", SHORT)
-        for branch in (b, below):
-            with pytest.raises(ProgramError):
-                await branch.wait()
-        with pytest.raises(ProgramError):
-            await below["y"]
+        if seen:
+            for work in (b.wait(), below.wait(), below.value("y")):
+                with pytest.raises(ProgramError, match="in branch 1"):
+                    await work
         return await a["x"]
 
+    if seen:
+        assert run(client, broken), "the program knows, and went on"
+        return
     with pytest.raises(ProgramError) as caught:
         run(client, broken)
     assert caught.value.branch == "1" and caught.value.site.line == line_of("# the bad branch")

@@ -1,0 +1,154 @@
+"""Works off the nodes of a branch: text into its history, a gen or select by a request, within a budget, traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixrt.client import AsyncClient, Completion
+from radixrt.lang.budget import Budget, within
+from radixrt.lang.errors import Site, Spent
+from radixrt.lang.history import History
+from radixrt.lang.nodes import Gen, Role, Select
+from radixrt.lang.trace import Run, Step
+from radixrt.lang.values import Promise, Value
+from radixrt.messages import Delta, Origin, PartsPrompt, Sampling, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A node that was appended: by which line, under which budget, and what was promised of it."""
+
+    node: Any
+    site: Site
+    promises: deque[Promise]
+    """Of the node's gens and selects, in their order."""
+    budget: Budget | None
+
+
+class Speaker:
+    """Says for one branch what is appended to it."""
+
+    __slots__ = ("_client", "_origin", "_run", "history")
+
+    def __init__(self, client: AsyncClient, origin: Origin, run: Run | None) -> None:
+        self.history = History()
+        self._client = client
+        self._origin = origin
+        self._run = run
+
+    async def say(self, work: Work) -> None:
+        """Do a node. ServerError; ValueError where the chat does not allow it; Spent when the budget was, or came, to
+        its end."""
+        match work.node:
+            case str() as text:
+                self._add_text(text, work)
+            case Role(role, parts) if all(isinstance(part, str) for part in parts):
+                text = "".join(parts)
+                self.history.add_message(role, text)
+                self._note(role, text, work)
+            case Role(_, parts):
+                await self._add_turn(parts, work)
+            case node if self.history.has_roles:
+                await self._add_turn((node,), work)
+            case node:
+                await self._fill(node, work)
+
+    async def _add_turn(self, parts: Sequence[str | Gen | Select], work: Work) -> None:
+        """A message of the assistant."""
+        self.history.open_message()
+        for part in parts:
+            if isinstance(part, str):
+                self._add_text(part, work, "assistant")
+            else:
+                await self._fill(part, work)
+        self.history.close_message()
+
+    def _add_text(self, text: str, work: Work, role: str = "") -> None:
+        self.history.say(text)
+        self._note(role, text, work)
+
+    def _note(self, role: str, text: str, work: Work) -> None:
+        if self._run is not None:
+            self._run.begin(self._origin.branch, "text", role, work.site, text)
+
+    async def _fill(self, node: Gen | Select, work: Work) -> None:
+        """Make the value of the first promise and keep it."""
+        with self._traced(node, work.site) as step:
+            if isinstance(node, Gen):
+                value = await self._generate(node, work.promises[0], work.budget, step)
+            else:
+                async with within(work.budget):
+                    value = await self._select(node)
+            if step is not None:
+                step.usage, step.finish, step.said = value.usage, value.finish, value.text
+        work.promises.popleft().keep(value)
+
+    @contextlib.contextmanager
+    def _traced(self, node: Gen | Select, site: Site) -> Iterator[Step | None]:
+        if self._run is None:
+            yield None
+            return
+        step = self._run.begin(self._origin.branch, "gen" if isinstance(node, Gen) else "select", node.name, site)
+        try:
+            yield step
+        except BaseException as problem:
+            self._run.end(step, problem)
+            raise
+        self._run.end(step)
+
+    async def _generate(self, node: Gen, promise: Promise, budget: Budget | None, step: Step | None) -> Value:
+        async with within(budget):
+            prompt = await self.history.prompt(self._client)
+        if budget is None and step is None and not promise.streams:
+            done = await self._client.generate(prompt, node.sampling, origin=self._origin)
+        else:
+            done = await self._follow(node.sampling, prompt, promise, budget, step)
+        await self.history.add_generated(self._client, done, node.sampling)
+        return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs, schema=node.schema)
+
+    async def _follow(
+        self, sampling: Sampling, prompt: PartsPrompt, promise: Promise, budget: Budget | None, step: Step | None
+    ) -> Completion:
+        """Generate token by token."""
+        whole = Completion()
+        try:
+            async with within(budget):
+                allowed = sampling if budget is None else budget.clamp(sampling)
+                async for delta in self._client.stream(prompt, allowed, origin=self._origin):
+                    if step is not None and step.first is None and delta.ids:
+                        step.first = self._run.now()
+                    if budget is not None:
+                        budget.charge(len(delta.ids) // 4)
+                    _add(whole, delta)
+                    if delta.text and promise.streams:
+                        promise.add_piece(delta.text)
+            if allowed is not sampling and whole.finish == "length" and len(whole.ids) // 4 == allowed.max_tokens:
+                raise budget.spent()
+        except Spent as spent:
+            spent.text = whole.text
+            raise
+        return whole
+
+    async def _select(self, node: Select) -> Value:
+        prompt = await self.history.prompt(self._client)
+        scored = await self._client.score(prompt, node.choices, origin=self._origin)
+        scores = {
+            choice: sum(found) / (len(found) if node.per_token else 1)
+            for choice, found in zip(node.choices, scored.logprobs, strict=True)
+        }
+        best = max(node.choices, key=scores.__getitem__)
+        self.history.add_chosen(best)
+        return Value(best, [], "stop", scored.usage, scores=scores)
+
+
+def _add(whole: Completion, delta: Delta) -> None:
+    whole.text += delta.text
+    whole.ids += delta.ids
+    if delta.logprobs:
+        whole.logprobs = (whole.logprobs or []) + delta.logprobs
+    if delta.finish is not None:
+        whole.finish, whole.stop, whole.usage = delta.finish, delta.stop, delta.usage or Usage()

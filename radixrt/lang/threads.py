@@ -1,0 +1,54 @@
+"""Work of a program's own: plain functions in threads, and outcomes that are passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """What `function` returns, run in a thread of its own: a pool's threads would be used up by programs that wait for
+    each other, and the process could not end while one of them is busy."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
+    waiting = asyncio.wrap_future(outcome)
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            result = context.run(function, *args, **kwargs)
+        except StopIteration as problem:  # which no future takes
+            outcome.set_exception(RuntimeError(f"the program raised {problem!r}"))
+        except BaseException as problem:
+            outcome.set_exception(problem)
+        else:
+            outcome.set_result(result)
+
+    thread = threading.Thread(target=work, name=getattr(function, "__name__", "program"), daemon=True)
+    thread.start()
+    return await waiting
+
+
+async def off_the_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns, awaited if it is async, run in a thread if it is not."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def outcome_of(work: Awaitable[T]) -> tuple[T | None, BaseException | None]:
+    """(result, problem). Raises nothing but CancelledError: a SystemExit in a task would end the event loop."""
+    try:
+        return await work, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as problem:
+        return None, problem

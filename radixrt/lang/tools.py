@@ -1,0 +1,58 @@
+"""Functions that a program calls while its branch waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from radixrt.lang.budget import Budget, within
+from radixrt.lang.threads import off_the_loop, outcome_of
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`function(*args, **kwargs)`, which is given `timeout` seconds and what the budget has left."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    timeout: float | None
+    budget: Budget | None
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    async def run(self) -> Any:
+        """Its result. TimeoutError and Spent beside its own exceptions."""
+        async with within(self.budget):
+            try:
+                async with asyncio.timeout(self.timeout) as limit:
+                    return await off_the_loop(self.function, *self.args, **self.kwargs)
+            except TimeoutError:
+                if not limit.expired():  # it is the function's own
+                    raise
+                raise TimeoutError(f"{self.name}: no result in {self.timeout:g} seconds") from None
+
+
+class Calls:
+    """The calls of a branch that are under way."""
+
+    __slots__ = ("tasks",)
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[tuple[Any, BaseException | None]]] = set()
+
+    async def outcome(self, call: Call) -> tuple[Any, BaseException | None]:
+        """(result, problem). The call ends with who waits for it here, and when its task is cancelled: a thread runs
+        on, but nobody listens."""
+        task = asyncio.ensure_future(outcome_of(call.run()))
+        self.tasks.add(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            self.tasks.discard(task)
+            task.cancel()
+        return (None, asyncio.CancelledError()) if task.cancelled() else task.result()

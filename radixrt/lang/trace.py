@@ -1,0 +1,152 @@
+"""What a run did and how long it took: a tree of branches, with a line for each step.
+
+with trace() as t:
+    debate.run(client, "Is tea better?")
+print(t.text())
+Path("trace.html").write_text(t.html())
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from asyncio import CancelledError
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from radixrt.lang.errors import ProgramError, Site, Spent
+from radixrt.messages import Usage
+
+_current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("radixrt trace", default=None)
+
+
+@dataclass(slots=True)
+class Step:
+    """One node of a branch, or a tool that the program called. Times are seconds since the trace began."""
+
+    branch: str
+    kind: str
+    """`text`, `gen`, `select`, `tool` or `fork`."""
+    name: str
+    """Of a gen, a select or a tool; a text's role."""
+    site: Site
+    began: float
+    first: float | None = None
+    """When the first token came."""
+    ended: float | None = None
+    usage: Usage = Usage()
+    finish: str = ""
+    """A gen's finish reason, what went wrong, or nothing."""
+    said: str = ""
+    """A text, a gen's or select's text, a tool's result."""
+    forks: tuple[str, ...] = ()
+    """Paths of the branches that a fork made."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or self.began) - self.began
+
+    @property
+    def asks(self) -> bool:
+        """It was a request to the server."""
+        return self.kind in ("gen", "select")
+
+
+@dataclass(slots=True)
+class Run:
+    """One program, as it ran."""
+
+    program: str
+    origin: float
+    """When the trace began, by the clock that `now` reads."""
+    began: float
+    ended: float | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def now(self) -> float:
+        return time.monotonic() - self.origin
+
+    def begin(self, branch: str, kind: str, name: str, site: Site, said: str = "") -> Step:
+        """A step begins now."""
+        step = Step(branch, kind, name, site, self.now(), said=said)
+        self.steps.append(step)
+        return step
+
+    def end(self, step: Step, problem: BaseException | None = None) -> None:
+        """It ends now."""
+        step.ended = self.now()
+        if problem is not None:
+            step.finish = _said_of(problem)
+
+    @property
+    def seconds(self) -> float:
+        return (self.now() if self.ended is None else self.ended) - self.began
+
+    def by_branch(self) -> dict[str, list[Step]]:
+        """Steps by branch path, parents first, each branch's in the order in which they began."""
+        found: dict[str, list[Step]] = {"": []}
+        for step in self.steps:
+            found.setdefault(step.branch, []).append(step)
+            for path in step.forks:
+                found.setdefault(path, [])
+        return found
+
+    def usage(self) -> Usage:
+        """Summed over all requests."""
+        asked = [step.usage for step in self.steps if step.asks]
+        return Usage(*(sum(getattr(u, name) for u in asked) for name in Usage.__struct_fields__[:3]))
+
+
+def _said_of(problem: BaseException) -> str:
+    while isinstance(problem, ProgramError):
+        problem = problem.problem
+    if isinstance(problem, CancelledError):
+        return "cancelled"
+    return "budget spent" if isinstance(problem, Spent) else f"error: {problem or type(problem).__name__}"
+
+
+class Trace:
+    """Runs of programs that began inside its `with` block, in `runs`. See `trace`."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._origin = time.monotonic()
+        self._token: contextvars.Token[Any] | None = None
+
+    def __enter__(self) -> Self:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        _current.reset(self._token)
+
+    def begin(self, program: str) -> Run:
+        run = Run(program, self._origin, time.monotonic() - self._origin)
+        self.runs.append(run)
+        return run
+
+    def text(self) -> str:
+        """For a terminal."""
+        from radixrt.lang.show import to_text
+
+        return to_text(self.runs)
+
+    def html(self) -> str:
+        """A page of its own, with nothing to load."""
+        from radixrt.lang.show import to_html
+
+        return to_html(self.runs)
+
+
+def trace() -> Trace:
+    """Trace the programs that begin inside `with trace() as t`, in this thread and in the tasks that it makes.
+
+    `t.text()` and `t.html()` show them, also while they run. Traced gens are streamed, to see when their first token
+    came."""
+    return Trace()
+
+
+def begin_run(program: str) -> Run | None:
+    """The record of a run that begins now; None if nobody traces."""
+    current = _current.get()
+    return None if current is None else current.begin(program)
