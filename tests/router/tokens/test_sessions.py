@@ -698,11 +698,11 @@ def openai_form(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def recorded(shared_data: Path, name: str) -> list[list[dict[str, Any]]]:
     folder = shared_data / name
     if name == "lmcache_agent_trace":
-        return [chat for path in sorted(folder.glob("*.jsonl.gz")) for chat in flattened(lines(path, 8))]
+        return [chat for path in sorted(folder.glob("*.jsonl.gz")) for chat in flattened(lines(path, 12))]
     path, count = {
         "tau_bench": ("gpt4o_airline_trajectories.jsonl.gz", 3),
         "tau2_bench": ("gpt-4.1_retail_default_gpt-4.1_1trials.jsonl.gz", 3),
-        "mint_bench": ("conversations.jsonl.gz", 36),
+        "mint_bench": ("conversations.jsonl.gz", 60),
     }[name]
     rows = list(lines(folder / path, count))[:: 6 if name == "mint_bench" else 1]
     chats = [openai_form(row["messages"]) for row in rows]
@@ -747,8 +747,6 @@ REPLAYS = [
     ("lmcache_agent_trace", "made", "raw " + CHATML, "<|im_end|>", False),
     ("lmcache_agent_trace", "phi-3-mini", "chat_templates/phi-3.jinja", "<|end|>", False),
     ("mint_bench", "made", CHATML, "<|im_end|>", False),
-    ("mint_bench", "phi-3-mini", "chat_templates/phi-3.jinja", "<|end|>", False),
-    ("mint_bench", "mistral-v1", "chat_templates/mistral-instruct.jinja", "</s>", False),
     ("mint_bench", "mistral-v1", "chat_templates/llama-2-chat.jinja", "</s>", False),
     ("mint_bench", "mistral-v1", "chat_templates/vicuna.jinja", "</s>", False),
     ("mint_bench", "mistral-v7", "mistral/chat_templates/v7_spm.jinja", "</s>", False),
