@@ -9,6 +9,7 @@ import random
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -665,13 +666,18 @@ def test_keys_are_of_all_messages() -> None:
 
 
 def real_talk(checkpoints, shared_data: Path, name: str, template: str, end: str, **more: Any) -> Talk:
+    tokenizer = chat_tokenizer(checkpoints, shared_data, name, template, end)
+    return Talk(tokenizer, Sessions(tokenizer), **more)
+
+
+@cache
+def chat_tokenizer(checkpoints, shared_data: Path, name: str, template: str, end: str) -> Tokenizer:
     made = checkpoints.tokenizer(name)
     source = (shared_data / "tokenizers" / template.removeprefix("raw ")).read_text(encoding="utf-8")
     if template.startswith("chat_templates/") and "qwen" not in template:
         source = source.replace("    ", "").replace("\n", "")  # as their authors say
     templates = ChatTemplates({"default": source}, SPECIAL | {"eos_token": end})
-    tokenizer = Tokenizer(made._backend, templates, made.bos_id, {made.token_id(end)})
-    return Talk(tokenizer, Sessions(tokenizer), **more)
+    return Tokenizer(made._backend, templates, made.bos_id, {made.token_id(end)})
 
 
 def lines(path: Path, count: int) -> Iterator[Any]:
