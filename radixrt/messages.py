@@ -118,7 +118,8 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
 
     `text=False` leaves stop strings and text to the client (front ends that detokenize
     themselves). `stream=False` sends one Delta a choice, when it is finished.
-    `cache_salt` narrows the namespace that the API key gives.
+    `cache_salt` narrows the namespace that the API key gives. `pin`: (tokens, seconds), prefixes of the prompt that
+    the cache is to keep for that long after the answer, if it can.
     """
 
     id: int
@@ -131,6 +132,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     origin: Origin = Origin()
     api_key: str = ""
     cache_salt: str = ""
+    pin: list[tuple[int, float]] = []
 
 
 class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
@@ -247,7 +249,7 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     the tokens already generated; the first `prompt_len` of them are the prompt.
 
     `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1);
-    with max_tokens 0 nothing is generated.
+    with max_tokens 0 nothing is generated. `pin` is a Generate's.
     """
 
     id: int
@@ -256,6 +258,7 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     prompt_len: int
     sampling: Sampling
     score_from: int | None = None
+    pin: list[tuple[int, float]] = []
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -20,6 +20,11 @@ from radixrt.client import AsyncClient, ServerError, token_bytes, token_list
 from radixrt.config import FrontendConfig
 from radixrt.frontend import schema
 from radixrt.frontend.answer import Exchange, NativeExchange, StreamAnswer, WholeAnswer
+from radixrt.frontend.anthropic.caching import breakpoints, pinned
+from radixrt.frontend.anthropic.errors import AnthropicError
+from radixrt.frontend.anthropic.exchange import Identified, MessageExchange
+from radixrt.frontend.anthropic.replies import MessageReply
+from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.output import TEXT, Formats, Output
@@ -48,9 +53,13 @@ ROUTER_SECONDS = 5.0
 
 _completion = msgspec.json.Decoder(schema.Completion)
 _chat = msgspec.json.Decoder(schema.Chat)
+_messages = msgspec.json.Decoder(Messages)
+_counted = msgspec.json.Decoder(Counted)
 _tokenize = msgspec.json.Decoder(schema.TokenizeBody)
 _detokenize = msgspec.json.Decoder(schema.DetokenizeBody)
 _native = msgspec.json.Decoder(ClientRequest)
+MESSAGES_PATH = "/v1/messages"
+"""Of Anthropic's API: below it errors are told in its format."""
 POLL_SECONDS = 0.02
 DEPTH_DIGITS = 9
 
@@ -72,6 +81,8 @@ class Frontend:
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{model:path}", self._guarded(self.model)),
+            Route(MESSAGES_PATH, self._guarded(self.messages, AnthropicError.wrap), methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self._guarded(self.count, AnthropicError.wrap), methods=["POST"]),
             Route(NATIVE_PATH, self._native_guarded, methods=["POST"]),
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
@@ -103,8 +114,13 @@ class Frontend:
 
     # ------------------------------------------------------------ keys, limits, errors
 
-    def _guarded(self, handler: Callable[[Request, str], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
-        """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's."""
+    def _guarded(
+        self,
+        handler: Callable[[Request, str], Awaitable[Any]],
+        told: Callable[[ApiError], ApiError] = lambda error: error,
+    ) -> Callable[[Request], Awaitable[Any]]:
+        """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's, or as
+        `told`."""
 
         async def guarded(request: Request) -> Any:
             try:
@@ -112,7 +128,7 @@ class Frontend:
                 self._check(key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
-                error = _api_error(problem)
+                error = told(_api_error(problem))
                 return Response(error.body(), error.status, error.headers(), "application/json")
 
         return guarded
@@ -162,7 +178,12 @@ class Frontend:
         return await self._generate(request, key, body, ChatReply)
 
     async def _generate(
-        self, request: Request, key: str, body: schema.Completion | schema.Chat, kind: type[Reply]
+        self,
+        request: Request,
+        key: str,
+        body: schema.Completion | schema.Chat | Messages,
+        kind: type[Reply] | type[MessageReply],
+        exchange_kind: type[Exchange] = Exchange,
     ) -> StreamAnswer | WholeAnswer:
         names, use, wanted = body.names(), body.tool_use(), body.constraint()
         sampling, prompts, n, usage = body.sampling(), body.prompts(use), body.choices(), body.wants_usage()
@@ -176,10 +197,11 @@ class Frontend:
             raise _api_error(problem, names) from None
         outputs = [self._output(*both, sampling, use, wanted) for both in zip(prompts, ids, strict=True)]
         grammars = [await output.checked_grammar() for output in outputs]
+        pins = await self._pins(body, use, ids[0]) if isinstance(body, Messages) else []
         self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
         streams = bool(body.stream)
-        exchange = Exchange(self._transport, self._text, reply, streams, usage)
+        exchange = exchange_kind(self._transport, self._text, reply, streams, usage)
         exchange.names = names
         echo = isinstance(body, schema.Completion) and body.echo
         try:
@@ -197,6 +219,7 @@ class Frontend:
                     origin=origin,
                     api_key=key,
                     cache_salt=body.cache_salt or "",
+                    pin=pins,
                 )
                 told = functools.partial(self._told, message, prompt) if isinstance(prompt, ChatPrompt) else None
                 exchange.submit(message, self._echo(prompt, encoded) if echo else "", output, told)
@@ -239,6 +262,29 @@ class Frontend:
 
     def _echo(self, prompt: Any, ids: bytes) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)
+
+    # ------------------------------------------------------------ Anthropic's API
+
+    async def messages(self, request: Request, key: str) -> Identified:
+        body = schema.parse(_messages, await self._body(request))
+        return Identified(await self._generate(request, key, body, MessageReply, MessageExchange))
+
+    async def count(self, request: Request, key: str) -> Response:
+        body = schema.parse(_counted, await self._body(request))
+        prompt = body.prompt(body.tool_use())
+        breakpoints(body)
+        try:
+            return json_response({"input_tokens": len(await self._text.encode(prompt)) // 4})
+        except FieldError as problem:
+            raise _api_error(problem, body.names()) from None
+
+    async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
+        """What the breakpoints of a request pin, found in a thread: each renders the chat once more."""
+        if self._text.tokenizer is None or not breakpoints(body):
+            return []
+        return await asyncio.to_thread(pinned, self._text.tokenizer, body, use, ids)
+
+    # ------------------------------------------------------------ models
 
     async def models(self, request: Request, key: str) -> Response:
         return json_response({"object": "list", "data": await self._models(key)})
@@ -340,12 +386,17 @@ def _api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiEr
     return problem
 
 
+def _told(request: Request, error: ApiError) -> ApiError:
+    """The error in the format of the API that the route is of."""
+    return AnthropicError.wrap(error) if request.url.path.startswith(MESSAGES_PATH) else error
+
+
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     messages = {404: f"no such route: {request.url.path}", 405: f"{request.method} is not served here"}
-    problem = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    problem = _told(request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
     return Response(problem.body(), error.status_code, error.headers, "application/json")
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
-    problem = ApiError(500, "the server failed on this request; its log says why")
+    problem = _told(request, ApiError(500, "the server failed on this request; its log says why"))
     return Response(problem.body(), 500, media_type="application/json")

@@ -85,6 +85,8 @@ class Admission:
         validate.check_choices(message.n)
         validate.check_sampling(sampling, vocab_size)
         prompt = message.prompt.ids
+        validate.check_pins(message.pin, len(prompt) // 4)
+        request.pin = message.pin
         room = self._room(serving, len(prompt) // 4, 0 if sampling.max_tokens == 0 else 1)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         seed = self._rng.getrandbits(48) if sampling.seed is None else sampling.seed

@@ -15,7 +15,7 @@ Client = Hashable
 class Request:
     """One client request: `runs` are its choices, `open` of which are not finished."""
 
-    __slots__ = ("client", "id", "model", "namespace", "open", "origin", "runs", "scores", "stream", "tenant")
+    __slots__ = ("client", "id", "model", "namespace", "open", "origin", "pin", "runs", "scores", "stream", "tenant")
 
     def __init__(
         self,
@@ -37,6 +37,8 @@ class Request:
         self.model = model
         self.stream = stream
         self.scores = scores
+        self.pin: list[tuple[int, float]] = []
+        """(tokens, seconds): prefixes of the prompt that its worker is to keep."""
         self.runs: list[RunState] = []
         self.open = 0
 
@@ -126,4 +128,5 @@ class RunState:
             prompt_len=self.prompt_len,
             sampling=self.sampling,
             score_from=self.score_from,
+            pin=self.request.pin,
         )

@@ -17,6 +17,8 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_PINS = 4
+MAX_PIN_SECONDS = 3600.0
 TOKEN_BYTES = 4
 
 
@@ -95,6 +97,14 @@ def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
         )
     tokens = np.frombuffer(ids, "<i4")
     _check_ids(int(tokens.min()), int(tokens.max()), field, vocab_size)
+
+
+def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:
+    """Refused (400) unless there are few, and each is of tokens of the prompt and for at most an hour."""
+    _require(len(pins) <= MAX_PINS, "pin", f"may have {MAX_PINS} entries at most")
+    for tokens, seconds in pins:
+        _require(0 < tokens <= prompt_tokens, "pin", f"must be of 1 to {prompt_tokens} tokens, which the prompt has")
+        _require(0 < seconds <= MAX_PIN_SECONDS, "pin", f"must be for at most {MAX_PIN_SECONDS:.0f} seconds")
 
 
 def check_choices(n: int) -> None:

@@ -1,0 +1,149 @@
+"""`cache_control`: breakpoints, each of which pins the prompt's tokens up to the end of its block for a while.
+
+Where a block ends in the prompt, the chat template alone knows. It is rendered once more with that block made longer:
+what both texts begin with is the prefix that stays, whatever follows the block.
+
+    ... user: The whole book.| And its author?<end>
+    ... user: The whole book.|<new> And its author?<end>
+        --------------------- pinned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from radixrt.frontend.anthropic.history import CHANGE, Block, blocks
+from radixrt.frontend.anthropic.schema import Counted
+from radixrt.frontend.errors import refuse
+from radixrt.frontend.tools import ToolUse
+from radixrt.messages import ChatPrompt
+from radixrt.router.tokens import Tokenizer
+
+MAX_BREAKPOINTS = 4
+SECONDS = {"5m": 300.0, "1h": 3600.0}
+BOUNDARY_TOKENS = 4
+"""So many tokens at the end of a text may be others once it goes on."""
+
+
+class Breakpoint(NamedTuple):
+    block: Block
+    seconds: float
+
+
+def breakpoints(body: Counted) -> list[Breakpoint]:
+    """Those of a request, in the order of the prompt. ApiError (400) for more than four, or what is none."""
+    found = [Breakpoint(block, _seconds(field, block["cache_control"])) for field, block in _cacheable(body)]
+    if body.cache_control is not None:
+        seconds = _seconds("", body.cache_control)
+        last = _last_block(body)
+        if last is not None and last.get("cache_control") is None:
+            found.append(Breakpoint(last, seconds))
+    if len(found) > MAX_BREAKPOINTS:
+        refuse("cache_control", f"at most {MAX_BREAKPOINTS} blocks may have it, not {len(found)}")
+    return found
+
+
+def pinned(tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
+    """(tokens, seconds) of each breakpoint of a request whose prompt is `ids`, shortest first.
+
+    A block that the template leaves out, or whose prefix it changes all through, has none."""
+    marked = breakpoints(body)
+    if not marked:
+        return []
+    text = tokenizer.apply_chat(body.prompt(use))
+    found = []
+    for block, seconds in marked:
+        longer = tokenizer.apply_chat(_changed(body, use, block))
+        chars = common_length(text, longer)
+        if longer != text and (tokens := prefix_tokens(tokenizer, text[:chars], ids)):
+            found.append((tokens, seconds))
+    return sorted(found)
+
+
+def _changed(body: Counted, use: ToolUse, block: Block) -> ChatPrompt:
+    """The chat with a block made longer: a tool has another property, everything else more text."""
+    prompt = body.prompt(use, block)
+    index = next((i for i, tool in enumerate(body.tools or []) if tool is block), None)
+    if index is None or not prompt.tools:
+        return prompt
+    tools = list(prompt.tools)
+    function = tools[index]["function"]
+    longer = function | {"parameters": function["parameters"] | {CHANGE: CHANGE}}
+    tools[index] = tools[index] | {"function": longer}
+    return msgspec.structs.replace(prompt, tools=tools)
+
+
+def common_length(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes) -> int:
+    """How many of a prompt's `ids` the `text` that it begins with has."""
+    alone = np.frombuffer(tokenizer.start(text, add_special_tokens=False).finish(), "<i4")
+    whole = np.frombuffer(ids, "<i4")
+    size = min(len(alone), len(whole))
+    differ = np.flatnonzero(alone[:size] != whole[:size])
+    common = int(differ[0]) if differ.size else size
+    if common >= len(alone) - BOUNDARY_TOKENS:
+        return common
+    # Answers are spelled as they were generated, which is not how their text would be encoded: count bytes.
+    ends = np.cumsum([len(tokenizer.token_bytes(token)) for token in whole.tolist()])
+    return int(np.searchsorted(ends, len(text.encode()), side="right"))
+
+
+# ---------------------------------------------------------------- where breakpoints are
+
+
+def _cacheable(body: Counted) -> Iterator[tuple[str, Block]]:
+    """All that has a `cache_control`."""
+    for field, block in _all_blocks(body):
+        if block.get("cache_control") is not None:
+            if block.get("type") in ("thinking", "redacted_thinking"):
+                refuse(f"{field}.cache_control", "thinking blocks cannot have it")
+            yield f"{field}.", block
+
+
+def _all_blocks(body: Counted) -> Iterator[tuple[str, Block]]:
+    """Tools, system blocks and blocks of messages, those within tool results included; texts that are no block are not
+    among them."""
+    yield from ((f"tools.{i}", tool) for i, tool in enumerate(body.tools or []))
+    if isinstance(body.system, list):
+        yield from blocks("system", body.system)
+    for i, message in enumerate(body.messages):
+        if not isinstance(message.get("content"), list):
+            continue
+        for field, block in blocks(f"messages.{i}.content", message["content"]):
+            if block.get("type") == "tool_result" and isinstance(block.get("content"), list):
+                yield from blocks(f"{field}.content", block["content"])
+            yield field, block
+
+
+def _last_block(body: Counted) -> Block | None:
+    """The block that a `cache_control` of the whole request is for. A text is made a block of its message."""
+    message = body.messages[-1]
+    if isinstance(message["content"], str):
+        message["content"] = [{"type": "text", "text": message["content"]}]
+    thoughts = ("thinking", "redacted_thinking")
+    return next((b for b in reversed(message["content"]) if b.get("type") not in thoughts), None)
+
+
+def _seconds(field: str, control: Any) -> float:
+    field += "cache_control"
+    if not isinstance(control, dict) or control.get("type") != "ephemeral":
+        refuse(f"{field}.type", "must be 'ephemeral'")
+    ttl = control.get("ttl") or "5m"
+    if ttl not in SECONDS:
+        refuse(f"{field}.ttl", f"must be one of {', '.join(SECONDS)}, not {ttl!r}")
+    return SECONDS[ttl]

@@ -1,0 +1,84 @@
+"""One request of Anthropic's API in flight."""
+
+from __future__ import annotations
+
+from radixrt.frontend.answer import Exchange, OnAnswer, Receive, Send, StreamAnswer, WholeAnswer
+from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError, new_request_id
+from radixrt.frontend.anthropic.replies import MessageReply, event
+from radixrt.frontend.choice import Choice
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.output import TEXT, Output
+from radixrt.frontend.parsing import Piece
+from radixrt.messages import Generate, TokenLogprob, TokenPrompt
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageExchange(Exchange):
+    """The one choice of a message, in blocks. An error after the stream has begun is an event of it."""
+
+    reply: MessageReply
+
+    def submit(
+        self, request: Generate, echo: str = "", output: Output = TEXT, on_answer: OnAnswer | None = None
+    ) -> None:
+        """See Exchange."""
+        assert isinstance(request.prompt, TokenPrompt)
+        self._max_tokens = request.sampling.max_tokens
+        self.reply.breakpoints = request.pin
+        self.reply.prompt_tokens = len(request.prompt.ids) // 4
+        super().submit(request, echo, output, on_answer)
+
+    def fail(self, problem: Exception) -> None:
+        """See Mailbox."""
+        if isinstance(problem, ApiError):
+            problem = AnthropicError.wrap(problem)
+            if self._streams and not self.held and self.failure is None and not self.finished:
+                self.put(event(problem.data()))
+                self.finished = True
+                self.cancel()
+                self.wake()
+                return
+        super().fail(problem)
+
+    def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
+        events = [one for piece in pieces for one in self.reply.add(piece)]
+        if self._streams and events:
+            self.put(b"".join(map(event, events)))
+        self.wake()
+
+    def _end(self) -> None:
+        if self._streams:
+            self.put(self.reply.end(*self._how_it_ended(), self.choices[0].usage))
+        self.finished = True
+        self.wake()
+
+    async def whole(self) -> bytes:
+        """See Exchange."""
+        while not self.finished:
+            await self.changed()
+        return self.reply.body(*self._how_it_ended(), self.choices[0].usage)
+
+    def _how_it_ended(self) -> tuple[str, str | None]:
+        """(stop_reason, stop_sequence)"""
+        choice = self.choices[0]
+        if isinstance(choice.stop, str):
+            return "stop_sequence", choice.stop
+        full = choice.finish == "length" and choice.usage.completion_tokens < (self._max_tokens or 0)
+        return "model_context_window_exceeded" if full else _STOP_REASONS.get(choice.finish, "end_turn"), None
+
+
+class Identified:
+    """An answer with the header that gives its request an id, unless it has one."""
+
+    def __init__(self, answer: StreamAnswer | WholeAnswer) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
+        async def identified(message: dict) -> None:
+            name = REQUEST_ID.encode()
+            if message["type"] == "http.response.start" and name not in dict(message["headers"]):
+                message["headers"] = [*message["headers"], (name, new_request_id().encode())]
+            await send(message)
+
+        await self._answer(scope, receive, identified)

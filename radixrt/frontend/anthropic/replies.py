@@ -1,0 +1,162 @@
+"""An answer as Anthropic's JSON: content blocks, whole or as the events of a stream. Pure."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from radixrt.frontend.anthropic.history import INVALID_JSON
+from radixrt.frontend.anthropic.tools import shown_id
+from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
+from radixrt.messages import Usage
+from radixrt.router.tokens import Tokenizer
+
+encode = msgspec.json.Encoder().encode
+HOUR = 3600.0
+_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+_ARGUMENTS = ("input_json_delta", "partial_json")
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """An event of a stream; its name is its type."""
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data))
+
+
+class Block:
+    """A content block while it grows."""
+
+    __slots__ = ("_texts", "call", "kind")
+
+    def __init__(self, kind: str, call: CallStart | None = None) -> None:
+        self.kind = kind
+        self.call = call
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def signature(self) -> str:
+        """Of thoughts: what a client must send back with them. Nothing is checked by it here."""
+        return base64.b64encode(hashlib.sha256("".join(self._texts).encode()).digest()).decode()
+
+    def opening(self) -> dict[str, Any]:
+        """The block before anything is in it."""
+        if self.call is not None:
+            return {"type": "tool_use", "id": shown_id(self.call.id), "name": self.call.name, "input": {}}
+        return {"type": self.kind, self.kind: ""} | ({"signature": ""} if self.kind == "thinking" else {})
+
+    def whole(self) -> dict[str, Any]:
+        text = "".join(self._texts)
+        if self.call is not None:
+            return self.opening() | {"input": _input(text)}
+        return self.opening() | {self.kind: text} | ({"signature": self.signature} if self.kind == "thinking" else {})
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The input of a call. Arguments that are no object, for they were cut or the model erred, are told as they are."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}
+
+
+class MessageReply:
+    """One message, its blocks in the order in which they come. `breakpoints`: (tokens, seconds), shortest first."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None = None) -> None:
+        self.id = f"msg_{uuid.uuid4().hex[:24]}"
+        self.model = model
+        self.blocks: list[Block] = []
+        self.breakpoints: Sequence[tuple[int, float]] = ()
+        self.prompt_tokens = 0
+
+    def body(self, stop_reason: str, stop_sequence: str | None, usage: Usage) -> bytes:
+        """The whole answer."""
+        content = [block.whole() for block in self.blocks]
+        end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": self.usage(usage)}
+        return encode(self._message(content, end) | {"radixrt": {"worker": usage.worker}})
+
+    def _message(self, content: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content} | end
+
+    # ------------------------------------------------------------ pieces
+
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Take a piece in; the events of a stream that tell of it."""
+        match piece:
+            case CallStart():
+                return self._open("tool_use", piece)
+            case CallArguments(text=text):
+                return self._grow(text, _ARGUMENTS)
+        kind = "text" if isinstance(piece, Content) else "thinking"
+        opening = [] if self.blocks and self.blocks[-1].kind == kind else self._open(kind)
+        return opening + self._grow(piece.text, _DELTAS[kind])
+
+    def _open(self, kind: str, call: CallStart | None = None) -> list[dict[str, Any]]:
+        closing = self._close()
+        self.blocks.append(Block(kind, call))
+        start = {"type": "content_block_start", "index": self._index, "content_block": self.blocks[-1].opening()}
+        return [*closing, start]
+
+    def _grow(self, text: str, names: tuple[str, str]) -> list[dict[str, Any]]:
+        self.blocks[-1].add(text)
+        return [self._delta({"type": names[0], names[1]: text})]
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self.blocks:
+            return []
+        last = self.blocks[-1]
+        signed = [self._delta({"type": "signature_delta", "signature": last.signature})]
+        return (signed if last.kind == "thinking" else []) + [{"type": "content_block_stop", "index": self._index}]
+
+    @property
+    def _index(self) -> int:
+        return len(self.blocks) - 1
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    # ------------------------------------------------------------ a stream
+
+    def begin(self, include_usage: bool) -> None:
+        """A stream begins; its usage is always told."""
+
+    def opening(self, index: int) -> bytes:
+        """The first events. What of the prompt is cached is not known yet: the last event but one tells."""
+        usage = self.usage(Usage(self.prompt_tokens), known=False)
+        message = self._message([], {"stop_reason": None, "stop_sequence": None, "usage": usage})
+        return event({"type": "message_start", "message": message}) + event({"type": "ping"})
+
+    def end(self, stop_reason: str, stop_sequence: str | None, usage: Usage) -> bytes:
+        """The last events."""
+        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+        last = {"type": "message_delta", "delta": delta, "usage": self.usage(usage)}
+        last["radixrt"] = {"worker": usage.worker}
+        return b"".join(map(event, [*self._close(), last, {"type": "message_stop"}]))
+
+    # ------------------------------------------------------------ usage
+
+    def usage(self, usage: Usage, known: bool = True) -> dict[str, Any]:
+        """Prompt tokens = read from the cache + newly put there up to the last breakpoint + the others."""
+        read, new = usage.cached_tokens, {"5m": 0, "1h": 0}
+        end = read
+        for tokens, seconds in self.breakpoints if known else ():
+            if tokens > end:
+                new["1h" if seconds >= HOUR else "5m"] += tokens - end
+                end = tokens
+        return {
+            "input_tokens": usage.prompt_tokens - end,
+            "cache_creation_input_tokens": end - read,
+            "cache_read_input_tokens": read,
+            "cache_creation": {f"ephemeral_{ttl}_input_tokens": tokens for ttl, tokens in new.items()},
+            "output_tokens": usage.completion_tokens,
+            "service_tier": "standard",
+        }

@@ -1,0 +1,116 @@
+"""What Anthropic's clients send, checked and turned into messages. Pure; every refusal names the field.
+
+Unknown fields are ignored; a known field whose meaning is not served is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from radixrt.frontend.anthropic.history import Block, History
+from radixrt.frontend.anthropic.tools import tool_use
+from radixrt.frontend.errors import refuse
+from radixrt.frontend.schema import Int
+from radixrt.frontend.structured import Constraint
+from radixrt.frontend.tools import ToolUse
+from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
+
+UNSERVED = ("container", "mcp_servers")
+THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+
+
+class Counted(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens: the fields that make the prompt; None is as good as absent."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in OpenAI's API here: arguments for the template."""
+
+    def names(self) -> dict[str, str]:
+        """How the caller calls the fields of a message."""
+        return {"prompt": "messages", "stop": "stop_sequences", "template_args": "chat_template_kwargs"}
+
+    def tool_use(self) -> ToolUse:
+        """What an answer may do with tools."""
+        return tool_use(self.tools, self.tool_choice)
+
+    def prompt(self, use: ToolUse, changed: Block | None = None) -> ChatPrompt:
+        """The chat; with one of its blocks made longer, if `changed` names one."""
+        history = History(self.system, self.messages, changed)
+        arguments = {"enable_thinking": self.thinks()} | (self.chat_template_kwargs or {})
+        return ChatPrompt(history.messages, use.shown, history.partial, arguments)
+
+    def thinks(self) -> bool:
+        """Whether the model is asked to think; as with Anthropic, it is not unless told so. How much, is up to it."""
+        thinking = self.thinking or {"type": "disabled"}
+        kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+        if kind not in THINKING:
+            refuse("thinking.type", f"must be one of {', '.join(THINKING)}, not {kind!r}")
+        if kind == "enabled" and (type(budget) is not int or budget < 1):
+            refuse("thinking.budget_tokens", "must be a number of tokens, at least 1")
+        return kind != "disabled"
+
+
+class Messages(Counted, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    output_config: dict[str, Any] | None = None
+    container: Any = None
+    mcp_servers: Any = None
+    cache_salt: str | None = None
+    """As in OpenAI's API here: narrows the namespace that the key gives."""
+
+    def choices(self) -> int:
+        """Choices of the prompt."""
+        return 1
+
+    def wants_usage(self) -> bool:
+        """Whether a stream tells the usage."""
+        return True
+
+    def prompts(self, use: ToolUse) -> list[Prompt]:
+        """The chat, its template shown what may be used."""
+        return [self.prompt(use)]
+
+    def constraint(self) -> Constraint | None:
+        """What the text must be."""
+        form = (self.output_config or {}).get("format")
+        if form is None:
+            return None
+        field = "output_config.format"
+        if not isinstance(form, dict) or form.get("type") != "json_schema":
+            refuse(f"{field}.type", "must be 'json_schema'")
+        if not isinstance(form.get("schema"), dict):
+            refuse(f"{field}.schema", "must be a JSON schema")
+        text = json.dumps(form["schema"], ensure_ascii=False, separators=(",", ":"))
+        return Constraint(Grammar("json_schema", text), f"{field}.schema")
+
+    def sampling(self) -> Sampling:
+        for name in UNSERVED:
+            if getattr(self, name):
+                refuse(name, "is not served")
+        if self.max_tokens < 1:
+            refuse("max_tokens", "must be at least 1")
+        user = (self.metadata or {}).get("user_id")
+        if not isinstance(user, str | None):
+            refuse("metadata.user_id", "must be a string")
+        fields = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return Sampling(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()), **given)
