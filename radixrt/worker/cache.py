@@ -1,6 +1,6 @@
 """The radix tree and the KV pages together: the only place where pages are taken and given back.
 
-    pages:   free | in the tree (leased or evictable) | private to a running request
+    pages:   free | in the tree (leased, by requests or pins, or evictable) | private to a running request
 
     a running request's row of the page table
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixrt.tree import RadixTree
+from radixrt.worker.pins import Pins
 from radixrt.worker.request import Request
 
 
@@ -33,10 +34,19 @@ class PageCache:
     `table` is int32[rows, pages of a request]. Page 0 belongs to nobody: what is written there is never read.
     """
 
-    def __init__(self, num_pages: int, page_size: int, rows: int, max_model_len: int, events: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        rows: int,
+        max_model_len: int,
+        events: bool = True,
+        max_pinned_share: float = 0.25,
+    ) -> None:
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
+        self.pins = Pins(self.tree, self.total_pages, max_pinned_share)
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """Pages in each row."""
@@ -59,7 +69,7 @@ class PageCache:
 
     @property
     def leased_pages(self) -> int:
-        """Pages of running requests, in the tree or private."""
+        """Pages of running requests, in the tree or private, and those of pins."""
         return self.tree.leased_tokens // self.page_size + self._private_pages()
 
     @property
@@ -110,14 +120,14 @@ class PageCache:
         return gained
 
     def reserve(self, request: Request, tokens: int) -> None:
-        """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages alters nothing."""
+        """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages: not even without pins."""
         held = int(self.held[request.row])
         missing = -(-tokens // self.page_size) - held
         if missing > 0:
             self._fill(request.row, held, self._take(missing))
 
     def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Make room for one token at int64 `positions`, one a row. OutOfPages changes nothing."""
+        """Make room for one token at int64 `positions`, one a row. OutOfPages: not even without pins."""
         index = positions // self.page_size
         lacking = np.flatnonzero(self.held[rows] <= index)
         if not lacking.size:
@@ -202,13 +212,14 @@ class PageCache:
         return found
 
     def can_take(self, pages: int) -> bool:
-        """Whether that many pages are free or could be evicted."""
+        """Whether that many pages are free or could be evicted; pins stay."""
         return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
 
     def _take(self, count: int) -> np.ndarray:
         if count > self._num_free:
-            if not self.can_take(count):
-                raise OutOfPages
+            while not self.can_take(count):
+                if not self.pins.release_oldest():
+                    raise OutOfPages
             freed = _int32(self.tree.evict((count - self._num_free) * self.page_size))
             self.evicted_tokens += len(freed) * self.page_size
             self._give_back(freed)
@@ -233,6 +244,7 @@ class PageCache:
     def check(self) -> None:
         """Assert that every page is in exactly one place and that rows agree with leases. Walks everything."""
         self.tree.check()
+        self.pins.check()
         assert self.free_pages + self.leased_pages + self.evictable_pages == self.total_pages, "pages add up"
         places = [self._free[: self._num_free], _int32(self.tree.values())]
         for row, request in self._running.items():

@@ -101,12 +101,19 @@ class Worker:
         max_model_len: int = 0,
         check: bool = False,
         grammars: Grammars | None = None,
+        max_pinned_share: float = 0.25,
     ) -> None:
         room = (runner.num_pages - 1) * runner.page_size
         self.runner = runner
         self.identity = identity
         self.max_model_len = min(max_model_len or runner.max_model_len, runner.max_model_len, room)
-        self.cache = PageCache(runner.num_pages, runner.page_size, limits.max_num_seqs, self.max_model_len)
+        self.cache = PageCache(
+            runner.num_pages,
+            runner.page_size,
+            limits.max_num_seqs,
+            self.max_model_len,
+            max_pinned_share=max_pinned_share,
+        )
         self.scheduler = Scheduler(self.cache, limits)
         runner.bind(self.cache.table)
         self._limits = limits
@@ -136,6 +143,7 @@ class Worker:
             while not self._stopped.is_set():
                 self._receive()
                 outputs = self._step()
+                self._pin(outputs)
                 self._reply(outputs)
         finally:
             self._stopped.set()
@@ -198,6 +206,16 @@ class Worker:
         self._last_done = done
         return self.scheduler.apply(flight.plan, result)
 
+    def _pin(self, outputs: list[m.Output]) -> None:
+        """Pin what requests that have ended wanted pinned, before their pages can be evicted; let old pins go."""
+        now = time.monotonic()
+        for output in outputs:
+            if output.finish == "error":
+                self.cache.pins.drop(output.id)
+            elif output.finish is not None:
+                self.cache.pins.settle(output.id, now)
+        self.cache.pins.expire(now)
+
     # ------------------------------------------------------------ receive
 
     def _receive(self) -> None:
@@ -225,6 +243,7 @@ class Worker:
                 for id in message.ids:
                     if self._compiling.pop(id, None) is None:
                         self.scheduler.abort(id)
+                    self.cache.pins.settle(id, time.monotonic())
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Stop():
@@ -235,6 +254,7 @@ class Worker:
             if run.id in self._compiling:
                 raise ValueError(f"id: request {run.id} exists")
             request = self._request(run)
+            self.cache.pins.want(run)
             if run.sampling.grammar is None:
                 self.scheduler.add(request)
             else:
@@ -259,6 +279,7 @@ class Worker:
                 self._refuse(id, error)
 
     def _refuse(self, id: int, error: ValueError) -> None:
+        self.cache.pins.drop(id)
         self._refused.append(m.Output(id, finish="error", error=str(error)))
 
     def _request(self, run: m.Run) -> Request:

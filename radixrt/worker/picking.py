@@ -8,37 +8,31 @@ waited for in between:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from radixrt.messages import TokenLogprob
 from radixrt.worker.grammar import fill_masks
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.sample import Masks, choose
+from radixrt.worker.sample import Masks, choose, to_device
 
 NOT_FINITE = "the model gave logits that are not finite"
-
-Stage = Callable[[np.ndarray], torch.Tensor]
-"""int32 from the host to the device, without waiting for it."""
 
 
 class Picking:
     """Of one step. `packed` int32 is what `read` wants on the host; `tokens` int32 are those drawn, for `rows` of the
     page table."""
 
-    def __init__(self, plan: Plan, logits: torch.Tensor, stage: Stage | None = None) -> None:
+    def __init__(self, plan: Plan, logits: torch.Tensor) -> None:
         """`logits` are the plan's wanted ones, float32[plan.wants.sum(), vocab]; all tokens before are known."""
         self._plan = plan
-        self._stage = stage or (lambda array: torch.from_numpy(array).to(logits.device))
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
         self._problems: dict[int, str] = {}
         self.rows = plan.rows[chosen]
         requests = [plan.requests[b] for b in chosen]
         # Indexing copies: what follows may change it.
-        raw = logits[torch.from_numpy(self._ends[chosen] - 1).to(logits.device)]
+        raw = logits[to_device(self._ends[chosen] - 1, logits.device)]
         self._reported = [row for row, r in enumerate(requests) if r.sampling.logprobs is not None]
         positions = (plan.starts + plan.counts)[chosen].tolist()
         self.tokens = choose(raw.clone() if self._reported else raw, requests, positions, self._masks(raw)).int()
@@ -55,8 +49,8 @@ class Picking:
         bits = np.zeros((len(asked), -(-logits.shape[-1] // 32)), dtype=np.int32)
         problems = fill_masks([self._plan.requests[b] for _, b in asked], range(len(asked)), bits)
         self._problems = {asked[n][1]: problem for n, problem in problems.items()}
-        rows = torch.tensor([row for row, _ in asked], device=logits.device)
-        return Masks(self._stage(bits), rows)
+        rows = np.array([row for row, _ in asked])
+        return Masks(to_device(bits, logits.device), to_device(rows, logits.device))
 
     def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """Log-probabilities of the known tokens that follow wanted positions, of the requests that ask for them."""
@@ -68,7 +62,7 @@ class Picking:
             mine = logits[self._ends[b] - self._plan.wants[b] : self._ends[b]]
             stop = int(self._plan.starts[b] + self._plan.counts[b])
             following = list(request.tokens[stop - len(mine) + 1 : stop + 1])
-            at = torch.tensor(following, dtype=torch.int64, device=logits.device)[:, None]
+            at = to_device(np.array(following, dtype=np.int64), logits.device)[:, None]
             found.append(_bits(torch.log_softmax(mine[: len(following)], -1).gather(-1, at)))
             self._scored.append((b, len(following)))
         return found
@@ -77,7 +71,7 @@ class Picking:
         """By the model's raw logits[S, vocab]."""
         if not self._reported:
             return []
-        rows = torch.tensor(self._reported, device=raw.device)
+        rows = to_device(np.array(self._reported), raw.device)
         logprobs = torch.log_softmax(raw[rows], -1)
         asked = [self._plan.requests[self._chosen[row]].sampling.logprobs or 0 for row in self._reported]
         values, ids = logprobs.topk(min(max(asked), raw.shape[-1]))

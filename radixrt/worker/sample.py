@@ -23,6 +23,12 @@ from radixrt.messages import Sampling
 from radixrt.worker.request import Request
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On a GPU without waiting for what it does, from pinned memory that is kept until it is done."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def choose(
     logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], masks: Masks | None = None
 ) -> torch.Tensor:
@@ -34,9 +40,9 @@ def choose(
     drawn = [row for row, request in enumerate(requests) if request.draws]
     tokens = logits.argmax(-1)
     if drawn:
-        at = torch.tensor(drawn, device=logits.device)
+        at = to_device(np.array(drawn), logits.device)
         arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
-        tokens[at] = draw(logits[at], Draws.of({k: torch.from_numpy(v).to(at.device) for k, v in arrays.items()}))
+        tokens[at] = draw(logits[at], Draws.of({k: to_device(v, at.device) for k, v in arrays.items()}))
     return tokens
 
 
@@ -51,10 +57,10 @@ def adjust(logits: torch.Tensor, request: Request) -> None:
     generated = len(request.tokens) - request.prompt_len
     if (s.presence_penalty or s.frequency_penalty) and generated:
         ids, counts = np.unique(np.array(request.tokens[request.prompt_len :]), return_counts=True)
-        times = torch.from_numpy(counts).to(logits)
+        times = to_device(counts.astype(np.float32), logits.device)
         logits[_index(ids, logits)] -= s.presence_penalty + s.frequency_penalty * times
     if s.logit_bias:
-        bias = torch.tensor(list(s.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
     if generated < s.min_tokens and request.stop_ids and request.matcher is None:
         logits[_index(list(request.stop_ids), logits)] = -torch.inf
@@ -68,7 +74,7 @@ def _penalize_repetition(logits: torch.Tensor, request: Request, penalty: float)
 
 
 def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(ids, dtype=torch.int64, device=logits.device)
+    return to_device(np.asarray(ids, dtype=np.int64), logits.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class Masks:
 
 def apply_masks(logits: torch.Tensor, masks: Masks) -> None:
     """Set what is not allowed to -inf in logits[B, vocab], in place."""
+    if logits.is_cuda:
+        from radixrt.worker.cuda import kernels
+
+        return kernels.mask(logits, masks.rows, masks.bits)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = (masks.bits.view(torch.uint8)[:, :, None] >> bits) & 1 == 0
     banned = banned.flatten(1)[:, : logits.shape[-1]]

@@ -283,6 +283,27 @@ def _bits(key, token):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+@triton.jit(do_not_specialize=["words"])
+def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, words, vocab, stride, BLOCK: tl.constexpr):
+    row = tl.load(rows_ptr + tl.program_id(0))
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(bits_ptr + tl.program_id(0) * words + word, mask=word < words, other=-1)
+    token = word[:, None] * 32 + tl.arange(0, 32)[None, :]
+    banned = ((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) == 0
+    at = logits_ptr + row * stride + token
+    tl.store(at, tl.full([BLOCK, 32], float("-inf"), tl.float32), mask=banned & (token < vocab))
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """-inf for every id whose bit is 0, in place: float32 logits[B, vocab], of int64 rows[N], bits int32[N, words], bit
+    i % 32 of word i // 32 for id i."""
+    count, words = bits.shape
+    block = 64
+    _mask_kernel[(count, triton.cdiv(words, block))](
+        logits, rows, bits, words, logits.shape[1], logits.stride(0), block, num_warps=4
+    )
+
+
 @triton.jit
 def _perturbed_kernel(
     logits_ptr, rows_ptr, temperature_ptr, keys_ptr, best_ptr, at_ptr, vocab, stride, blocks, BLOCK: tl.constexpr

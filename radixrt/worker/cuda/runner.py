@@ -36,7 +36,7 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import ModelRunner, ranges, wanted
-from radixrt.worker.sample import draw
+from radixrt.worker.sample import draw, to_device
 from radixrt.worker.sharing import Cost
 
 log = logging.getLogger("radixrt.cuda")
@@ -131,7 +131,6 @@ class CudaRunner(ModelRunner):
         self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
         self._packers = (Packer(self._device), Packer(self._device))
         self._late: Late | None = None
-        self._late_packers = (Packer(self._device), Packer(self._device))
         self._answers = (Answer(self._device), Answer(self._device))
         self._steps = 0
         self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
@@ -202,14 +201,9 @@ class CudaRunner(ModelRunner):
         late, self._late = self._late, None
         if late is None:
             return
-        late.picking = picking = Picking(late.plan, late.logits, self._stage)
-        self._drawn[torch.from_numpy(picking.rows).to(self._device).long()] = picking.tokens
+        late.picking = picking = Picking(late.plan, late.logits)
+        self._drawn[to_device(picking.rows, self._device).long()] = picking.tokens
         late.answer.fetch(picking.packed)
-
-    def _stage(self, array: np.ndarray) -> torch.Tensor:
-        packer = self._late_packers[self._steps % 2]
-        packer.clear()
-        return packer.add(array).of(packer.send())
 
     def _read(self, late: Late) -> Result:
         if late.picking is None:

@@ -116,6 +116,18 @@ def test_draw_is_that_of_the_reference(device):
     assert kernels.draw(logits, rows, draws.temperature, draws.keys).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("vocab", [31, 5000])
+def test_mask(vocab, device):
+    logits = torch.randn(5, vocab, device=device)
+    rows, words = torch.tensor([4, 0, 1], device=device), -(-vocab // 32)
+    allowed = torch.rand(3, 32 * words, device=device) < 0.5
+    bits = np.packbits(allowed.cpu().numpy(), axis=1, bitorder="little").view(np.int32)
+    expected = logits.clone()
+    expected[rows] = expected[rows].masked_fill(~allowed[:, :vocab], -torch.inf)
+    kernels.mask(logits, rows, torch.from_numpy(bits).to(device))
+    assert torch.equal(logits, expected)
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_gather(page_size, device):
     pool = KVPool(1, 64, 2, 24, torch.float8_e5m2, device)
