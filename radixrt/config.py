@@ -36,6 +36,7 @@ class WorkerConfig:
     max_total_tokens: int = setting(0, "token slots in the KV pool (0: from memory)")
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: the model's)")
     max_num_seqs: int = setting(256, "most requests running at once")
+    max_pinned_share: float = setting(0.25, "share of the pool for a tenant's pinned prefixes (cache_control)")
     max_num_batched_tokens: int = setting(
         0, "token budget of a step, the prefill chunk (0: 8192 on a GPU, 512 on a CPU)"
     )

@@ -93,6 +93,7 @@ def make_worker(config: WorkerConfig) -> Worker:
         max_model_len=config.max_model_len,
         check=config.check,
         grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids),
+        max_pinned_share=config.max_pinned_share,
     )
 
 

@@ -211,7 +211,7 @@ class Worker:
         now = time.monotonic()
         for output in outputs:
             if output.finish == "error":
-                self.cache.pins.drop(output.id)
+                self.cache.pins.fail(output.id)
             elif output.finish is not None:
                 self.cache.pins.settle(output.id, now)
         self.cache.pins.expire(now)
