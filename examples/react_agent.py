@@ -1,28 +1,59 @@
-"""Reason and act, with a tool; each turn extends the prompt of the last.   radixrt run examples/react_agent.py"""
+"""Reason and act, with tools; each turn extends the prompt of the last.   radixrt run examples/react_agent.py"""
 
-from radixrt import SyncBranch, gen, program
+import ast
+import operator
 
-FACTS = {"capital": "Tokyo is the capital of Japan.", "population": "14 million people live in Tokyo."}
+from radixrt import Branch, ProgramError, gen, program, select
+
+FACTS = {
+    "japan": "Tokyo is the capital of Japan; 14 million people live there.",
+    "france": "Paris is the capital of France; 2 million people live there.",
+}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+PROMPT = """Answer by Thought, Action and Observation. Actions: search[words] and calculate[expression].
+
+Question: How many more people live in the capital of Japan than in that of France?
+"""
 
 
-def search(query: str) -> str:
-    return next((fact for word, fact in FACTS.items() if word in query), "nothing was found")
+def search(words: str) -> str:
+    found = [fact for place, fact in FACTS.items() if place in words.lower()]
+    return " ".join(found) or "nothing was found"
+
+
+def calculate(expression: str) -> str:
+    def value(node: ast.expr) -> float:
+        if isinstance(node, ast.BinOp):
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        return float(ast.literal_eval(node))
+
+    return f"{value(ast.parse(expression.strip(), mode='eval').body):g}"
+
+
+TOOLS = {"search": search, "calculate": calculate}
 
 
 @program
-def react(s: SyncBranch, question: str, turns: int = 3) -> str:
-    s += "Answer by Thought, Action and Observation.\n\n"
-    s += f"Question: {question}\n"
+async def react_agent(s: Branch, turns: int = 4) -> str:
+    s += PROMPT
     for turn in range(1, turns + 1):
         s += f"Thought {turn}:"
         s += gen("thought", max_tokens=32, temperature=0, stop="\n")
-        s += f"\nAction {turn}: search["
-        s += gen("query", max_tokens=16, temperature=0, stop=("]", "\n"))
-        s += f"]\nObservation {turn}: {search(s['query'])}\n"
-    s += "Answer:"
+        s += f"\nAction {turn}: "
+        s += select("action", ["search", "calculate", "finish"])
+        if await s["action"] == "finish":
+            break
+        s += "["
+        s += gen("input", max_tokens=16, temperature=0, stop=("]", "\n"))
+        try:
+            seen = await s.tool(TOOLS[await s["action"]], await s["input"], timeout=5)
+        except ProgramError as error:  # what the model wrote was no expression: let it know
+            seen = f"error: {type(error.problem).__name__}"
+        s += f"]\nObservation {turn}: {seen}\n"
+    s += "\nAnswer:"
     s += gen("answer", max_tokens=24, temperature=0, stop="\n")
-    return s["answer"].strip()
+    return await s["answer"]
 
 
 if __name__ == "__main__":
-    print(react.run("How many people live in the capital of Japan?"))
+    print("answer:", react_agent.run().strip())

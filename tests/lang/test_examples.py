@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from radixrt import trace, use_client
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, resolve
+from radixrt.frontend.server import FrontendThread
 from radixrt.launch import LocalStack, StackConfig, free_tcp_address
+from tests.checkpoints import make_model
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -30,13 +35,63 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "radixrt", *arguments], capture_output=True, text=True, timeout=60)
 
 
+@pytest.fixture(scope="module")
+def clients(folder, address, tmp_path_factory):
+    """Of fake workers over ZMQ and HTTP, and of a small random model in this process."""
+    model = tmp_path_factory.mktemp("model")
+    make_model(model, "llama", num_hidden_layers=1)
+    for path in folder.glob("*token*"):
+        (model / path.name).write_bytes(path.read_bytes())
+    frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)))
+    with Client(address) as zmq, Client(frontend.url) as http, Client(f"local:{model}") as local:
+        yield {"zmq": zmq, "http": http, "local": local}
+    frontend.stop()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "http", "local"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(address, example):
-    done = command("run", "--url", address, str(example))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    with Client(address) as client:
-        assert any(row["program"] == example.stem.removesuffix("_agent") for row in client.report()["programs"])
+def test_an_example_runs(clients, example, transport, capsys, monkeypatch):
+    """As `radixrt run` does it, in this process, with nothing left running."""
+    client = clients[transport]
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    use_client(client)
+    try:
+        with trace() as t:
+            runpy.run_path(str(example), run_name="__main__")
+    finally:
+        use_client(None)
+    assert capsys.readouterr().out.strip()
+    assert t.runs and all(run.program == example.stem and run.usage().completion_tokens for run in t.runs)
+    wait_for_runs(client, 0, seconds=1.0)
+    assert any(row["program"] == example.stem for row in client.report()["programs"])
+
+
+def test_there_are_ten_examples_and_each_says_what_it_is():
+    assert len(EXAMPLES) == 10
+    for example in EXAMPLES:
+        text = example.read_text()
+        said = ast.get_docstring(ast.parse(text))
+        assert f"radixrt run examples/{example.name}" in said and len(text.splitlines()) < 80
+
+
+def test_what_examples_compute_themselves():
+    names = {path.stem: runpy.run_path(str(path)) for path in EXAMPLES}
+    verify = names["best_of_n"]["verify"]
+    for code, right in (("sorted([a, b, c])[1]", True), ("a", False), ("(", False), ("a.__class__", False)):
+        assert verify("lambda a, b, c: " + code) is right
+    left_after = names["tree_of_thought"]["left_after"]
+    assert left_after([4, 4, 6, 8], "4 + 8 = 12 (left: 4 6 12)\n") == [4, 6, 12]
+    for wrong in ("4 + 9 = 13 (left: 4)\n", "8 / 6 = 1 (left: 4)\n", "6 / 0 = 6 (left: 4)\n", "8 + 8 = 16 (left: 4)\n"):
+        assert left_after([4, 4, 6, 8], wrong) is None
+    assert names["react_agent"]["calculate"](" 14 - 2*3 ") == "8"
+
+
+def test_the_command_and_its_trace(address, tmp_path):
+    page = tmp_path / "trace.html"
+    example = next(path for path in EXAMPLES if path.stem == "best_of_n")
+    done = command("run", "--url", address, "--trace", str(page), str(example))
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert "best_of_n: " in page.read_text() and "tool verify" in page.read_text()
 
 
 def test_arguments_and_errors(address, tmp_path):

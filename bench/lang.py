@@ -1,0 +1,183 @@
+"""CPU time that the DSL adds to a branch: a program of 5 x 5 x 5 branches, and the same requests by the client alone.
+
+    python -m bench.lang [--quick]
+
+Each of the 156 branches appends a text and generates 8 tokens; the workers are fakes, in threads of this process, over
+ZMQ. What counts is the CPU time of the client's thread: neither worker nor router is in it. The reference, in the same
+run, makes the very same requests with AsyncClient.generate, a task a branch, parts put together by hand. With roles,
+the reference sends chat messages, which the DSL has rendered first so as to keep the ids that were generated. Before
+anything is timed, both must have got the same texts, from prompts of the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from bench.common import save, table
+from radixrt.client import AsyncClient
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.demo.checkpoint import make_checkpoint
+from radixrt.lang import Branch, assistant, gen, program, trace, user
+from radixrt.launch import LocalStack
+from radixrt.messages import ChatPrompt, Origin, PartsPrompt, Sampling, TextPrompt, TokenPrompt
+
+FAN, DEPTH = 5, 3
+BRANCHES = sum(FAN**depth for depth in range(DEPTH + 1))
+SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+OPENING = "Consider the question again, and then go on: "
+LIMIT = 300.0
+"""Microseconds a branch that the DSL may add."""
+
+Answers = dict[str, tuple[str, int]]
+"""Text and prompt tokens, by branch path."""
+
+
+def line(path: str) -> str:
+    """What a branch says."""
+    return f" branch {path} says: " if path else OPENING
+
+
+# ---------------------------------------------------------------- as programs
+
+
+@program
+async def text_tree(s: Branch) -> Answers:
+    return await _grow(s, lambda branch: (line(branch.path), gen("x", SAMPLING)))
+
+
+@program
+async def chat_tree(s: Branch) -> Answers:
+    return await _grow(s, lambda branch: (user(line(branch.path)), assistant(gen("x", SAMPLING))))
+
+
+@program
+async def budget_tree(s: Branch) -> Answers:
+    with s.budget(tokens=BRANCHES * 8 + 1, seconds=60):
+        return await _grow(s, lambda branch: (line(branch.path), gen("x", SAMPLING)))
+
+
+async def _grow(s: Branch, nodes: Callable[[Branch], tuple[Any, Any]]) -> Answers:
+    branches = level = [s]
+    for depth in range(DEPTH + 1):
+        for branch in level:
+            for node in nodes(branch):
+                branch += node
+        if depth < DEPTH:
+            level = [child for branch in level for child in branch.fork(FAN)]
+            branches = branches + level
+    values = [await branch.value("x") for branch in branches]
+    return {b.path: (v.text, v.usage.prompt_tokens) for b, v in zip(branches, values, strict=True)}
+
+
+# ---------------------------------------------------------------- by the client alone
+
+
+async def bare_text(client: AsyncClient) -> Answers:
+    found: Answers = {}
+
+    async def node(parts: list[Any], path: str, depth: int) -> None:
+        parts = [*parts, TextPrompt(line(path), add_special_tokens=not parts)]
+        done = await client.generate(PartsPrompt(parts), SAMPLING, origin=Origin("bare", path, depth))
+        found[path] = done.text, done.usage.prompt_tokens
+        parts.append(TokenPrompt(done.ids))
+        await _below(node, parts, path, depth)
+
+    await node([], "", 0)
+    return found
+
+
+async def bare_chat(client: AsyncClient) -> Answers:
+    found: Answers = {}
+
+    async def node(messages: list[Any], path: str, depth: int) -> None:
+        messages = [*messages, {"role": "user", "content": line(path)}]
+        done = await client.generate(ChatPrompt(messages), SAMPLING, origin=Origin("bare", path, depth))
+        found[path] = done.text, done.usage.prompt_tokens
+        messages.append({"role": "assistant", "content": done.text})
+        await _below(node, messages, path, depth)
+
+    await node([], "", 0)
+    return found
+
+
+async def _below(node: Callable[..., Awaitable[None]], said: list[Any], path: str, depth: int) -> None:
+    if depth < DEPTH:
+        paths = [f"{path}.{i}" if path else str(i) for i in range(FAN)]
+        await asyncio.gather(*(node(said, below, depth + 1) for below in paths))
+
+
+# ---------------------------------------------------------------- timing
+
+
+async def check(client: AsyncClient) -> None:
+    """What is timed does the same work."""
+    bare = await bare_text(client)
+    assert len(bare) == BRANCHES
+    assert await text_tree(client) == bare and await budget_tree(client) == bare
+    roles, chat = await chat_tree(client), await bare_chat(client)
+    assert roles.keys() == chat.keys() and roles[""] == chat[""], "below, ids and their re-encoding may differ"
+
+
+async def cpu_us(work: Callable[[], Awaitable[Any]]) -> float:
+    """CPU microseconds of this thread, a branch."""
+    gc.collect()
+    began = time.thread_time()
+    await work()
+    return (time.thread_time() - began) * 1e6 / BRANCHES
+
+
+async def traced(client: AsyncClient) -> None:
+    with trace():
+        await text_tree(client)
+
+
+async def measure(address: str, rounds: int) -> list[dict[str, Any]]:
+    async with await AsyncClient.connect(address) as client:
+        await check(client)
+        kinds = {
+            "text": (text_tree, bare_text),
+            "roles": (chat_tree, bare_chat),
+            "text, in a budget": (budget_tree, bare_text),
+            "text, traced": (traced, bare_text),
+        }
+        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        for _ in range(rounds):
+            for kind, (with_dsl, alone) in kinds.items():  # in turns, so that both see the same noise
+                dsl = await cpu_us(lambda f=with_dsl: f(client))
+                times[kind].append((dsl, await cpu_us(lambda f=alone: f(client))))
+    return [_row(kind, pairs) for kind, pairs in times.items()]
+
+
+def _row(kind: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    dsl, bare = (statistics.median(side) for side in zip(*pairs, strict=True))
+    added = statistics.median(a - b for a, b in pairs)
+    return {"branches of": kind, "DSL, us": dsl, "bare client, us": bare, "added, us": added, "limit, us": LIMIT}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
+    quick = parser.parse_args().quick
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        names = {"model": folder, "served_model_name": "m"}
+        stack = StackConfig(resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0"), FrontendConfig())
+        with LocalStack(stack) as running:
+            rows = asyncio.run(measure(running.address, 3 if quick else 25))
+    print(table(rows))
+    print(json.dumps({"ok": all(row["added, us"] < LIMIT for row in rows)}))
+    if not quick:
+        save("lang", rows, unit="CPU us a branch, client thread", branches=BRANCHES)
+
+
+if __name__ == "__main__":
+    main()
