@@ -12,7 +12,7 @@ EXAMPLES = [((1, 2, 3), 2), ((9, 4, 7), 7), ((5, 5, 1), 5)]
 ALLOWED = set(
     "Expression Lambda arguments arg Call Name Load Constant List Tuple Subscript BinOp Add Sub UnaryOp".split()
 )
-ALLOWED |= set("USub IfExp Compare Lt LtE Gt GtE BoolOp And Or".split())
+ALLOWED |= set("BinOp Add Sub UnaryOp USub IfExp Compare Lt LtE Gt GtE BoolOp And Or".split())
 
 
 def verify(expression: str) -> bool:

@@ -16,8 +16,9 @@ from radixrt.messages import Sampling
 class Budget:
     """What may be spent, and what has been. See `Branch.budget`.
 
-    Tokens are counted as they arrive. When none are left, or the time is over, whatever still runs under the budget is
-    stopped, here and at the server; several gens at once may by then have been given a step's tokens too many.
+    Tokens are counted as they arrive; a select costs none. When none are left, or the time is over, whatever still runs
+    under the budget is stopped, here and at the server; several gens at once may by then have been given a step's
+    tokens too many.
     """
 
     def __init__(self, tokens: int | None, seconds: float | None, above: Budget | None, site: Site) -> None:
