@@ -24,20 +24,26 @@ class Picking:
     page table."""
 
     def __init__(self, plan: Plan, logits: torch.Tensor) -> None:
-        """`logits` are the plan's wanted ones, float32[plan.wants.sum(), vocab]; all tokens before are known."""
+        """`logits` are the plan's wanted ones, float32[plan.wants.sum(), vocab], which may be overwritten; all tokens
+        before are known."""
         self._plan = plan
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
         self._problems: dict[int, str] = {}
         self.rows = plan.rows[chosen]
         requests = [plan.requests[b] for b in chosen]
-        # Indexing copies: what follows may change it.
-        raw = logits[to_device(self._ends[chosen] - 1, logits.device)]
+        scores = self._scores(logits)
+        every = len(chosen) == len(logits)
+        raw = logits if every else logits[to_device(self._ends[chosen] - 1, logits.device)]
         self._reported = [row for row, r in enumerate(requests) if r.sampling.logprobs is not None]
         positions = (plan.starts + plan.counts)[chosen].tolist()
-        self.tokens = choose(raw.clone() if self._reported else raw, requests, positions, self._masks(raw)).int()
-        finite = logits.amax(-1).isfinite().int() if len(logits) else self.tokens[:0]
-        self._parts = [finite, *self._scores(logits), self.tokens, *self._logprobs(raw)]
+        finite = logits.amax(-1).isfinite() if len(logits) and not every else None
+        free = raw.clone() if self._reported else raw
+        tokens, peaks = choose(free, requests, positions, self._masks(raw))
+        self.tokens = tokens.int()
+        if finite is None:  # NaN is the largest of all
+            finite = peaks.isfinite()
+        self._parts = [finite.int(), *scores, self.tokens, *self._logprobs(raw)]
         self.packed = torch.cat([part.flatten() for part in self._parts])
 
     def _masks(self, logits: torch.Tensor) -> Masks | None:

@@ -31,19 +31,20 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def choose(
     logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], masks: Masks | None = None
-) -> torch.Tensor:
-    """int64[B], one token a request, at its position, from float32 logits[B, vocab], which is overwritten."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a request, int64[B], at its position, from float32 logits[B, vocab], which is overwritten; and the
+    largest logit that it could have, [B]."""
     for row, request in enumerate(requests):
         adjust(logits[row], request)
     if masks is not None:
         apply_masks(logits, masks)
     drawn = [row for row, request in enumerate(requests) if request.draws]
-    tokens = logits.argmax(-1)
+    peaks, tokens = logits.max(-1)
     if drawn:
         at = to_device(np.array(drawn), logits.device)
         arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
         tokens[at] = draw(logits[at], Draws.of({k: to_device(v, at.device) for k, v in arrays.items()}))
-    return tokens
+    return tokens, peaks
 
 
 # ---------------------------------------------------------------- what changes the logits

@@ -78,6 +78,15 @@ def test_a_hit_renews_a_pin():
     assert not len(bench.cache.pins)
 
 
+def test_the_longer_time_counts():
+    bench = Pinning()
+    bench.ask(1, PROMPT, [(30, 3600.0)])
+    bench.ask(2, PROMPT, [(30, 300.0)])
+    bench.now = 301.0
+    bench.step()
+    assert bench.cache.pins.tokens("a") == 30
+
+
 def test_a_request_that_goes_on_elsewhere_renews_nothing():
     bench = Pinning()
     bench.ask(1, PROMPT, [(30, 300.0)])

@@ -110,7 +110,8 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     best = int(raw[0].argmax())
     plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
     expected = int(raw[0].topk(2).indices[1])
-    found = choose(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
+    found, peaks = choose(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
+    assert peaks.tolist() == [float(raw[0, best]), float(raw[0, expected])]
     assert found.tolist() == [best, expected]
 
 
