@@ -37,6 +37,7 @@ gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site:. python3 -m bench.attention
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --deterministic
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
 	python3 -m bench.shapes .gpu/llama-8b
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \

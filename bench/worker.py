@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
+    parser.add_argument("--grammars", action="store_true", help="what a grammar costs; into a file of its own")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     limits = ceilings()
@@ -285,14 +286,16 @@ def main() -> None:
         bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
         start = time.perf_counter() - began
         print(f"ready in {start:.1f} s", flush=True)
-        rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
-        rows += prefill_rows(bench, limits)
-        if not args.quick:
-            rows.append(plain_row(bench))
-            rows += grammar_rows(bench)
+        if args.grammars:
+            rows = grammar_rows(bench)
+        else:
+            rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
+            rows += prefill_rows(bench, limits)
+            if not args.quick:
+                rows.append(plain_row(bench))
     print(table(rows))
     if not args.quick and not args.model:
-        name = "worker_deterministic" if args.deterministic else "worker"
+        name = "worker_deterministic" if args.deterministic else "worker_grammars" if args.grammars else "worker"
         save(name, rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)
 
 
