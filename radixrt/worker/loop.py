@@ -208,13 +208,15 @@ class Worker:
 
     def _pin(self, outputs: list[m.Output]) -> None:
         """Pin what requests that have ended wanted pinned, before their pages can be evicted; let old pins go."""
-        now = time.monotonic()
+        pins, now = self.cache.pins, time.monotonic()
+        if pins.idle:
+            return
         for output in outputs:
             if output.finish == "error":
-                self.cache.pins.fail(output.id)
+                pins.fail(output.id)
             elif output.finish is not None:
-                self.cache.pins.settle(output.id, now)
-        self.cache.pins.expire(now)
+                pins.settle(output.id, now)
+        pins.expire(now)
 
     # ------------------------------------------------------------ receive
 

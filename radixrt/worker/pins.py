@@ -53,6 +53,11 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
+    @property
+    def idle(self) -> bool:
+        """There is none, and nobody wants one."""
+        return not self._pins and not self._wanted
+
     def tokens(self, tenant: str) -> int:
         """Tokens that a tenant's pins hold."""
         return self._paths[tenant].tokens if tenant in self._paths else 0

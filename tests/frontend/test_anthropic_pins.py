@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import anthropic
+import numpy as np
 import pytest
 
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.anthropic.caching import common_length, prefix_tokens
 from radixrt.frontend.server import FrontendThread
 from radixrt.launch import LocalStack
+from radixrt.router.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +60,25 @@ def test_a_request_that_needs_every_page(client):
     size = client.messages.count_tokens(model="m", messages=[{"role": "user", "content": words("y", 740)}]).input_tokens
     assert 3000 < size < 3990, "more than the pins leave"
     assert ask(client, [], words("y", 740)).output_tokens == 4
+
+
+def test_tokens_of_a_prefix(folder):
+    """However its text is spelled: answers have the ids that were generated, which an encoding would not give."""
+    tokenizer = load_tokenizer(folder)
+    head, answer, tail = "<|im_start|>user\nthe question<|im_end|>\n", "the answer 東京", "<|im_end|>\nand then the dog"
+    spelled = [tokenizer.encode(c, False) for c in answer]
+    before, within = tokenizer.encode(head, False), [i for ids in spelled for i in ids]
+    whole = np.array(before + within + tokenizer.encode(tail, False), dtype="<i4").tobytes()
+    assert within != tokenizer.encode(answer, False)
+    assert prefix_tokens(tokenizer, head, whole) == len(before)
+    assert prefix_tokens(tokenizer, head + answer, whole) == len(before) + len(within)
+    assert prefix_tokens(tokenizer, head + answer + tail, whole) == len(whole) // 4
+    assert prefix_tokens(tokenizer, "", whole) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "length"),
+    [("", "", 0), ("", "a", 0), ("abc", "abc", 3), ("abc", "abd", 2), ("abc", "ab", 2), ("xab", "yab", 0)],
+)
+def test_common_length(one, other, length):
+    assert common_length(one, other) == common_length(other, one) == length
