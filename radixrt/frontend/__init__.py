@@ -1,4 +1,4 @@
-"""HTTP on the runtime: OpenAI's API and the native one. Each process tokenizes itself; the router sees ids only.
+"""HTTP on the runtime: OpenAI's API, Anthropic's and the native one. Each process tokenizes; the router sees ids only.
 
 app        routes, keys, body limit, errors
 schema     OpenAI's requests as messages, pure; with it
@@ -6,6 +6,7 @@ schema     OpenAI's requests as messages, pure; with it
   tools        which tools an answer may or must call
   structured   what its text must be
 output     these in the format of the model that is served: a Grammar for the worker, a parser for each choice
+anthropic/ Anthropic's Messages API: its own schema, exchange and replies, all else as here
 parsing/   the formats: text in; content, reasoning and tool calls out
 choice     one choice: what it says so far, as an assistant's message (message), and its exact ids
 answer     one HTTP request in flight: gathers or streams its choices
