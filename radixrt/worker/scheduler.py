@@ -29,6 +29,8 @@ from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.plan import FROM_DEVICE, Plan, Result
 from radixrt.worker.request import Request
 
+MOST_SCORED = 256
+"""Tokens of prompts that are scored in a step: each takes a row of logits."""
 REFRESHED = 16
 """Waiting requests whose hit is looked up anew in a step; with the one that is next, all that a long queue costs."""
 
@@ -214,7 +216,9 @@ class Scheduler:
             # Anew after each preemption: what the victim leaves in the tree may be what comes next here.
             gained = self.cache.catch_up(request)
             request.cached_tokens += gained if request.admissions == 1 else 0
-            count = min(budget, request.behind)
+            count = min(budget, request.behind, builder.most(request))
+            if not count:  # others are scored in this step
+                return 0
             try:
                 self.cache.reserve(request, request.computed + count)
                 break
@@ -352,6 +356,13 @@ class _Builder:
         self.slots: list[np.ndarray] = []
         self.wants: list[int] = []
         self.samples: list[bool] = []
+        self.scored = 0
+
+    def most(self, request: Request) -> int:
+        """Tokens of it that may be computed in this step, by what is scored already."""
+        if request.score_from is None:
+            return request.behind
+        return max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
 
     def add(self, request: Request, count: int) -> None:
         """Plan `count` tokens of a request whose pages are reserved, and publish them."""
@@ -367,6 +378,7 @@ class _Builder:
         samples = last and request.total < request.limit
         scored = 0 if request.score_from is None else stop - max(start, request.score_from - 1)
         self.wants.append(max(scored, int(samples)))
+        self.scored += max(0, scored)
         self.samples.append(samples)
 
     def build(

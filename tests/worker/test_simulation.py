@@ -9,7 +9,7 @@ import pytest
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker.cache import PageCache
-from radixrt.worker.fake import EOS, FakeRunner, fake_token
+from radixrt.worker.fake import EOS, FakeRunner, fake_logprob, fake_token
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -229,6 +229,32 @@ def test_longest_hit_goes_first() -> None:
         bench.add(id, prompt, 1)
     bench.drain()
     assert list(bench.finish) == [0, 3, 2, 1]
+
+
+def test_a_step_scores_no_more_than_its_rows_of_logits(monkeypatch) -> None:
+    """Several long texts at once, beside one that generates: all are scored, some tokens a step."""
+    monkeypatch.setattr("radixrt.worker.scheduler.MOST_SCORED", 10)
+    bench = Bench(pages=300, chunk=64, rows=8)
+    prompts = [[100 + i, *range(3, 43)] for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        bench.add(i, prompt, 0, score_from=1 + 5 * i)
+    bench.add(9, [7, 8, 9], 4)
+    seen = []
+    plan_of = bench.scheduler.plan
+
+    def plan():
+        found = plan_of()
+        if found is not None:
+            asked = [w for r, w in zip(found.requests, found.wants.tolist(), strict=True) if r.score_from is not None]
+            seen.append(sum(asked))
+        return found
+
+    bench.scheduler.plan = plan
+    bench.drain()
+    assert max(seen) == 10
+    for i, prompt in enumerate(prompts):
+        assert bench.scores[i] == [fake_logprob(t) for t in prompt[1 + 5 * i :]]
+    assert len(bench.tokens[9]) == 4
 
 
 def test_scores_come_for_each_token_from_score_from() -> None:

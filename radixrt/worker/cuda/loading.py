@@ -17,11 +17,12 @@ from radixrt.worker.cuda import kernels
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
+from radixrt.worker.cuda.segments import MOST_COPIES
 from radixrt.worker.kv import KVPool
 from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler import MOST_SCORED, Limits, Scheduler
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -96,8 +97,12 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
 
 
 def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None) -> int:
-    """Bytes that the largest step needs beside weights and pages, measured: a long chunk and as many decodes as may
-    run, their tokens drawn at random."""
+    """Bytes that the largest step needs beside weights and pages. Measured: a long chunk and as many decodes as may
+    run, their tokens drawn at random; added to it what else there may be: copies of chunks under shared prefixes, and
+    the logits of scored prompts, their softmax, and what is gathered of it."""
+    spec = loaded.spec
+    copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
+    other = (2 * copies if flashinfer else 0) + 3 * MOST_SCORED * spec.vocab_size * 4
     budget = config.max_num_batched_tokens
     prompt = max(1, min(budget - config.max_num_seqs, loaded.spec.max_model_len - 2))
     length = prompt + 2
@@ -125,7 +130,7 @@ def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer:
     peak = torch.cuda.max_memory_allocated(loaded.device) - before
     del runner, pool, cache, scheduler
     torch.cuda.empty_cache()
-    return peak
+    return peak + other
 
 
 def _ask(scheduler: Scheduler, number: int, ids: object, sampling: Sampling) -> None:
