@@ -20,6 +20,13 @@ def setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+SESSION_TOKENS = (
+    "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); front ends "
+    "remember what they served themselves, and the router what it served over ZMQ"
+)
+KEEP_THINKING = "thinking that the chat template drops from earlier answers stays in the prompt"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: one model on one device."""
@@ -69,6 +76,8 @@ class RouterConfig:
     max_queued_requests: int = setting(4096, "requests in flight, all workers; more get 429")
     tokenizer_threads: int = setting(2, "threads that tokenize")
     report_tokens: int = setting(16_000_000, "tokens remembered for the infinite-cache bound, 5 bytes each")
+    session_tokens: int = setting(4_000_000, SESSION_TOKENS)
+    keep_thinking: bool = setting(False, KEEP_THINKING)
     curve_secret_key: str = setting("", "file with a CURVE secret key; needed beyond loopback")
 
 
@@ -89,6 +98,8 @@ class FrontendConfig:
     tokenizer_threads: int = setting(2, "threads that tokenize")
     tool_call_parser: str = setting("auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral")
     reasoning_parser: str = setting("auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral")
+    session_tokens: int = setting(4_000_000, SESSION_TOKENS)
+    keep_thinking: bool = setting(False, KEEP_THINKING)
 
 
 @dataclass(frozen=True, slots=True)

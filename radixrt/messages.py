@@ -9,7 +9,7 @@ reads them in place. Nothing here imports anything of ours, and no tensor or pic
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -66,6 +66,20 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     depth: int = 0
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+DropReason = Literal["thinking", "opening", "rewritten", "not_found"]
+
+
+class SessionFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answers in a chat that were generated here: how many are spelled by their ids, how many of these the template
+    writes in other words, and how many lost ids, by why: the template drops their thinking, or the opening before
+    them, or writes them differently, or they are not found in what it writes."""
+
+    kept: Count = 0
+    respelled: Count = 0
+    dropped: dict[DropReason, Count] = {}
+
+
 class TokenLogprob(msgspec.Struct, array_like=True):
     """One token's natural log-probability; `top` holds (token id, logprob), most likely first."""
 
@@ -119,7 +133,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     `text=False` leaves stop strings and text to the client (front ends that detokenize
     themselves). `stream=False` sends one Delta a choice, when it is finished.
     `cache_salt` narrows the namespace that the API key gives. `pin`: (tokens, seconds), prefixes of the prompt that
-    the cache is to keep for that long after the answer, if it can.
+    the cache is to keep for that long after the answer, if it can. `session` is for the report.
     """
 
     id: int
@@ -133,6 +147,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     api_key: str = ""
     cache_salt: str = ""
     pin: list[tuple[int, float]] = []
+    session: SessionFacts = SessionFacts()
 
 
 class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):

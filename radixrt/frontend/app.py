@@ -28,7 +28,7 @@ from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.output import TEXT, Formats, Output
-from radixrt.frontend.replies import ChatReply, Reply, encode, native_line
+from radixrt.frontend.replies import ChatReply, Reply, encode, native_line, session_json
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import (
@@ -43,8 +43,9 @@ from radixrt.messages import (
     TextPrompt,
     TokenPrompt,
 )
+from radixrt.router.conversations import Conversations, facts
 from radixrt.router.errors import FieldError
-from radixrt.router.tokens import TextService
+from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
 from radixrt.transports import NATIVE_PATH, ZmqTransport
 
@@ -74,6 +75,7 @@ class Frontend:
     def __init__(self, config: FrontendConfig, text: TextService) -> None:
         self._config = config
         self._text = text
+        self._conversations = Conversations(text, config)
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._tenants = parse_api_keys(config.api_key)
         routes = [
@@ -191,26 +193,30 @@ class Frontend:
         try:
             check_choices(n)
             check_sampling(sampling, self._text.vocab_size)
-            ids = [await self._text.encode(prompt) for prompt in prompts]
-            samplings = [self._fitted(sampling, encoded) for encoded in ids]
+            found = [await self._encode(prompt, key, body.cache_salt) for prompt in prompts]
+            samplings = [self._fitted(sampling, encoded.ids) for encoded in found]
         except FieldError as problem:
             raise _api_error(problem, names) from None
-        outputs = [self._output(*both, sampling, use, wanted) for both in zip(prompts, ids, strict=True)]
+        outputs = [
+            self._output(prompt, encoded.ids, sampling, use, wanted)
+            for prompt, encoded in zip(prompts, found, strict=True)
+        ]
         grammars = [await output.checked_grammar() for output in outputs]
-        pins = await self._pins(body, use, ids[0]) if isinstance(body, Messages) else []
+        pins = await self._pins(body, use, found[0].ids) if isinstance(body, Messages) else []
         self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
+        reply.session = session_json(found[0])
         streams = bool(body.stream)
         exchange = exchange_kind(self._transport, self._text, reply, streams, usage)
         exchange.names = names
         echo = isinstance(body, schema.Completion) and body.echo
         try:
             for prompt, encoded, fitted, output, grammar in zip(
-                prompts, ids, samplings, outputs, grammars, strict=True
+                prompts, found, samplings, outputs, grammars, strict=True
             ):
                 message = Generate(
                     id=0,
-                    prompt=TokenPrompt(encoded),
+                    prompt=TokenPrompt(encoded.ids),
                     sampling=msgspec.structs.replace(fitted, grammar=grammar) if grammar else fitted,
                     model=body.model or "",
                     n=n,
@@ -220,9 +226,12 @@ class Frontend:
                     api_key=key,
                     cache_salt=body.cache_salt or "",
                     pin=pins,
+                    session=facts(encoded),
                 )
-                told = functools.partial(self._told, message, prompt) if isinstance(prompt, ChatPrompt) else None
-                exchange.submit(message, self._echo(prompt, encoded) if echo else "", output, told)
+                told = (
+                    functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None
+                )
+                exchange.submit(message, self._echo(prompt, encoded.ids) if echo else "", output, told)
         except BaseException:
             exchange.cancel()
             raise
@@ -238,15 +247,23 @@ class Frontend:
             return self._formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
         return Output(grammar=wanted.grammar, field=wanted.field) if wanted else TEXT
 
-    def _told(self, request: Generate, prompt: ChatPrompt, choice: Choice) -> None:
-        if choice.whole:
-            self.on_answer(request, prompt, choice.message.to_openai(), choice.ids)
+    async def _encode(self, prompt: Prompt, key: str, cache_salt: str | None) -> Encoded:
+        """Ids of a prompt; answers in a chat as they were generated for the same caller."""
+        # Without keys configured nobody is known: what callers say they are keeps them apart.
+        return await self._conversations.encode(prompt, self._tenants.get(key, key), cache_salt or "")
 
-    def on_answer(self, request: Generate, prompt: ChatPrompt, message: dict[str, Any], ids: bytes) -> None:
+    def _told(self, request: Generate, prompt: ChatPrompt, encoded: Encoded, choice: Choice) -> None:
+        if choice.whole:
+            self.on_answer(request, prompt, encoded, choice.message.to_openai(), choice.ids)
+
+    def on_answer(
+        self, request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict[str, Any], ids: bytes
+    ) -> None:
         """A choice of a chat has ended by itself or for length: its message as the client sees it, and all ids that
         were generated for it, the one that ended the turn included. `request` has the prompt's ids, the key and the
-        cache salt; `prompt` is the chat as it was rendered. Not called for choices that were cut at a stop string or
-        before a second call that was not wanted, whose ids say more than the message."""
+        cache salt; `prompt` is the chat as it was rendered, `encoded` what became of it. Not called for choices that
+        were cut at a stop string or before a second call that was not wanted, whose ids say more than the message."""
+        self._conversations.remember(encoded, message, ids)
 
     def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
         """`sampling` within --max-model-len, if there is one (the router has its own); FieldError without room."""
@@ -274,7 +291,8 @@ class Frontend:
         prompt = body.prompt(body.tool_use())
         breakpoints(body)
         try:
-            return json_response({"input_tokens": len(await self._text.encode(prompt)) // 4})
+            encoded = await self._encode(prompt, key, body.cache_salt)
+            return json_response({"input_tokens": len(encoded.ids) // 4})
         except FieldError as problem:
             raise _api_error(problem, body.names()) from None
 

@@ -15,7 +15,7 @@ import msgspec
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.messages import Delta, TokenLogprob, Usage
-from radixrt.router.tokens import Tokenizer
+from radixrt.router.tokens import Encoded, Tokenizer
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -38,6 +38,15 @@ def usage_json(usages: Sequence[Usage], prompts: int) -> dict[str, Any]:
     }
 
 
+def session_json(encoded: Encoded) -> dict[str, Any]:
+    """What a reply's `radixrt` says of the answers in a chat that were generated here; nothing where there are none.
+    Notes count messages as the chat template sees them."""
+    notes = {"respelled": list(encoded.respelled), "dropped": list(encoded.dropped)}
+    if not encoded.kept_turns and not encoded.dropped:
+        return {}
+    return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}
+
+
 class Reply:
     """What the answers of one HTTP request share: its id, its time, its model."""
 
@@ -49,6 +58,8 @@ class Reply:
         self.id = self.prefix + uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
+        self.session: dict[str, Any] = {}
+        """See `session_json`."""
         self._tokenizer = tokenizer
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -56,7 +67,7 @@ class Reply:
 
     def body(self, choices: list[dict[str, Any]], usages: Sequence[Usage], prompts: int) -> bytes:
         """A whole answer."""
-        about = {"worker": usages[0].worker}
+        about = {"worker": usages[0].worker} | self.session
         return encode(
             self.head(self.whole) | {"choices": choices, "usage": usage_json(usages, prompts), "radixrt": about}
         )
@@ -80,7 +91,7 @@ class Reply:
 
     def last_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage) -> bytes:
         """The last of a choice: it says who served it and what was reused, usage asked for or not."""
-        about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens}
+        about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens} | self.session
         tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
         return self._head + self.choice_chunk(index, piece, logprobs, finish) + tail
 
@@ -88,7 +99,7 @@ class Reply:
         """The end of a stream."""
         if not self._include_usage:
             return DONE
-        about = {"worker": usages[0].worker}
+        about = {"worker": usages[0].worker} | self.session
         data = self.head(self.part) | {"choices": [], "usage": usage_json(usages, prompts), "radixrt": about}
         return b"data: " + encode(data) + b"\n\n" + DONE
 

@@ -34,6 +34,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._tokens()
+        yield from self._sessions()
         yield from self._workers()
 
     def _requests(self) -> Iterator[Metric]:
@@ -82,6 +83,18 @@ class _Collector(Collector):
                 misses.add_metric([tenant, cause], count)
         yield from families.values()
         yield misses
+
+    def _sessions(self) -> Iterator[Metric]:
+        text = "Answers in chats that are spelled by the ids that were generated."
+        kept = CounterMetricFamily("radixrt_session_kept_turns", text, labels=["tenant"])
+        text = "Answers in chats of which generated ids were lost."
+        dropped = CounterMetricFamily("radixrt_session_dropped_turns", text, labels=["tenant", "cause"])
+        for tenant, counts in self._report.sessions.items():
+            if self._tenant in (None, tenant):
+                kept.add_metric([tenant], counts["kept_turns"])
+                for cause, count in counts["dropped_turns"].items():
+                    dropped.add_metric([tenant, cause], count)
+        yield from (kept, dropped)
 
     def _workers(self) -> Iterator[Metric]:
         serving = {member.name for member in self._core.members}

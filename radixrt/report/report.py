@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from radixrt.messages import Load, Origin
+from radixrt.messages import Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.tree import RadixTree
 
@@ -20,6 +20,8 @@ MOST_DEPTH = 32
 MOST_NAME = 120
 """Characters of a program's name that are kept."""
 OTHER = "(other)"
+KEPT, RESPELLED = "kept", "respelled"
+"""Counted of a tenant's sessions, beside the reasons why answers were dropped."""
 
 
 class Place(NamedTuple):
@@ -120,6 +122,7 @@ class Report:
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
         self._lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self._workers: dict[str, WorkerState] = defaultdict(WorkerState)
+        self._sessions: dict[str, Counter[str]] = defaultdict(Counter)
         self._started = time.monotonic()
 
     # ------------------------------------------------------------ fed by the router
@@ -165,6 +168,10 @@ class Report:
             misses=misses,
         )
 
+    def session(self, tenant: str, facts: SessionFacts) -> None:
+        """A chat came in that holds answers which were generated here."""
+        self._sessions[tenant].update({KEPT: facts.kept, RESPELLED: facts.respelled}, **facts.dropped)
+
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
         self._workers[worker].update(load)
@@ -200,6 +207,8 @@ class Report:
             workers    ... with `worker` ("" for none); for all tenants together also total_pages, used_pages (of them
                        evictable_pages), free_pages, evicted_tokens, preemptions, steps, and what decodes attended to
                        and read of it, plain_keys and read_keys, and busy_seconds (see `messages.Load`)
+            sessions   answers in chats that were generated here: kept_turns (spelled by their ids), respelled_turns (of
+                       them, those that the template writes in other words), dropped_turns (ids were lost; by cause)
             bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
                        tokens (remembered) and forgotten, else null
 
@@ -225,6 +234,7 @@ class Report:
             "tenants": self._group(tallies, lambda place: {"tenant": place.tenant}),
             "programs": self._group(tallies, lambda place: {"program": place.program, "depth": place.depth}),
             "workers": workers,
+            "sessions": self._sessions_of(tenant),
             "bound": {
                 "exact": not self._forgotten,
                 "tokens": self._seen.tokens if tenant is None else None,
@@ -238,6 +248,19 @@ class Report:
         for tally in self._tallies.values() if tallies is None else tallies:
             total.merge(tally)
         return total
+
+    def _sessions_of(self, tenant: str | None) -> dict[str, Any]:
+        total: Counter[str] = Counter()
+        for name, counts in self._sessions.items():
+            if tenant in (None, name):
+                total.update(counts)
+        kept, respelled = total.pop(KEPT, 0), total.pop(RESPELLED, 0)
+        return {"kept_turns": kept, "respelled_turns": respelled, "dropped_turns": dict(sorted(total.items()))}
+
+    @property
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        """Of each tenant, what `to_json` says."""
+        return {tenant: self._sessions_of(tenant) for tenant in self._sessions}
 
     @property
     def workers(self) -> dict[str, WorkerState]:

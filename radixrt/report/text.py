@@ -37,6 +37,7 @@ def to_text(report: dict[str, Any]) -> str:
     lines = [f"Cache-hit-rate report{whose}, {_duration(report['seconds'])}", "", *_aligned(rows)]
     lines += _misses(total)
     lines += _pages(report["workers"])
+    lines += _sessions(report["sessions"])
     lines += _drift(total)
     if not report["bound"]["exact"]:
         lines.append("infinite: a lower bound, for the oldest prompts were forgotten (--report-tokens)")
@@ -84,6 +85,14 @@ def _pages(workers: list[dict[str, Any]]) -> list[str]:
 def _read_share(row: dict[str, Any]) -> str:
     """Of the keys that decodes attended to, how many were read."""
     return f"{row['read_keys'] / row['plain_keys']:.1%}" if row["plain_keys"] else "-"
+
+
+def _sessions(sessions: dict[str, Any]) -> list[str]:
+    kept, dropped = sessions["kept_turns"], sessions["dropped_turns"]
+    if not kept and not dropped:
+        return []
+    why = "".join(f", {count:,} lost tokens ({cause.replace('_', ' ')})" for cause, count in dropped.items())
+    return [f"sessions: {kept:,} answers in prompts kept the ids that were generated{why}", ""]
 
 
 def _drift(total: dict[str, Any]) -> list[str]:

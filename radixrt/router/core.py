@@ -98,6 +98,8 @@ class RouterCore:
             self.counters.refused += 1
             return [Reply(client, refused.error(message.id))]
         self.counters.requests += 1
+        if isinstance(message, Generate):
+            self._recorder.session(request.tenant, message.session)
         self._requests.setdefault(client, {})[message.id] = request
         effects: list[Effect] = []
         for run in request.runs:

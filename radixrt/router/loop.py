@@ -19,6 +19,7 @@ from radixrt.config import RouterConfig, resolve
 from radixrt.messages import (
     Ask,
     Cancel,
+    ChatPrompt,
     ClientReply,
     ClientRequest,
     Deltas,
@@ -38,11 +39,12 @@ from radixrt.messages import (
 from radixrt.report import Report
 from radixrt.report.metrics import render
 from radixrt.router import status
+from radixrt.router.conversations import Conversations
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.errors import FieldError
-from radixrt.router.streams import TextStreams, core_streams, encode, is_encoded, wants_text
-from radixrt.router.tokens import TextService
+from radixrt.router.streams import TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
+from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import Refused, malformed
 
 log = logging.getLogger("radixrt.router")
@@ -69,7 +71,8 @@ class RouterServer:
         self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size)
         self.client_address = config.client_address
         self.worker_address = config.worker_address
-        self._streams = TextStreams(self.text, self.core)
+        self._conversations = Conversations(self.text, config)
+        self._streams = TextStreams(self.text, self.core, self._conversations)
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
@@ -140,11 +143,16 @@ class RouterServer:
         self._start(self._encode_and_submit, client, request)
 
     async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
+        chat = None
+        if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
+            tenant = self.core.tenant(request.api_key)
+            request, chat = await encode_chat(request, self._conversations, tenant)
         encoded = await encode(request, self.text)
         del self._tasks[client, request.id]
-        self._submit(client, encoded)
+        self._submit(client, encoded, chat)
 
-    def _submit(self, client: bytes, request: Generate | Score) -> None:
+    def _submit(self, client: bytes, request: Generate | Score, chat: Encoded | None = None) -> None:
+        """Place a request of ids; `chat` is what its prompt was, if that was one."""
         if self._in_flight(client, request.id):
             raise Refused("id", f"request id {request.id} is in flight already")
         wanted = request
@@ -154,7 +162,7 @@ class RouterServer:
             wanted = msgspec.structs.replace(request, stream=core_streams(request, self.text))
         effects = self.core.submit(client, wanted, self._now())
         if isinstance(request, Generate) and wants_text(request, self.text) and self.core.serves(client, request.id):
-            self._streams.add(client, request)
+            self._streams.add(client, request, chat)
         self._perform(effects)
 
     def _in_flight(self, client: bytes, request_id: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixrt.messages import Load
+from radixrt.messages import Load, SessionFacts
 from radixrt.router.request import RunState
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class Recorder:
     def arrived(self, run: RunState) -> None:
         if self._report:
             run.bound = self._report.arrived(run.request.namespace, run.prompt)
+
+    def session(self, tenant: str, facts: SessionFacts) -> None:
+        if self._report and (facts.kept or facts.dropped):
+            self._report.session(tenant, facts)
 
     def load(self, worker: str, load: Load) -> None:
         if self._report:

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from radixrt.messages import Delta, Deltas, Generate, Score, TextPrompt, TokenPrompt
+from radixrt.router.conversations import Conversations, facts
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect
 from radixrt.router.grammar import check_aside, is_checked
 from radixrt.router.request import Client
-from radixrt.router.tokens import TextService, TextStream
+from radixrt.router.tokens import Encoded, TextService, TextStream
 
 Request = TypeVar("Request", Generate, Score)
 
@@ -40,6 +41,12 @@ async def encode(request: Request, service: TextService) -> Request:
     return msgspec.structs.replace(request, **changes)
 
 
+async def encode_chat(request: Generate, conversations: Conversations, tenant: str) -> tuple[Generate, Encoded]:
+    """A request whose prompt is a chat, of token ids, and what became of the chat. FieldError names what is wrong."""
+    chat = await conversations.encode(request.prompt, tenant, request.cache_salt)
+    return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
+
+
 def _encode_choices(choices: list[TextPrompt | TokenPrompt], service: TextService) -> list[TextPrompt | TokenPrompt]:
     return [TokenPrompt(service.encode_part(choice, f"choices[{i}]")) for i, choice in enumerate(choices)]
 
@@ -55,15 +62,27 @@ def core_streams(request: Generate, service: TextService) -> bool:
 
 
 @dataclass(slots=True)
+class _Said:
+    """An answer so far."""
+
+    ids: list[bytes]
+    texts: list[str]
+
+
+@dataclass(slots=True)
 class _Choice:
     text: TextStream
     gathered: Delta | None
     """None for a stream: each delta leaves at once."""
+    said: _Said | None
+    """Of a chat."""
 
 
 @dataclass(slots=True)
 class _Texts:
     choices: list[_Choice]
+    chat: Encoded | None
+    """The prompt, if the answers are to be remembered."""
     open: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,21 +92,24 @@ class _Texts:
 class TextStreams:
     """The text of requests in flight, by client and request id."""
 
-    def __init__(self, service: TextService, core: RouterCore) -> None:
+    def __init__(self, service: TextService, core: RouterCore, conversations: Conversations) -> None:
         self._service = service
         self._core = core
+        self._conversations = conversations
         self._texts: dict[Client, dict[int, _Texts]] = {}
 
-    def add(self, client: Client, request: Generate) -> None:
+    def add(self, client: Client, request: Generate, chat: Encoded | None = None) -> None:
+        """Decode for a request; `chat` is its prompt if that was one."""
         gather = not request.stream and core_streams(request, self._service)
         choices = [
             _Choice(
                 TextStream(self._service, request.sampling),
                 Delta(request.id, index) if gather else None,
+                _Said([], []) if chat else None,
             )
             for index in range(request.n)
         ]
-        self._texts.setdefault(client, {})[request.id] = _Texts(choices)
+        self._texts.setdefault(client, {})[request.id] = _Texts(choices, chat)
 
     def forget(self, client: Client, request_id: int) -> None:
         texts = self._texts.get(client)
@@ -111,6 +133,8 @@ class TextStreams:
                 continue
             choice = request.choices[delta.index]
             effects += self._add_text(client, choice, delta)
+            if request.chat is not None and choice.said is not None:
+                self._keep(request.chat, choice.said, delta)
             if choice.gathered is not None:
                 delta = _gather(choice.gathered, delta)
             if delta.finish is not None:
@@ -131,6 +155,14 @@ class TextStreams:
             delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index)
         delta.finish, delta.stop = "stop", stop
         return effects
+
+    def _keep(self, chat: Encoded, said: _Said, delta: Delta) -> None:
+        """Remember an answer that has ended, unless at a stop string: then its ids say more than its text."""
+        said.ids.append(delta.ids)
+        said.texts.append(delta.text)
+        if delta.finish in ("stop", "length") and not isinstance(delta.stop, str):
+            message = {"role": "assistant", "content": "".join(said.texts)}
+            self._conversations.remember(chat, message, b"".join(said.ids))
 
 
 def _gather(whole: Delta, delta: Delta) -> Delta:

@@ -16,7 +16,7 @@ from radixrt import roles
 from radixrt.frontend.parsing import Piece
 from radixrt.frontend.parsing.pieces import CallStart
 from radixrt.messages import ChatPrompt, Generate, Sampling
-from radixrt.router.tokens import load_tokenizer
+from radixrt.router.tokens import Encoded, load_tokenizer
 from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.request import Request
@@ -104,13 +104,18 @@ class Model:
 
     def __init__(self, url: str, folder: Path, script: Script, frontend: Any) -> None:
         self.url = url
+        self.router = frontend._config.router
         self.script = script
         self.tokenizer = load_tokenizer(folder)
         self.client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)
         self.answers: list[tuple[Generate, ChatPrompt, dict, list[int]]] = []
-        frontend.on_answer = lambda request, prompt, message, ids: self.answers.append(
-            (request, prompt, message, memoryview(ids).cast("i").tolist())
-        )
+        remember = frontend.on_answer
+
+        def on_answer(request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict, ids: bytes) -> None:
+            self.answers.append((request, prompt, message, memoryview(ids).cast("i").tolist()))
+            remember(request, prompt, encoded, message, ids)
+
+        frontend.on_answer = on_answer
 
     def says(self, *texts: str) -> None:
         self.script.texts = deque(self.tokenizer.encode(text, False) for text in texts)

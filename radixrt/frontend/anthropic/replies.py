@@ -77,12 +77,14 @@ class MessageReply:
         self.blocks: list[Block] = []
         self.breakpoints: Sequence[tuple[int, float]] = ()
         self.prompt_tokens = 0
+        self.session: dict[str, Any] = {}
+        """What `radixrt` says of it, see `session_json`."""
 
     def body(self, stop_reason: str, stop_sequence: str | None, usage: Usage) -> bytes:
         """The whole answer."""
         content = [block.whole() for block in self.blocks]
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": self.usage(usage)}
-        return encode(self._message(content, end) | {"radixrt": {"worker": usage.worker}})
+        return encode(self._message(content, end) | {"radixrt": {"worker": usage.worker} | self.session})
 
     def _message(self, content: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content} | end
@@ -139,7 +141,7 @@ class MessageReply:
         """The last events."""
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         last = {"type": "message_delta", "delta": delta, "usage": self.usage(usage)}
-        last["radixrt"] = {"worker": usage.worker}
+        last["radixrt"] = {"worker": usage.worker} | self.session
         return b"".join(map(event, [*self._close(), last, {"type": "message_stop"}]))
 
     # ------------------------------------------------------------ usage

@@ -34,6 +34,8 @@ class Counted(msgspec.Struct, kw_only=True):
     cache_control: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """As in OpenAI's API here: arguments for the template."""
+    cache_salt: str | None = None
+    """As in OpenAI's API here: narrows the namespace that the key gives."""
 
     def names(self) -> dict[str, str]:
         """How the caller calls the fields of a message."""
@@ -74,8 +76,6 @@ class Messages(Counted, kw_only=True):
     output_config: dict[str, Any] | None = None
     container: Any = None
     mcp_servers: Any = None
-    cache_salt: str | None = None
-    """As in OpenAI's API here: narrows the namespace that the key gives."""
 
     def choices(self) -> int:
         """Choices of the prompt."""
