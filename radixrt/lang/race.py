@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from radixrt.lang.branch import Branch
-from radixrt.lang.errors import Lost, NoWinner, ProgramError, Site
+from radixrt.lang.errors import Lost, NoWinner, Site
 from radixrt.lang.threads import outcome_of
 
 Work = str | Callable[[Branch], Awaitable[Any]]
@@ -43,7 +43,8 @@ async def run_race(branches: list[Branch], work: Work, until: Until | None, site
                 branch = runs.pop(run)
                 result, problem = (None, RuntimeError("cancelled")) if run.cancelled() else run.result()
                 if problem is not None:
-                    _check_ordinary(problem)
+                    if not isinstance(problem, Exception):  # it wants to exit
+                        raise problem
                     problems.append(problem)
                     await branch.cancel()
                 elif await _will_do(until, result):
@@ -66,14 +67,6 @@ async def _will_do(until: Until | None, result: Any) -> bool:
         return True
     answer = until(result)
     return bool(await answer if inspect.isawaitable(answer) else answer)
-
-
-def _check_ordinary(problem: BaseException) -> None:
-    """A branch that fails is out; a program that wants to exit exits."""
-    if not isinstance(problem, Exception):
-        raise problem
-    if isinstance(problem, ProgramError):
-        problem.seen = True
 
 
 def _no_winner(site: Site, results: dict[str, Any], problems: list[BaseException]) -> NoWinner:

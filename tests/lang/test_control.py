@@ -123,6 +123,25 @@ def test_nobody_wins(client):
         run(client, empty)
 
 
+def test_a_branch_whose_work_fails_is_out_at_once(slow):
+    async def some_fail(s: Branch):
+        s += "start"
+        branches = s.fork(3)
+
+        async def attempt(branch: Branch) -> int:
+            branch += gen("x", ENDLESS, max_tokens=40 if branch.path == "2" else 90_000)
+            if branch.path == "2":
+                await branch["x"]
+                return (await s._client.health())["runs_in_flight"]
+            await asyncio.sleep(0.05)
+            raise LookupError(branch.path)
+
+        return await race(branches, attempt)
+
+    winner, running = run(slow, some_fail)
+    assert winner.path == "2" and running == 0, "what the others had asked for was cancelled before anybody won"
+
+
 def test_a_race_that_is_cancelled_stops_all(slow):
     async def endless(s: Branch):
         s += "start"
@@ -288,6 +307,25 @@ def test_a_tool_ends_with_its_branch(client):
     run(client, agent)
     client.run(asyncio.sleep(0.02))
     assert ends == ["ended"] * 2
+
+
+def test_a_tool_ends_with_who_waits_for_it(client):
+    ends = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ends.append("ended")
+
+    async def agent(s: Branch):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await s.tool(long)
+        await asyncio.sleep(0.02)
+        return list(ends)
+
+    assert run(client, agent) == ["ended"]
 
 
 # ---------------------------------------------------------------- budgets

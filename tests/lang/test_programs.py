@@ -520,7 +520,11 @@ def test_an_error_points_to_the_line(client):
     assert isinstance(error.__cause__, ServerError) and error.problem.field == "top_p"
 
 
-@pytest.mark.parametrize("seen", [False, True])
+async def _text(work) -> str:
+    return await work
+
+
+@pytest.mark.parametrize("seen", ["", "wait", "value", "text"])
 def test_an_error_in_a_branch_surfaces_unless_it_was_seen(client, seen):
     async def broken(s: Branch):
         s += "fine"
@@ -530,9 +534,8 @@ def test_an_error_in_a_branch_surfaces_unless_it_was_seen(client, seen):
         (below,) = b.fork(1)
         below += gen("y", SHORT)
         if seen:
-            for work in (b.wait(), below.wait(), below.value("y")):
-                with pytest.raises(ProgramError, match="in branch 1"):
-                    await work
+            with pytest.raises(ProgramError, match="in branch 1"):
+                await {"wait": below.wait, "value": lambda: below.value("y"), "text": lambda: _text(b["x"])}[seen]()
         return await a["x"]
 
     if seen:
