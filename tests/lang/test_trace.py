@@ -14,7 +14,7 @@ SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 def nap(seconds: float) -> str:
     time.sleep(seconds)
-    return "rested <b>well</b>"
+    return 'rested <b>well</b> "indeed" onclick="x"'
 
 
 @program
@@ -78,6 +78,16 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
+        assert {name for name, _ in attrs} <= {
+            "class",
+            "style",
+            "title",
+            "colspan",
+            "lang",
+            "charset",
+            "name",
+            "content",
+        }
         self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
         if tag != "meta":
             self.open.append(tag)
@@ -117,6 +127,8 @@ def test_what_went_wrong_is_shown(slow):
         program(wrong).run(slow)
     found = {step.name: step.finish for step in t.runs[0].steps if step.asks}
     assert found["x"] == "cancelled" and found["y"] == "budget spent" and found["z"].startswith("error: top_p")
+    cut = next(step for step in t.runs[0].steps if step.name == "y")
+    assert cut.ended - cut.first > 0.012, "the first of five tokens, at 5 ms each"
     assert "cancelled" in t.text() and t.html().count('class="bad"') == 3
     Page(t.html())
 
