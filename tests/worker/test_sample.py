@@ -159,13 +159,14 @@ def test_extreme_seeds():
 def test_reported_logprobs_are_the_models_own():
     raw = logits(3)
     expected = torch.log_softmax(raw, -1)
-    asked = [Sampling(logprobs=3, temperature=0.5), Sampling(), Sampling(logprobs=0)]
+    asked = [Sampling(logprobs=3, temperature=0.5), Sampling(), Sampling(logprobs=0, logit_bias={0: 50.0})]
     ones = np.ones(3, dtype=np.int32)
     requests = tuple(request(s) for s in asked)
     plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((0, 3)))
-    picking = Picking(plan, raw)
+    picking = Picking(plan, raw.clone())
     result = picking.read(picking.packed.numpy())
     found = result.logprobs
+    assert result.tokens[2] == 0
     assert found[1] is None and not result.failed
     assert [one.token for one in found if one] == [result.tokens[0], result.tokens[2]]
     assert found[0].logprob == pytest.approx(float(expected[0, result.tokens[0]]))

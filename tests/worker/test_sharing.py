@@ -115,3 +115,4 @@ def test_a_path_ends_before_the_next_token():
     assert path_before(path, 25) == path[:2] and path_before(path, 0) == ()
     assert path_before(path, 17) == path_before(((1, 10), (2, 25)), 17) != path_before(path, 16)
     assert path_before(path, 17)[0] == path[0] and path_before(path, 17)[1][1] == 17
+    assert path_before(path, 17)[1][0] not in (1, 2, 3), "who has all of node 2 shares no more than 17 tokens of it"

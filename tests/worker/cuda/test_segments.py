@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.worker.cuda.attend import Shape, Variant
+from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.decodes import Cuts, Trunks
 from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
 from radixrt.worker.cuda.staging import Packer
@@ -98,6 +99,43 @@ def test_cuts_fill_the_chip():
     assert trunks.goal(np.array([256]), np.array([16384])) == 8192
     assert trunks.goal(np.array([64]), np.array([8192])) == 0, "gathering costs more"
     assert Trunks(chip, 1 << 13).goal(np.array([256]), np.array([16384])) == 0, "the workspace does not hold it"
+
+
+def test_each_chunk_is_computed_in_one_way(monkeypatch):
+    """Two that share a trunk together, the third over its pages."""
+    taken = []
+    for name, note in (("SegmentStep", lambda _, cut, *rest: cut.chosen), ("PagedStep", lambda part, *rest: part.rows)):
+        monkeypatch.setattr(
+            f"radixrt.worker.cuda.chunk_plan.{name}", lambda *args, note=note: taken.append(note(*args))
+        )
+    paths = [((1, 9000), (2, 9050)), ((3, 20),), ((1, 9000),)]
+    requests = [SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths]
+    starts, counts = np.array([9050, 20, 9000], dtype=np.int32), np.array([60, 60, 90], dtype=np.int32)
+    rows, wants = np.arange(3, dtype=np.int32), counts
+    plan = SimpleNamespace(requests=requests, rows=rows, starts=starts, counts=counts, wants=wants)
+    flashinfer = PlainFlashInfer(shape(1), torch.float32, 20_000)
+    cut = Tiling(16, 64, 128, 8)
+    planner = ChunkPlanner(shape(1), 64, (None,), Variant(64, 64, 4, 2), cut, Chip(4, 12), flashinfer, True)
+    _, last = planner.plan(plan, 0, Packer(CPU), 0)
+    assert [x.tolist() for x in taken] == [[0, 2], [1]] and last is None
+
+
+def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
+    taken = []
+    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.PagedStep", lambda *args: taken.append(args[0]))
+    plan = SimpleNamespace(
+        requests=(), rows=np.array([5, 6, 7]), starts=np.array([3, 10, 0]), counts=np.array([1, 40, 30]),
+        wants=np.array([1, 1, 0]),
+    )  # fmt: skip
+    planner = ChunkPlanner(
+        shape(1), 1, (None, 8), Variant(64, 64, 4, 2), Tiling(16, 64, 128, 8), Chip(4, 12), None, False
+    )
+    steps, last = planner.plan(plan, 1, Packer(CPU), 0)
+    assert len(steps) == 1 and last is not None and last[0] == 1 and len(last[1]) == 1
+    every, ends = taken
+    assert every.rows.tolist() == [6, 7] and every.queries.tolist() == [1, 41]
+    assert (ends.rows.tolist(), ends.starts.tolist(), ends.counts.tolist()) == ([6], [49], [1])
+    assert ends.queries.tolist() == [40]
 
 
 def test_parts_cover_their_segments():
