@@ -24,6 +24,10 @@ SESSION_TOKENS = (
     "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); front ends "
     "remember what they served themselves, and the router what it served over ZMQ"
 )
+RESPONSE_BYTES = (
+    "memory of a front end for responses that previous_response_id may name, a fourth of it for one tenant (0: none); "
+    "other front ends do not know them"
+)
 KEEP_THINKING = "thinking that the chat template drops from earlier answers stays in the prompt"
 
 
@@ -100,6 +104,7 @@ class FrontendConfig:
     reasoning_parser: str = setting("auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral")
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
     keep_thinking: bool = setting(False, KEEP_THINKING)
+    response_bytes: int = setting(256 << 20, RESPONSE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.replies import ChatReply, Reply, encode, native_line, session_json
+from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import (
@@ -78,9 +79,13 @@ class Frontend:
         self._conversations = Conversations(text, config)
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._tenants = parse_api_keys(config.api_key)
+        responses = Responses(config.response_bytes, self._generate, self._body, self._tenant)
         routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route(RESPONSES_PATH, self._guarded(responses.create), methods=["POST"]),
+            Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
+            Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{model:path}", self._guarded(self.model)),
             Route(MESSAGES_PATH, self._guarded(self.messages, AnthropicError.wrap), methods=["POST"]),
@@ -249,8 +254,12 @@ class Frontend:
 
     async def _encode(self, prompt: Prompt, key: str, cache_salt: str | None) -> Encoded:
         """Ids of a prompt; answers in a chat as they were generated for the same caller."""
-        # Without keys configured nobody is known: what callers say they are keeps them apart.
-        return await self._conversations.encode(prompt, self._tenants.get(key, key), cache_salt or "")
+        return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "")
+
+    def _tenant(self, key: str) -> str:
+        """Whose sessions a key may use. Without keys configured nobody is known: whatever callers send keeps them
+        apart."""
+        return self._tenants.get(key, key)
 
     def _told(self, request: Generate, prompt: ChatPrompt, encoded: Encoded, choice: Choice) -> None:
         if choice.whole:

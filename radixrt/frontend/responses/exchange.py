@@ -1,0 +1,60 @@
+"""One request of the Responses API in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from radixrt.frontend.answer import Exchange
+from radixrt.frontend.choice import Choice
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.parsing import Piece
+from radixrt.frontend.responses.replies import ResponseReply, encode
+from radixrt.messages import TokenLogprob
+
+Keep = Callable[[str, bytes, dict[str, Any]], None]
+"""Told of a response that is complete: its id, its JSON, and its message as chats have it."""
+
+
+class ResponseExchange(Exchange):
+    """The one choice of a response, in items. An error after the stream has begun is an event of it."""
+
+    reply: ResponseReply
+
+    def __init__(self, *args: Any, keep: Keep) -> None:
+        super().__init__(*args)
+        self._keep = keep
+        self._body = b""
+
+    def fail(self, problem: Exception) -> None:
+        """See Mailbox."""
+        begun = self._streams and not self.held and self.failure is None and not self.finished
+        if isinstance(problem, ApiError) and begun:
+            self.put(self.reply.error(problem.code or f"{problem.status}", problem.message, problem.param or None))
+            self.finished = True
+            self.cancel()
+            self.wake()
+            return
+        super().fail(problem)
+
+    def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
+        events = [event for piece in pieces for event in self.reply.add(piece)]
+        if self._streams and events:
+            self.put(self.reply.events(*events))
+        self.wake()
+
+    def _end(self) -> None:
+        choice = self.choices[0]
+        events, response = self.reply.finish(choice.finish == "length", choice.usage, choice.ids)
+        self._body = encode(response)
+        self._keep(self.reply.id, self._body, choice.message.to_openai())
+        if self._streams:
+            self.put(self.reply.events(*events))
+        self.finished = True
+        self.wake()
+
+    async def whole(self) -> bytes:
+        """See Exchange."""
+        while not self.finished:
+            await self.changed()
+        return self._body

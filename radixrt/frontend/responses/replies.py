@@ -1,0 +1,205 @@
+"""An answer as output items of the Responses API, whole or as the events of a stream. Pure."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
+from radixrt.frontend.responses.schema import Asked
+from radixrt.messages import Usage
+from radixrt.router.tokens import Tokenizer
+
+encode = msgspec.json.Encoder().encode
+Event = dict[str, Any]
+_IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+
+
+def new_id(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex
+
+
+class Item:
+    """An output item while it grows: a message, thoughts, or a call."""
+
+    def __init__(self, kind: str, index: int, call: CallStart | None = None) -> None:
+        self.id = new_id(_IDS[kind])
+        self.kind = kind
+        self.index = index
+        self.text = ""
+        self._call = call
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> Event:
+        """The event of a text gained."""
+        self._texts.append(text)
+        names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+        more = {"logprobs": []} if self.kind == "message" else {}
+        return self._event(f"response.{names[self.kind]}.delta", {"delta": text} | more)
+
+    def opening(self) -> list[Event]:
+        """The events before any text."""
+        added = {"type": "response.output_item.added", "output_index": self.index, "item": self.json("in_progress")}
+        if self._call is not None:
+            return [added]
+        return [added, self._event("response.content_part.added", {"part": self._part()})]
+
+    def closing(self, status: str) -> list[Event]:
+        """The events after its text."""
+        self.text = "".join(self._texts)
+        done = {"type": "response.output_item.done", "output_index": self.index, "item": self.json(status)}
+        if self._call is not None:
+            whole = {"name": self._call.name, "arguments": self.text}
+            return [self._event("response.function_call_arguments.done", whole), done]
+        part = self._event("response.content_part.done", {"part": self._part()})
+        if self.kind == "reasoning":
+            return [self._event("response.reasoning_text.done", {"text": self.text}), part, done]
+        return [self._event("response.output_text.done", {"text": self.text, "logprobs": []}), part, done]
+
+    def json(self, status: str) -> dict[str, Any]:
+        """The item; its text is there once it is closed."""
+        about = {"id": self.id, "type": self.kind, "status": status}
+        if self._call is not None:
+            return about | {"call_id": self._call.id, "name": self._call.name, "arguments": self.text}
+        content = [self._part()] if status != "in_progress" else []
+        if self.kind == "reasoning":
+            return about | {"summary": [], "content": content}
+        return about | {"role": "assistant", "content": content}
+
+    def _part(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def _event(self, kind: str, more: dict[str, Any]) -> Event:
+        place = {} if self._call is not None else {"content_index": 0}
+        return {"type": kind, "item_id": self.id, "output_index": self.index} | place | more
+
+
+class ResponseReply:
+    """One response, its items in the order in which they come."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Asked) -> None:
+        self.id = new_id("resp_")
+        self.model = model
+        self.session: dict[str, Any] = {}
+        """See `session_json`."""
+        self.asked = asked
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._items: list[Item] = []
+        self._done: list[dict[str, Any]] = []
+        self._sequence = 0
+
+    # ------------------------------------------------------------ pieces
+
+    def add(self, piece: Piece) -> list[Event]:
+        """Take a piece in; the events that tell of it."""
+        match piece:
+            case CallStart():
+                return self._open("function_call", piece)
+            case CallArguments(text=text):
+                return [self._items[-1].add(text)]
+        kind = "message" if isinstance(piece, Content) else "reasoning"
+        opening = [] if self._items and self._items[-1].kind == kind else self._open(kind)
+        return [*opening, self._items[-1].add(piece.text)]
+
+    def _open(self, kind: str, call: CallStart | None = None) -> list[Event]:
+        closing = self._close("completed")
+        self._items.append(Item(kind, len(self._items), call))
+        return closing + self._items[-1].opening()
+
+    def _close(self, status: str) -> list[Event]:
+        if len(self._done) == len(self._items):
+            return []
+        events = self._items[-1].closing(status)
+        self._done.append(self._items[-1].json(status))
+        return events
+
+    # ------------------------------------------------------------ the whole
+
+    def begin(self, include_usage: bool) -> None:
+        """A stream begins; its usage is always told."""
+
+    def opening(self, index: int) -> bytes:
+        """The first events."""
+        response = self.body("in_progress", None)
+        return self.events(
+            {"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}
+        )
+
+    def finish(self, full: bool, usage: Usage, ids: bytes) -> tuple[list[Event], dict[str, Any]]:
+        """The last events, and the response. `full`: it ended for length; `ids` are all that was generated."""
+        status = "incomplete" if full else "completed"
+        closing = self._close(status)
+        response = self.body(status, self.usage(usage, ids)) | {"radixrt": {"worker": usage.worker} | self.session}
+        return [*closing, {"type": f"response.{status}", "response": response}], response
+
+    def error(self, code: str | None, message: str, param: str | None) -> bytes:
+        """The event of an error after the stream has begun."""
+        return self.events({"type": "error", "code": code, "message": message, "param": param})
+
+    def events(self, *events: Event) -> bytes:
+        """Events as they are sent, numbered."""
+        out = []
+        for event in events:
+            data = encode(event | {"sequence_number": self._sequence})
+            self._sequence += 1
+            out.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data))
+        return b"".join(out)
+
+    def body(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        """The response as it is now."""
+        body = self.asked.body
+        reasoning = body.reasoning or {}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": list(self._done),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+            "store": body.stores,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": body.user,
+        }
+
+    def usage(self, usage: Usage, ids: bytes) -> dict[str, Any]:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(ids)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _reasoning_tokens(self, ids: bytes) -> int:
+        """How many of the first ids end with the last thought: marks that open thoughts count with them."""
+        thoughts = [item.text.strip().encode() for item in self._items if item.kind == "reasoning"]
+        if not thoughts or self._tokenizer is None:
+            return 0
+        parts = [self._tokenizer.token_bytes(token) for token in np.frombuffer(ids, "<i4").tolist()]
+        at, whole = 0, b"".join(parts)
+        for thought in thoughts:
+            at = max(at, whole.find(thought, at) + len(thought))
+        return int(np.searchsorted(np.cumsum([len(part) for part in parts]), at)) + 1

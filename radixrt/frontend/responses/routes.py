@@ -1,0 +1,97 @@
+"""The handlers of /v1/responses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixrt.frontend import schema
+from radixrt.frontend.answer import StreamAnswer, WholeAnswer
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.responses.exchange import ResponseExchange
+from radixrt.frontend.responses.replies import ResponseReply, encode
+from radixrt.frontend.responses.schema import Asked, Create
+from radixrt.frontend.responses.store import ResponseStore, Turn
+
+RESPONSES_PATH = "/v1/responses"
+_create = msgspec.json.Decoder(Create)
+
+
+class Generate(Protocol):
+    """How the front end answers a request."""
+
+    def __call__(
+        self, request: Request, key: str, body: Any, kind: Any, exchange_kind: Any
+    ) -> Awaitable[StreamAnswer | WholeAnswer]: ...
+
+
+class Responses:
+    """`generate` and `read` are the front end's; `tenant` names whom a key belongs to."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        generate: Generate,
+        read: Callable[[Request], Awaitable[bytes]],
+        tenant: Callable[[str], str],
+    ) -> None:
+        self._store = ResponseStore(max_bytes)
+        self._generate = generate
+        self._read = read
+        self._tenant = tenant
+
+    async def create(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
+        body = schema.parse(_create, await self._read(request))
+        namespace = self._namespace(key, body.cache_salt or "")
+        turns, before = self._before(namespace, body.previous_response_id)
+        asked = Asked(body, before)
+
+        def keep(response_id: str, data: bytes, message: dict[str, Any]) -> None:
+            if body.stores:
+                self._store.put(namespace, response_id, data, turns, [*asked.added, message])
+
+        kind = functools.partial(ResponseReply, asked=asked)
+        return await self._generate(request, key, asked, kind, functools.partial(ResponseExchange, keep=keep))
+
+    async def get(self, request: Request, key: str) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise ApiError(400, "stream: a response that is complete is not streamed again", "stream")
+        namespace, response_id = self._asked_for(request, key)
+        kept = self._store.get(namespace, response_id)
+        if kept is None:
+            raise _unknown(response_id)
+        return Response(kept.body, media_type="application/json")
+
+    async def delete(self, request: Request, key: str) -> Response:
+        namespace, response_id = self._asked_for(request, key)
+        if not self._store.delete(namespace, response_id):
+            raise _unknown(response_id)
+        gone = {"id": response_id, "object": "response", "deleted": True}
+        return Response(encode(gone), media_type="application/json")
+
+    def _before(self, namespace: str, response_id: str | None) -> tuple[tuple[Turn, ...], list[dict[str, Any]]]:
+        """The turns, and the messages, that a request goes on from. One of another tenant is as unknown as any."""
+        if response_id is None:
+            return (), []
+        field = "previous_response_id"
+        kept = self._store.get(namespace, response_id)
+        if kept is None:
+            message = f"{field}: there is no response {response_id!r} here, or it is no longer kept"
+            raise ApiError(400, message, field, "previous_response_not_found")
+        return kept.turns, kept.messages
+
+    def _asked_for(self, request: Request, key: str) -> tuple[str, str]:
+        """(namespace, id); a salt is given as in the request that made the response."""
+        return self._namespace(key, request.query_params.get("cache_salt", "")), request.path_params["id"]
+
+    def _namespace(self, key: str, cache_salt: str) -> str:
+        return encode([self._tenant(key), cache_salt]).decode()
+
+
+def _unknown(response_id: str) -> ApiError:
+    return ApiError(404, f"there is no response {response_id!r} here, or it is no longer kept", "id")

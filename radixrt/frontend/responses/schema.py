@@ -1,0 +1,181 @@
+"""What clients of OpenAI's Responses API send, checked and turned into messages. Pure; every refusal names the field.
+
+A field whose meaning is not served is refused where it would change the answer; the others are accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from radixrt.frontend.errors import ApiError, refuse
+from radixrt.frontend.responses.history import Message, messages_of
+from radixrt.frontend.schema import Int
+from radixrt.frontend.structured import OBJECT, Constraint
+from radixrt.frontend.tools import Tool, ToolUse, tool_use
+from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
+
+UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt", "top_logprobs")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+NESTED = ".function"
+"""Of the name of a field of a chat's tool; tools of this API are flat."""
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Create(msgspec.Struct, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    """A hint where to route; not needed here, where placement goes by the tokens themselves."""
+    background: bool | None = None
+    context_management: Any = None
+    conversation: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    top_logprobs: Int | None = None
+    cache_salt: str | None = None
+    """As in chats here: narrows the namespace that the key gives."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in chats here: arguments for the template."""
+
+    @property
+    def stores(self) -> bool:
+        return self.store is not False
+
+    def checked(self) -> None:
+        """ApiError (400) for what is not served."""
+        for name in UNSERVED:
+            if getattr(self, name):
+                refuse(name, "is not served")
+        if self.truncation not in (None, "disabled"):
+            refuse("truncation", f"must be 'disabled', not {self.truncation!r}: nothing is left out of a prompt here")
+        if LOGPROBS in (self.include or ()):
+            refuse("include", f"{LOGPROBS} is not served")
+        if (self.text or {}).get("verbosity") not in (None, "medium"):
+            refuse("text.verbosity", "is not served")
+
+    # ------------------------------------------------------------ parts
+
+    def tool_use(self) -> ToolUse:
+        """What an answer may do with tools, which are written flat in this API."""
+        tools = [_nested(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or [])]
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        try:
+            use = tool_use(tools, choice, self.parallel_tool_calls)
+        except ApiError as error:
+            param = error.param.replace(NESTED, "", 1)
+            raise ApiError(400, param + error.message.removeprefix(error.param), param) from None
+        return dataclasses.replace(use, tools=_flat(use.tools), forced=_flat(use.forced))
+
+    def constraint(self) -> Constraint | None:
+        """What the text must be."""
+        field = "text.format"
+        form = (self.text or {}).get("format")
+        if form is None:
+            return None
+        match form.get("type") if isinstance(form, dict) else form:
+            case "text":
+                return None
+            case "json_object":
+                return Constraint(OBJECT, field)
+            case "json_schema":
+                if not isinstance(form.get("name"), str):
+                    refuse(f"{field}.name", "must be a string")
+                if not isinstance(form.get("schema"), dict):
+                    refuse(f"{field}.schema", "must be a JSON schema")
+                text = json.dumps(form["schema"], ensure_ascii=False, separators=(",", ":"))
+                return Constraint(Grammar("json_schema", text), f"{field}.schema")
+            case kind:
+                refuse(f"{field}.type", f"must be text, json_object or json_schema, not {kind!r}")
+
+    def template_args(self) -> dict[str, Any]:
+        effort = (self.reasoning or {}).get("effort")
+        if effort is None:
+            return self.chat_template_kwargs or {}
+        if effort not in EFFORTS:
+            refuse("reasoning.effort", f"must be one of {', '.join(EFFORTS)}, not {effort!r}")
+        thinks = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        return thinks | (self.chat_template_kwargs or {})
+
+
+class Asked:
+    """A request with the messages that it goes on from."""
+
+    def __init__(self, body: Create, before: Sequence[Message] = ()) -> None:
+        self.body = body
+        body.checked()
+        if body.input is None and not before:
+            refuse("input", "is missing")
+        self.before = before
+        self.added = messages_of(body.input or [], before)
+        self.model, self.stream, self.cache_salt = body.model, body.stream, body.cache_salt
+
+    def choices(self) -> int:
+        """Choices of the prompt."""
+        return 1
+
+    def wants_usage(self) -> bool:
+        """Whether a stream tells the usage."""
+        return True
+
+    def names(self) -> dict[str, str]:
+        """How the caller calls the fields of a message."""
+        own = {"max_tokens": "max_output_tokens", "template_args": "chat_template_kwargs"}
+        return own | {"prompt": "input", "messages": "input"}
+
+    def tool_use(self) -> ToolUse:
+        """See Create."""
+        return self.body.tool_use()
+
+    def constraint(self) -> Constraint | None:
+        """See Create."""
+        return self.body.constraint()
+
+    def prompts(self, use: ToolUse) -> list[Prompt]:
+        """The chat. Instructions are of this request alone, what went before had its own."""
+        first = [{"role": "system", "content": self.body.instructions}] if self.body.instructions else []
+        return [ChatPrompt([*first, *self.before, *self.added], use.shown, template_args=self.body.template_args())]
+
+    def sampling(self) -> Sampling:
+        body = self.body
+        if body.max_output_tokens is not None and body.max_output_tokens < 1:
+            refuse("max_output_tokens", "must be at least 1")
+        given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+        return Sampling(max_tokens=body.max_output_tokens, **given)
+
+
+def _flat(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """Tools whose fields are called as in this API."""
+    return tuple(dataclasses.replace(tool, field=tool.field.removesuffix(NESTED)) for tool in tools)
+
+
+def _nested(field: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as chats have it."""
+    if tool.get("type") != "function":
+        refuse(f"{field}.type", f"must be 'function': {tool.get('type')!r} is not served here")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}

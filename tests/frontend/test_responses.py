@@ -1,0 +1,409 @@
+"""OpenAI's Responses API, by its own client: a scripted model says what a real one might."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.responses.exchange import ResponseExchange
+from radixrt.frontend.responses.history import messages_of
+from radixrt.frontend.responses.store import ResponseStore
+from radixrt.messages import Error
+from tests.frontend.scripted import Model, scripted
+from tests.frontend.test_sessions import odd, sequences
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "weather", "description": "Of a city", "parameters": CITY}
+TOOLS = [WEATHER, {"type": "function", "name": "time"}]
+PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city":  "Paris"}}\n</tool_call>'
+ROME = PARIS.replace("Paris", "Rome")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Iterator[Model]:
+    with scripted("hermes", tmp_path_factory.mktemp("hermes"), api_key=("a:key-a", "b:key-b")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory) -> Iterator[Model]:
+    with scripted("thinking", tmp_path_factory.mktemp("thinking")) as model:
+        yield model
+
+
+def ask(model: Model, *texts: str, key: str = "key-a", **fields: Any) -> Any:
+    """The response when the model writes `texts` in odd tokens."""
+    model.script.texts = deque(odd(model, text) for text in texts)
+    model.script.samplings.clear()
+    return model.client.with_options(api_key=key).responses.create(**({"model": "m", "input": "hello"} | fields))
+
+
+def rendered(model: Model) -> list[dict[str, Any]]:
+    """The chat of the latest request."""
+    return model.answers[-1][1].messages
+
+
+def refused(model: Model, field: str, **fields: Any) -> openai.BadRequestError:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(model, **fields)
+    assert caught.value.param == field, caught.value
+    return caught.value
+
+
+# ---------------------------------------------------------------- whole
+
+
+def test_text(model):
+    response = ask(model, "Hello to you.", instructions="Be kind.", metadata={"a": "b"}, max_output_tokens=100)
+    assert response.output_text == "Hello to you." and response.status == "completed"
+    (item,) = response.output
+    assert (item.type, item.role, item.status, item.content[0].annotations) == ("message", "assistant", "completed", [])
+    assert rendered(model) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+    assert (response.instructions, response.metadata, response.max_output_tokens) == ("Be kind.", {"a": "b"}, 100)
+    assert response.error is None and response.incomplete_details is None and response.object == "response"
+    usage = response.usage
+    assert usage.output_tokens == len(odd(model, "Hello to you.")) + 1
+    assert usage.input_tokens + usage.output_tokens == usage.total_tokens
+    assert usage.input_tokens_details.cached_tokens >= 0 and usage.output_tokens_details.reasoning_tokens == 0
+    again = ask(model, "Hello to you.", instructions="Be kind.")
+    assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens - 1
+
+
+def test_cut_for_length(model):
+    response = ask(model, "A long story about it.", max_output_tokens=4)
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete" and response.usage.output_tokens == 4
+
+
+def test_calls(model):
+    response = ask(model, f"One moment.\n{PARIS}\n{ROME}", tools=TOOLS)
+    message, *calls = response.output
+    assert message.content[0].text == "One moment." and [c.type for c in calls] == ["function_call"] * 2
+    assert [(c.name, c.arguments, c.status) for c in calls] == [
+        ("weather", '{"city":  "Paris"}', "completed"), ("weather", '{"city":  "Rome"}', "completed")
+    ]  # fmt: skip
+    assert len({c.id for c in calls} | {c.call_id for c in calls}) == 4
+    shown = model.answers[-1][1].tools
+    assert shown[0] == {"type": "function", "function": {k: WEATHER[k] for k in ("name", "description", "parameters")}}
+    one = ask(model, f"{PARIS}\n{ROME}", tools=TOOLS, parallel_tool_calls=False)
+    assert len(one.output) == 1 and one.status == "completed"
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", 2), ({"type": "function", "name": "weather"}, 1)])
+def test_forced_calls(model, choice, names):
+    pytest.importorskip("xgrammar")
+    response = ask(model, PARIS, tools=TOOLS, tool_choice=choice)
+    assert response.output[0].name == "weather"
+    assert len(model.grammar[1]["format"]["tags"]) == names
+    assert ask(model, PARIS, tools=TOOLS, tool_choice="none").output_text == PARIS
+
+
+def test_formats(model):
+    pytest.importorskip("xgrammar")
+    ask(model, "{}", text={"format": {"type": "json_object"}})
+    assert model.grammar == ("json_schema", {"type": "object"})
+    form = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+    response = ask(model, '{"city": "Paris"}', text={"format": form})
+    assert model.grammar == ("json_schema", CITY) and response.text.format.name == "city"
+    ask(model, "Hi.", text={"format": {"type": "text"}})
+    assert model.grammar is None
+
+
+def test_sampling(model):
+    ask(model, "Hi.", temperature=0.25, top_p=0.5, max_output_tokens=7)
+    (sampling,) = model.script.samplings
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.25, 0.5, 7)
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_a_stream_of_text(model):
+    events = list(ask(model, "Well, hello.", stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
+    ]  # fmt: skip
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert len(kinds) == 8 + len(deltas) and len(deltas) > 3
+    assert "".join(event.delta for event in deltas) == events[-4].text == events[-1].response.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert {event.item_id for event in deltas} == {events[2].item.id} == {events[-1].response.output[0].id}
+    assert events[0].response.status == "in_progress" and events[0].response.output == []
+    assert events[0].response.id == events[-1].response.id and events[-1].response.usage.output_tokens > 3
+    cut = list(ask(model, "Well, hello.", stream=True, max_output_tokens=3))
+    assert cut[-1].type == "response.incomplete" and cut[-2].item.status == "incomplete"
+
+
+def test_a_stream_of_calls(model):
+    events = list(ask(model, f"One moment.\n{PARIS}\n{ROME}", tools=TOOLS, stream=True))
+    calls = [e for e in events if e.type.startswith("response.function_call_arguments")]
+    done = [e for e in calls if e.type.endswith("done")]
+    assert [(e.output_index, e.arguments) for e in done] == [(1, '{"city":  "Paris"}'), (2, '{"city":  "Rome"}')]
+    for end in done:
+        deltas = [e.delta for e in calls if e.output_index == end.output_index and e.type.endswith("delta")]
+        assert "".join(deltas) == end.arguments and len(deltas) > 1
+    added = [e.item for e in events if e.type == "response.output_item.added"]
+    assert [item.type for item in added] == ["message", "function_call", "function_call"]
+    finished = [e.item for e in events if e.type == "response.output_item.done"]
+    assert finished == events[-1].response.output
+    assert [item.id for item in added] == [item.id for item in finished]
+
+
+def test_an_error_in_the_middle_of_a_stream(model, monkeypatch):
+    """It is an event, the last one, and nothing is kept."""
+    take, taken = ResponseExchange._take, []
+
+    def failing(self: ResponseExchange, answer: Any, *rest: Any) -> None:
+        taken.append(answer)
+        take(self, Error(0, 503, "the worker was lost") if len(taken) == 4 else answer, *rest)
+
+    monkeypatch.setattr(ResponseExchange, "_take", failing)
+    events = list(ask(model, "It is a sunny day, and warm.", stream=True))
+    assert (events[-1].type, events[-1].message, events[-1].code) == ("error", "the worker was lost", "503")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-2].type == "response.output_text.delta"
+    monkeypatch.undo()
+    refused(model, "previous_response_id", previous_response_id=events[0].response.id)
+
+
+def test_the_helper_of_the_client(model):
+    model.script.texts = deque([odd(model, f"One moment.\n{PARIS}")])
+    client = model.client.with_options(api_key="key-a")
+    with client.responses.stream(model="m", input="hello", tools=[WEATHER | {"strict": False}]) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds
+    assert final.output_text == "One moment." and final.output[1].name == "weather"
+
+
+def test_thoughts(thinking):
+    text = "<think>\nHm, let me see.\n</think>\n\nIt is so."
+    response = ask(thinking, text)
+    thought, message = response.output
+    assert thought.type == "reasoning" and thought.content[0].text == "Hm, let me see." and thought.summary == []
+    assert message.content[0].text == "It is so."
+    tokens = response.usage.output_tokens_details.reasoning_tokens
+    assert len(odd(thinking, text[: text.index("\n</think>")])) - 1 <= tokens < response.usage.output_tokens - 4
+    events = list(ask(thinking, text, stream=True))
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds[:8] == ["response.created", "response.in_progress", "response.output_item.added",
+                         "response.content_part.added", "response.reasoning_text.delta", "response.reasoning_text.done",
+                         "response.content_part.done", "response.output_item.done"]  # fmt: skip
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm, let me see."
+    assert [e.output_index for e in events if e.type == "response.output_item.done"] == [0, 1]
+
+
+def test_thinking_as_told(thinking):
+    ask(thinking, "Hm.", reasoning={"effort": "none"})
+    assert thinking.answers[-1][1].template_args["enable_thinking"] is False
+    ask(thinking, "Hm.", reasoning={"effort": "low", "summary": "auto"})
+    assert thinking.answers[-1][1].template_args == {"enable_thinking": True, "reasoning_effort": "low"}
+
+
+# ---------------------------------------------------------------- histories
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chain_needs_no_history(model, stream):
+    """Each response names the one before; the prompts hit all of the turn before, to the last token computed."""
+
+    def final(answer: Any) -> Any:
+        return list(answer)[-1].response if stream else answer
+
+    model.answers.clear()
+    first = final(ask(model, f"Let me see.\n{PARIS}", tools=TOOLS, stream=stream, input=f"Paris? {stream}"))
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "sunny"}
+    fields = {"tools": TOOLS, "stream": stream}
+    second = final(ask(model, "It is sunny.", input=[result], previous_response_id=first.id, **fields))
+    assert second.usage.input_tokens_details.cached_tokens == len(sequences(model)[0])
+    third = final(ask(model, "Rain.", input="Tomorrow?", previous_response_id=second.id, **fields))
+    assert third.usage.input_tokens_details.cached_tokens == len(sequences(model)[1])
+    assert third.model_extra["radixrt"]["session"]["kept_turns"] == 2
+    assert [m["role"] for m in rendered(model)] == ["user", "assistant", "tool", "assistant", "user"]
+    assert third.previous_response_id == second.id
+    other = final(ask(model, "Snow.", input="And then?", previous_response_id=second.id, **fields))
+    assert other.usage.input_tokens_details.cached_tokens >= len(sequences(model)[1]), "a chain may fork"
+
+
+def test_instructions_are_not_carried_over(model):
+    first = ask(model, "Yes, they are.", instructions="Be brief.")
+    ask(model, "No.", previous_response_id=first.id, instructions="Be long.", input="Really?")
+    assert [m["content"] for m in rendered(model)] == ["Be long.", "hello", "Yes, they are.", "Really?"]
+
+
+def test_items_sent_back_are_the_same_conversation(thinking):
+    """Without `previous_response_id` the output comes back as input, and hits as well."""
+    thinking.answers.clear()
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}]
+    first = ask(thinking, f"<think>\nHm.\n</think>\n\nLet me see. {PARIS}", tools=TOOLS, input=items, store=False)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    items += [item.to_dict() for item in first.output]
+    items.append({"type": "function_call_output", "call_id": first.output[-1].call_id,
+                  "output": [{"type": "input_text", "text": "sunny"}]})  # fmt: skip
+    second = ask(thinking, "Sunny.", tools=TOOLS, input=items)
+    assert rendered(thinking)[1] == thinking.answers[0][2]
+    assert second.usage.input_tokens_details.cached_tokens == len(sequences(thinking)[0])
+
+
+def test_items_become_messages():
+    def text(role: str, words: str) -> dict[str, Any]:
+        return {"role": role, "content": words}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    hidden = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}]}
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    both = {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}
+    found = messages_of([text("developer", "d"), both, hidden, thought, text("assistant", "a"), call, output,
+                         text("assistant", "b"), text("assistant", "c")])  # fmt: skip
+    assert found == [
+        text("system", "d"),
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+        text("assistant", "b"),
+        text("assistant", "c"),
+    ]
+    before = [{"role": "assistant", "content": None, "tool_calls": [made]}]
+    assert messages_of([output], before) == found[3:4]
+    with pytest.raises(ApiError, match=r"input\[0\].call_id"):
+        messages_of([output])
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_get_and_delete(model):
+    client = model.client.with_options(api_key="key-a")
+    made = ask(model, "Keep this for me.")
+    assert client.responses.retrieve(made.id) == made
+    stranger = model.client.with_options(api_key="key-b")
+    for gone in (lambda: stranger.responses.retrieve(made.id), lambda: stranger.responses.delete(made.id)):
+        with pytest.raises(openai.NotFoundError):
+            gone()
+    child = ask(model, "I stay.", previous_response_id=made.id)
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    refused(model, "previous_response_id", previous_response_id=made.id)
+    ask(model, "Go on.", previous_response_id=child.id)
+    assert [m["content"] for m in rendered(model)] == ["hello", "Keep this for me.", "hello", "I stay.", "hello"]
+
+
+def test_a_response_of_another_is_unknown(model):
+    made = ask(model, "Mine.", extra_body={"cache_salt": "s"})
+    unknown = refused(model, "previous_response_id", previous_response_id="resp_none")
+    for key, salt in (("key-b", "s"), ("key-b", ""), ("key-a", ""), ("key-a", "t")):
+        fields = {"key": key, "extra_body": {"cache_salt": salt}, "previous_response_id": made.id}
+        error = refused(model, "previous_response_id", **fields)
+        assert error.message.replace(made.id, "resp_none") == unknown.message and error.code == unknown.code
+    ask(model, "Yes.", previous_response_id=made.id, extra_body={"cache_salt": "s"})
+
+
+def test_not_stored(model):
+    made = ask(model, "Forget what I say.", store=False)
+    assert made.store is False
+    refused(model, "previous_response_id", previous_response_id=made.id)
+
+
+def test_the_store_is_bounded():
+    store = ResponseStore(40_000)
+    said = {"role": "user", "content": "x" * 1000}
+    for i in range(100):
+        store.put("a", f"a{i}", b"body", (), [said])
+        assert store.num_bytes <= 10_000
+    assert store.get("a", "a99") and not store.get("a", "a80") and not store.get("b", "a99")
+    assert [m["content"] for m in store.get("a", "a99").messages] == ["x" * 1000]
+    store.get("a", "a95")
+    for i in range(100, 107):
+        store.put("a", f"a{i}", b"body", (), [said])
+    assert store.get("a", "a95") and not store.get("a", "a96"), "what is used stays"
+    for i in range(30):
+        store.put(f"n{i % 10}", f"r{i}", b"body", (), [said])
+        store.get("a", "a99")
+        assert store.num_bytes <= 40_000
+    assert store.get("a", "a99"), "what is used stays"
+    assert not store.get("n0", "r0")
+
+
+def test_a_chain_costs_its_turns_once():
+    store = ResponseStore(1 << 20)
+    turns: tuple = ()
+    for i in range(20):
+        store.put("a", f"r{i}", b"", turns, [{"role": "user", "content": "x" * 1000}])
+        turns = store.get("a", f"r{i}").turns
+    assert 20_000 < store.num_bytes < 45_000 and len(turns) == 20
+    for i in range(19):
+        assert store.delete("a", f"r{i}")
+    assert store.num_bytes > 20_000, "the last one holds all of its chain"
+    assert store.delete("a", "r19") and store.num_bytes == 0 and not store.delete("a", "r19")
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("input", {"input": []}),
+        ("input", {"input": None}),
+        ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("input[0].role", {"input": [{"role": "wizard", "content": "x"}]}),
+        ("input[0].content", {"input": [{"role": "user"}]}),
+        ("input[0].content[1].type", {"input": [{"role": "user", "content": [
+            {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "x"}]}]}),
+        ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}),
+        ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "x", "name": "y"}]}),
+        ("tools[1].type", {"tools": [WEATHER, {"type": "web_search"}]}),
+        ("tools[0].name", {"tools": [{"type": "function", "name": ""}]}),
+        ("tools[0].parameters.type", {"tools": [WEATHER | {"parameters": {"type": "string"}}]}),
+        ("tools[1].name", {"tools": [WEATHER, WEATHER]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice.name", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}),
+        ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "file_search"}}),
+        ("text.format.type", {"text": {"format": {"type": "xml"}}}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("truncation", {"truncation": "auto"}),
+        ("background", {"background": True}),
+        ("conversation", {"conversation": "conv_1"}),
+        ("top_logprobs", {"top_logprobs": 3}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
+        ("reasoning.effort", {"reasoning": {"effort": "extreme"}}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("temperature", {"temperature": -1}),
+        ("top_p", {"top_p": 2}),
+        ("input", {"input": "x " * 9000}),
+        ("metadata", {"metadata": {"a": 1}}),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(model, field, fields):
+    for stream in (False, True):
+        refused(model, field, stream=stream, **fields)
+
+
+def test_schemas_that_cannot_be_compiled(model):
+    pytest.importorskip("xgrammar")
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+    form = {"type": "json_schema", "name": "x", "schema": bad}
+    refused(model, "text.format.schema", text={"format": form})
+    refused(model, "tools[0].parameters", tools=[WEATHER | {"parameters": bad, "strict": True}])
+
+
+def test_harmless_fields(model):
+    response = ask(
+        model, "Hi.", user="u", prompt_cache_key="k", truncation="disabled", background=False, service_tier="auto",
+        include=["reasoning.encrypted_content"], safety_identifier="s", reasoning={"summary": "auto"},
+        text={"verbosity": "medium"},
+    )  # fmt: skip
+    assert response.output_text == "Hi." and response.user == "u"
