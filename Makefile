@@ -1,6 +1,6 @@
 # make demo   environment, installation, a branching agent program on two CPU workers, the hit-rate report
 # make test   what the tests need, the linter, all tests
-# make bench  tree, scheduler, front, grammars and sessions, each beside a reference; JSON in bench/results
+# make bench  what runs without a GPU, each part beside a reference; JSON in bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp)
@@ -47,8 +47,10 @@ bench: .venv/installed-test
 	$(BIN)/python -m bench.tree
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.front
-	$(BIN)/python -m bench.grammar
+	$(BIN)/python -m bench.tokens
 	$(BIN)/python -m bench.sessions
+	$(BIN)/python -m bench.grammar
+	$(BIN)/python -m bench.lang
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -147,7 +147,7 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("float32", "fp8_e5m2"), ("bfloat16", "auto")])
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 16}), ("qwen3", {})])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deterministic_to_the_last_bit(checkpoint, family, changes, dtype, kv_dtype, threads):
     """Logits of a long prompt in one chunk, in many, in company, and after a hit."""
     folder, _ = checkpoint(family, **changes)
