@@ -10,6 +10,9 @@ DEFAULT_PREFILL_RATE = 5_000.0
 NEAR_TIE = 0.1
 """Estimates this close (as a share of the best, plus `TIE_SECONDS`) are noise of the measured rates."""
 TIE_SECONDS = 0.001
+SAME = 1.3
+"""Measured rates and steps within this factor of their mean are taken for equal, and those that nobody measured: a
+moment's noise must not have two workers compute one prefix."""
 TYPICAL_OUTPUT = 128
 """Tokens a running request is expected to generate before its place is free."""
 
@@ -69,9 +72,12 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
     """
     if not workers:
         raise ValueError("no workers")
-    measured = [w.prefill_rate for w in workers if w.prefill_rate > 0]
-    default_rate = sum(measured) / len(measured) if measured else DEFAULT_PREFILL_RATE
-    estimates = [time_to_first_token(tokens, worker, default_rate) for worker in workers]
+    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE)
+    steps = _steady([w.step_seconds for w in workers], 0.0)
+    estimates = [
+        time_to_first_token(tokens, worker._replace(prefill_rate=rate, step_seconds=step))
+        for worker, rate, step in zip(workers, rates, steps, strict=True)
+    ]
     bar = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
     near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= bar]
 
@@ -80,3 +86,10 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
         return -(16 * worker.hit_tokens // max(tokens, 1)), worker.requests, -worker.empty_tokens, worker.worker
 
     return min(near, key=rank)
+
+
+def _steady(values: list[float], unknown: float) -> list[float]:
+    """Without noise; `unknown` if none is measured (0: not)."""
+    measured = [value for value in values if value > 0]
+    mean = sum(measured) / len(measured) if measured else unknown
+    return [value if value > 0 and not mean / SAME <= value <= mean * SAME else mean for value in values]

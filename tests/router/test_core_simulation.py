@@ -80,6 +80,8 @@ class World:
             self.muted[self.rng.choice(list(self.workers))] = self.now + 8
 
     def submit(self) -> None:
+        if not len(self.core.members):  # all that are left are silent: a request would be refused at once
+            return
         rng = self.rng
         client, id = rng.choice((b"a", b"b", b"c")), len(self.sent)
         prompt = ids(

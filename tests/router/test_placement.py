@@ -26,6 +26,12 @@ def worker(
         ("a beginning that all share decides nothing", 100, [worker(0, hit=4, requests=2), worker(1)], 1),
         ("noise of the rates is a tie", 100, [worker(0, requests=3, rate=10_500.0), worker(1)], 1),
         ("a much faster worker wins", 8000, [worker(0, rate=1000.0), worker(1, rate=10_000.0, requests=3)], 1),
+        (
+            "noise has nobody compute a prefix twice",
+            2258,
+            [worker(0, hit=2241, queued=2241, requests=1, rate=8000.0, step=0.02), worker(1, rate=12_000.0, step=0.0)],
+            0,
+        ),
         ("no place left, and steps are long", 500, [worker(0, hit=450, requests=8, step=0.05), worker(1)], 1),
         ("no pages left", 5000, [worker(0, hit=1000, free=100, requests=1), worker(1)], 1),
         ("nobody has measured", 100, [worker(0, rate=0.0, step=0.0, queued=10**4), worker(1, rate=0.0, step=0.0)], 1),
