@@ -56,7 +56,7 @@ class WorkerConfig:
         False, "results do not depend on the batch, to the last bit (always so with FP8 pages on a CPU; slower)"
     )
     attention_backend: str = setting("auto", "auto, flashinfer or triton (GPUs), torch")
-    tree_attention: str = setting("auto", "decodes read what they share once: auto (where it pays), off")
+    tree_attention: str = setting("auto", "requests read what they share once: auto or on (where it pays), off")
     enforce_eager: bool = setting(False, "no CUDA graphs")
     cpu_threads: int = setting(0, "threads that compute on a CPU (0: torch's default)")
     load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
