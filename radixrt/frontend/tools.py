@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ NO_TOOLS = ToolUse()
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
     """`tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. ApiError (400) names the field."""
-    found = _tools(tools or [])
+    found = read_tools(tools or [], "tools[{}]", _tool)
     named = _choice(choice)
     if choice in (None, "auto", "none") or not found:
         if not found and choice not in (None, "auto", "none"):
@@ -88,12 +88,15 @@ def _choice(choice: Any) -> str | None:
     return name
 
 
-def _tools(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
+def read_tools(
+    tools: list[dict[str, Any]], place: str, read: Callable[[str, dict[str, Any]], Tool]
+) -> tuple[Tool, ...]:
+    """All tools of a request, each by `read` from its field (`place` with its number); their names differ."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"at most {MAX_TOOLS} tools")
     found: dict[str, Tool] = {}
     for i, tool in enumerate(tools):
-        one = _tool(f"tools[{i}]", tool)
+        one = read(place.format(i), tool)
         if one.name in found:
             refuse(f"{one.field}.name", f"there are two tools {one.name!r}")
         found[one.name] = one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.frontend.errors import refuse
-from radixrt.frontend.tools import ANY_OBJECT, MAX_NAME, MAX_TOOLS, NO_TOOLS, Tool, ToolUse, check_parameters
+from radixrt.frontend.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
 
 CHOICES = ("auto", "any", "tool", "none")
 CALL_PREFIX, PREFIX = "call_", "toolu_"
@@ -13,7 +13,7 @@ CALL_PREFIX, PREFIX = "call_", "toolu_"
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) -> ToolUse:
     """What an answer may do. ApiError (400) names the field."""
-    found = _checked(tools or [])
+    found = read_tools(tools or [], "tools.{}", _tool)
     kind, name, parallel = _choice(choice)
     if kind in ("any", "tool") and not found:
         refuse("tool_choice", "there are no tools to choose from")
@@ -52,18 +52,6 @@ def _choice(choice: dict[str, Any] | None) -> tuple[str, str, bool]:
     if not isinstance(single, bool | None):
         refuse("tool_choice.disable_parallel_tool_use", "must be true or false")
     return kind, name, not single
-
-
-def _checked(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    if len(tools) > MAX_TOOLS:
-        refuse("tools", f"at most {MAX_TOOLS} tools")
-    found: dict[str, Tool] = {}
-    for i, tool in enumerate(tools):
-        one = _tool(f"tools.{i}", tool)
-        if one.name in found:
-            refuse(f"tools.{i}.name", f"there are two tools {one.name!r}")
-        found[one.name] = one
-    return tuple(found.values())
 
 
 def _tool(field: str, tool: dict[str, Any]) -> Tool:
