@@ -2,15 +2,22 @@
 
     python -m bench.grammar [--quick] [--folder CHECKPOINT]
 
-64 requests write JSON by one schema, each its own and at its own place; every step takes in a token of each and fills
-its mask. The vocabulary is made of 128,256 byte strings, or is a checkpoint's. Masks are compared with what the matcher
-accepts, token by token, before anything is timed. The reference is xgrammar alone: its masks in one call, no more.
+64 requests write JSON by one schema, each its own and at its own place; every step takes in a token of each, looks for
+text that is forced, and fills its mask. The vocabulary is made of 128,256 byte strings, or is a checkpoint's. Masks are
+compared with what the matcher accepts, token by token, before anything is timed. The reference is xgrammar alone: its
+masks in one call, no more.
+
+Then what jump-forward saves: the tool calls that a model made in tau-bench (../shared/data), as each tokenizer writes
+them, by the schemas of its tools.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gzip
 import json
+import tempfile
 import time
 from array import array
 from pathlib import Path
@@ -21,12 +28,15 @@ import torch
 from bench.common import save, table
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.grammar import Grammars, Matcher, fill_masks
+from radixrt.worker.jump import SHORTEST, Spelling
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Masks, apply_masks
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 EOS = 2
 BATCH = 64
+DATA = Path(__file__).parents[2] / "shared" / "data"
+TOKENIZERS = ("falcon-tokenizer", "phi-3-mini", "mistral")
 PERSON = {
     "type": "object",
     "properties": {
@@ -92,7 +102,8 @@ def document(name: str, rng: np.random.Generator) -> str:
 def requests_of(name: str, grammars: Grammars, by_bytes: dict[bytes, int], count: int) -> list[tuple[Request, list]]:
     """Requests with matchers, each with the tokens that it is to write."""
     rng, made = np.random.default_rng(1), []
-    compiled = grammars.get(GRAMMARS[name]).result()
+    # A spelling of no tokens: what is forced is looked for, and all the same drawn as the text has it.
+    compiled = dataclasses.replace(grammars.get(GRAMMARS[name]).result(), spelling=Spelling([]))
     for number in range(count):
         run = Run(id=number, namespace="", ids=array("i", [5]).tobytes(), prompt_len=1,
                   sampling=Sampling(grammar=GRAMMARS[name]))  # fmt: skip
@@ -109,7 +120,7 @@ def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
     """A bit is set where the matcher accepts the token; specials and control characters are taken on trust."""
     size = len(vocabulary.tokens)
     out = np.zeros((len(requests), -(-size // 32)), dtype=np.int32)
-    assert not fill_masks([request for request, _ in requests], range(len(requests)), out)
+    assert not fill_masks([request for request, _ in requests], out)
     for row in (0, len(requests) // 2):
         matcher = requests[row][0].matcher.matcher
         allowed = np.unpackbits(out[row].view(np.uint8), bitorder="little")[:size]
@@ -120,25 +131,29 @@ def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
                 matcher.rollback(1)
 
 
-def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tuple[float, float]:
-    """Medians over steps, microseconds a request: taking in a token and filling the mask; the latter by xgrammar
-    alone."""
+def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tuple[float, float, float]:
+    """Medians over steps, microseconds a request: taking in a token and looking for text that is forced, as when a step
+    is applied; filling the mask, as before the draw; the latter by xgrammar alone."""
     import xgrammar
 
     alone = xgrammar.BatchGrammarMatcher(1)
     out = np.zeros((len(requests), -(-size // 32)), dtype=np.int32)
-    ours, theirs, rows = [], [], list(range(len(requests)))
+    applied, filled, theirs, rows = [], [], [], list(range(len(requests)))
     for step in range(min(len(tokens) for _, tokens in requests)):
         for request, tokens in requests:
             request.tokens.append(tokens[step])
         began = time.perf_counter()
-        fill_masks([request for request, _ in requests], rows, out, threads)
-        ours.append(time.perf_counter() - began)
+        for request, _ in requests:
+            request.matcher.jump(request)
+        between = time.perf_counter()
+        fill_masks([request for request, _ in requests], out, threads)
+        filled.append(time.perf_counter() - between)
+        applied.append(between - began)
         matchers = [request.matcher.matcher for request, _ in requests]
         began = time.perf_counter()
         alone.batch_fill_next_token_bitmask(matchers, out, rows)
         theirs.append(time.perf_counter() - began)
-    return tuple(float(np.median(times)) * 1e6 / len(requests) for times in (ours, theirs))
+    return tuple(float(np.median(times)) * 1e6 / len(requests) for times in (applied, filled, theirs))
 
 
 def apply_us(size: int) -> float:
@@ -150,6 +165,82 @@ def apply_us(size: int) -> float:
         apply_masks(logits, Masks(bits, torch.arange(BATCH)))
         times.append(time.perf_counter() - began)
     return min(times) * 1e6 / BATCH
+
+
+# ---------------------------------------------------------------- jump-forward
+
+
+def tokenizer_folder(name: str, folder: Path) -> Path:
+    """A tokenizer of the data, unpacked into `folder`."""
+    for path in (DATA / "tokenizers" / name).iterdir():
+        if path.is_file():
+            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            (folder / path.name.removesuffix(".gz")).write_bytes(content)
+    return folder
+
+
+def recorded_calls(count: int) -> tuple[dict[str, dict], list[tuple[str, dict]]]:
+    """(parameters of the tools by name, calls of them by an agent: name and arguments), of tau-bench's airline."""
+    tools = {
+        t["function"]["name"]: t["function"] for t in json.loads((DATA / "tau_bench/airline_tools.json").read_text())
+    }
+    calls: dict[str, tuple[str, dict]] = {}
+    with gzip.open(DATA / "tau_bench/gpt4o_airline_trajectories.jsonl.gz", "rt") as lines:
+        for line in lines:
+            for message in json.loads(line)["messages"]:
+                for call in message.get("tool_calls") or ():
+                    function = call["function"]
+                    if function["name"] in tools:
+                        arguments = json.loads(function["arguments"])
+                        properties = tools[function["name"]]["parameters"]["properties"]
+                        ordered = {key: arguments[key] for key in properties if key in arguments}
+                        calls[function["name"] + json.dumps(ordered)] = function["name"], ordered
+    chosen = np.random.default_rng(0).permutation(len(calls))[:count]
+    return {name: tool["parameters"] for name, tool in tools.items()}, [list(calls.values())[i] for i in chosen]
+
+
+def forced_row(name: str, folder: Path) -> dict:
+    """Tokens that need not be drawn, of calls by the schema of all tools; a draw says the tokenizer's next token."""
+    vocabulary = read_vocabulary(folder, 131_072)
+    grammars = Grammars("", len(vocabulary.tokens), frozenset({EOS}))
+    grammars._vocabulary = vocabulary
+    tools, calls = recorded_calls(100)
+    shapes = [
+        {"properties": {"name": {"const": tool}, "arguments": schema}, "required": ["name", "arguments"]}
+        for tool, schema in tools.items()
+    ]
+    grammar = Grammar("json_schema", json.dumps({"anyOf": [{"type": "object"} | shape for shape in shapes]}))
+    compiled = grammars.get(grammar).result()
+    whole = Spelling(vocabulary.tokens, vocabulary.encode)
+    tokens, runs, own = 0, [], 0
+    for tool, arguments in calls:
+        text = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
+        prompt = array("i", [5]).tobytes()
+        run = Run(id=0, namespace="", ids=prompt, prompt_len=1, sampling=Sampling(grammar=grammar))
+        request = Request(run, 1 << 20, frozenset({EOS}))
+        request.matcher = Matcher(compiled, request)
+        expected, rest = whole._spell(text), text.encode()
+        ends = set(np.cumsum([len(vocabulary.tokens[i]) for i in expected]).tolist())
+        tokens += len(expected)
+        while rest:
+            ids = request.matcher.jump(request)
+            if ids:
+                runs.append(len(ids))
+            else:
+                ids = whole._spell(rest.decode())[:1]
+            request.tokens.extend(ids)
+            for i in ids:
+                assert rest.startswith(vocabulary.tokens[i])
+                rest = rest[len(vocabulary.tokens[i]) :]
+                own += len(text.encode()) - len(rest) in ends and len(ids) > 1
+    return {
+        "tokenizer": name,
+        "tokens": tokens,
+        "forced": sum(runs),
+        "runs": len(runs),
+        "steps": (len(calls) + tokens - sum(runs)) / (len(calls) + tokens),
+        "as_the_tokenizer": own / sum(runs),
+    }
 
 
 def main() -> None:
@@ -169,14 +260,15 @@ def main() -> None:
         compiled = grammars.get(grammar).result()
         seconds = time.perf_counter() - began
         check(vocabulary, requests_of(name, grammars, by_bytes, BATCH))
-        ours, alone = step_us(requests_of(name, grammars, by_bytes, BATCH), size, threads=1)
-        spread, _ = step_us(requests_of(name, grammars, by_bytes, BATCH), size, threads=2)
+        applied, filled, alone = step_us(requests_of(name, grammars, by_bytes, BATCH), size, threads=1)
+        _, spread, _ = step_us(requests_of(name, grammars, by_bytes, BATCH), size, threads=2)
         rows.append(
             {
                 "grammar": name,
                 "compile_ms": seconds * 1e3,
                 "megabytes": compiled.nbytes / 1e6,
-                "us_a_request_a_step": ours,
+                "apply_us": applied,
+                "mask_us": filled,
                 "xgrammar_alone_us": alone,
                 "by_2_threads_us": spread,
             }
@@ -184,8 +276,14 @@ def main() -> None:
     print(table(rows))
     applied = apply_us(size)
     print(f"applied by torch on the CPU: {applied:.0f} us a request")
+    forced = []
+    for name in TOKENIZERS if DATA.is_dir() else ():
+        with tempfile.TemporaryDirectory() as folder:
+            forced.append(forced_row(name, tokenizer_folder(name, Path(folder))))
+    print(f"jump-forward: runs of {SHORTEST} tokens and more")
+    print(table(forced) if forced else f"no data at {DATA}")
     if not args.quick:
-        save("grammar", rows, batch=BATCH, vocabulary=size, apply_us_a_request=applied)
+        save("grammar", rows, batch=BATCH, vocabulary=size, apply_us_a_request=applied, forced=forced)
 
 
 if __name__ == "__main__":

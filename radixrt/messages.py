@@ -67,6 +67,8 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Scope = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
 DropReason = Literal["thinking", "opening", "rewritten", "not_found"]
 
 
@@ -127,6 +129,63 @@ class PartsPrompt(msgspec.Struct, tag="parts", frozen=True):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | PartsPrompt
 
 
+class SaidText(msgspec.Struct, tag="text", frozen=True, array_like=True):
+    """Text of the assistant's open message, or of a history without roles."""
+
+    text: str
+
+
+class SaidMessage(msgspec.Struct, tag="message", frozen=True, array_like=True):
+    """A whole message of a chat."""
+
+    role: str
+    content: str
+
+
+class TurnBegins(msgspec.Struct, tag="begins", frozen=True, array_like=True):
+    """The assistant begins to speak: its message is open."""
+
+
+class TurnEnds(msgspec.Struct, tag="ends", frozen=True, array_like=True):
+    """Its message is complete."""
+
+
+class SaidChoice(msgspec.Struct, tag="choice", frozen=True, array_like=True):
+    """One of a Score's choices was taken: it stays encoded by itself, as it was scored."""
+
+    text: str
+
+
+class SaidAnswer(msgspec.Struct, tag="answer", frozen=True, array_like=True):
+    """What was generated: all of its ids, and the text and stop that its Deltas had."""
+
+    ids: bytes
+    text: str
+    stop: str | Count | None
+    sampling: Sampling
+
+
+Said = SaidText | SaidMessage | TurnBegins | TurnEnds | SaidChoice | SaidAnswer
+
+
+class StatePrompt(msgspec.Struct, tag="state", frozen=True, omit_defaults=True):
+    """What was said up to a state that the router keeps, and since. Nothing that is in the state is sent again.
+
+    States are numbered by the client within a `scope`, a name that nobody guesses; 0 is the state in which nothing was
+    said. An unknown state is answered with Error 410, field `prompt.state`: begin again from 0, with everything. With
+    `save` the router keeps what was said and generated under that number, before it sends the last answer, if the
+    request ends well; what had the number before is replaced. `replaces`: `state` is then not needed any more.
+    `resumes`: a Pause of `state` is over.
+    """
+
+    scope: Scope
+    state: Number = 0
+    said: list[Said] = []
+    save: Number = 0
+    replaces: bool = False
+    resumes: bool = False
+
+
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
     """Generate `n` continuations. `id` is the client's own; replies carry it and a choice index.
 
@@ -137,7 +196,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     """
 
     id: int
-    prompt: Prompt
+    prompt: Prompt | StatePrompt
     sampling: Sampling = Sampling()
     model: str = ""
     n: int = 1
@@ -154,7 +213,7 @@ class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
     """Log-probability of each continuation of one prompt, in one round trip; no token is drawn."""
 
     id: int
-    prompt: Prompt
+    prompt: Prompt | StatePrompt
     choices: list[TextPrompt | TokenPrompt]
     model: str = ""
     origin: Origin = Origin()
@@ -193,7 +252,53 @@ class Ask(msgspec.Struct, tag="ask", kw_only=True):
     api_key: str = ""
 
 
-ClientRequest = Generate | Score | Cancel | Tokenize | Detokenize | Ask
+class Fork(msgspec.Struct, tag="fork", kw_only=True, omit_defaults=True):
+    """Keep what was said up to now under `prompt.save`; `count` branches go on from there, at once. Their first
+    requests are admitted together: for a moment from now they count as if all had come with the first of them."""
+
+    id: int
+    prompt: StatePrompt
+    count: Annotated[int, msgspec.Meta(ge=1)]
+    api_key: str = ""
+
+
+class Pause(msgspec.Struct, tag="pause", kw_only=True, omit_defaults=True):
+    """Nothing will be asked of a state for a while: its tokens stay cached until a request `resumes` it, if there is
+    room, and for so many seconds at most (and for the router's `pause_seconds`)."""
+
+    id: int
+    scope: Scope
+    state: Number
+    seconds: float | None = None
+    api_key: str = ""
+
+
+class Forget(msgspec.Struct, tag="forget", kw_only=True, omit_defaults=True):
+    """No state of a scope is needed any more."""
+
+    id: int
+    scope: Scope
+    api_key: str = ""
+
+
+class Share(msgspec.Struct, tag="share", kw_only=True):
+    """From a front end: (key, value) of what all front ends may Recall with the same API key's tenant, while there is
+    room; None: forget it."""
+
+    id: int
+    entries: list[tuple[bytes, bytes | None]]
+    api_key: str = ""
+
+
+class Recall(msgspec.Struct, tag="recall", kw_only=True):
+    """From a front end: the answer is an Info whose data are the values of these keys, None for unknown ones."""
+
+    id: int
+    keys: list[bytes]
+    api_key: str = ""
+
+
+ClientRequest = Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall
 
 
 # ---------------------------------------------------------------- router -> client
@@ -236,7 +341,7 @@ class Tokens(msgspec.Struct, tag="tokens"):
 
 
 class Info(msgspec.Struct, tag="info"):
-    """The answer to Ask: a JSON-like value, for `metrics` Prometheus text."""
+    """The answer to Ask: a JSON-like value, for `metrics` Prometheus text. To Recall: values."""
 
     id: int
     data: Any
@@ -253,7 +358,13 @@ class Error(msgspec.Struct, tag="error"):
     """Seconds, with 429 and 503."""
 
 
-ClientReply = Deltas | Scored | Tokens | Info | Error
+class Done(msgspec.Struct, tag="done"):
+    """The answer to Fork, Pause, Forget and Share."""
+
+    id: int
+
+
+ClientReply = Deltas | Scored | Tokens | Info | Error | Done
 
 
 # ---------------------------------------------------------------- router -> worker
@@ -264,7 +375,8 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     the tokens already generated; the first `prompt_len` of them are the prompt.
 
     `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1);
-    with max_tokens 0 nothing is generated. `pin` is a Generate's.
+    with max_tokens 0 nothing is generated. `pin` is a Generate's. Runs of one `group` (0: none) are queued as if they
+    had come with the first of them.
     """
 
     id: int
@@ -274,6 +386,22 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     sampling: Sampling
     score_from: int | None = None
     pin: list[tuple[int, float]] = []
+    group: int = 0
+
+
+class Pin(msgspec.Struct, tag="pin"):
+    """Keep what is cached of `ids` for so many seconds, if there is room. `name` is for an Unpin."""
+
+    name: int
+    namespace: str
+    ids: bytes
+    seconds: float
+
+
+class Unpin(msgspec.Struct, tag="unpin"):
+    """A Pin is not needed any more."""
+
+    name: int
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -288,7 +416,7 @@ class Stop(msgspec.Struct, tag="stop"):
     """Finish nothing more and exit."""
 
 
-ToWorker = Run | Abort | Snapshot | Stop
+ToWorker = Run | Abort | Snapshot | Stop | Pin | Unpin
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -345,6 +473,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Of them, those that were read from memory: what requests of a batch share is read once."""
     busy_seconds: float = 0.0
     """Since start: that the device spent on steps."""
+    forced_tokens: int = 0
+    """Since start: generated tokens that a grammar left no choice of, and that were not drawn."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

@@ -114,11 +114,12 @@ class FakeRunner:
 
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
         """Put in place of tokens others that the grammars allow, ends first; why some cannot go on."""
-        chosen = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b] and not r.over]
+        asked = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
+        chosen = [b for b in asked if plan.draws_for(b)]
         if not chosen:
             return {}
         masks = np.zeros((len(chosen), -(-self.vocab_size // 32)), dtype=np.int32)
-        problems = fill_masks([plan.requests[b] for b in chosen], range(len(chosen)), masks)
+        problems = fill_masks([plan.requests[b] for b in chosen], masks)
         for b, bits in zip(chosen, np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little"), strict=True):
             allowed = np.flatnonzero(bits[: self.vocab_size])
             ends = [i for i in allowed.tolist() if i in plan.requests[b].stop_ids]

@@ -2,7 +2,7 @@
 
     Grammar  --Grammars.get-->  Compiled   one for all who ask for it, made in a thread, kept while there is room
     Compiled + Request    -->   Matcher    one a request: where its text stands
-    fill_masks(requests)  -->   int32[rows, words], a bit a token: what the sampler chooses from
+    fill_masks(requests)  -->   int32[requests, words], a bit a token: what the sampler chooses from
 
 A matcher takes in tokens when a mask is asked for, from the request itself: so it comes along through preemption, and
 a request that another worker began is caught up with. xgrammar is imported when the first grammar comes.
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from radixrt.messages import Grammar
+from radixrt.worker.jump import SHORTEST, Spelling, certain_text, on_one_line
 from radixrt.worker.request import Request
 from radixrt.worker.schema import with_safe_patterns
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
@@ -50,6 +51,8 @@ class Compiled:
     """int32 of a mask's row."""
     ends: frozenset[int]
     eos_ids: frozenset[int]
+    spelling: Spelling | None = None
+    """Of text that it forces; None: all tokens are drawn."""
 
     @property
     def nbytes(self) -> int:
@@ -60,13 +63,24 @@ class Compiled:
 
 
 class Grammars:
-    """Compiles the grammars of one model, in threads, and keeps those used last. For one thread to ask."""
+    """Compiles the grammars of one model, in threads, and keeps those used last. For one thread to ask.
 
-    def __init__(self, model: str, vocab_size: int, eos_ids: frozenset[int], limit: int = CACHE_BYTES) -> None:
+    With `jump_forward` text that a grammar forces is not drawn, and JSON of a schema is on one line, its separators
+    ", " and ": ": with white space wherever JSON allows it next to nothing is forced."""
+
+    def __init__(
+        self,
+        model: str,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        limit: int = CACHE_BYTES,
+        jump_forward: bool = True,
+    ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._limit = limit
+        self._jumps = jump_forward
         self._jobs: deque[tuple[Grammar, Future[Compiled]]] = deque()
         self._threads = 0
         self._lock = threading.Lock()
@@ -75,7 +89,7 @@ class Grammars:
         """Over `_vocabulary` and `_compilers`."""
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
-        self._compilers: dict[str, Any] = {}
+        self._compilers: dict[str, tuple[Any, Spelling | None]] = {}
 
     def get(self, grammar: Grammar) -> Future[Compiled]:
         """Done at once if it is known. ValueError, in the future, says why there is none."""
@@ -129,16 +143,16 @@ class Grammars:
             raise ValueError(message) from error
         try:
             with self._making:
-                compiler, ends = self._compiler(SPELLINGS.get(grammar.kind, "text"))
-            compile = _compile_by(compiler)[grammar.kind]
+                compiler, spelling, ends = self._compiler(SPELLINGS.get(grammar.kind, "text"))
+            compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
             schemas = grammar.kind in ("json_schema", "structural_tag")
             text = with_safe_patterns(grammar.kind, grammar.text) if schemas else grammar.text
-            return Compiled(compile(text), -(-self._vocab_size // 32), ends, self._eos_ids)
+            return Compiled(compile(text), -(-self._vocab_size // 32), ends, self._eos_ids, spelling)
         except Exception as error:  # of many types, none of them promised
             text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
             raise ValueError(f"grammar: {text[:500]}") from error
 
-    def _compiler(self, spelling: str) -> tuple[Any, frozenset[int]]:
+    def _compiler(self, spelling: str) -> tuple[Any, Spelling | None, frozenset[int]]:
         import xgrammar
 
         if self._vocabulary is None:
@@ -155,8 +169,9 @@ class Grammars:
             threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
             # Its cache is for the rules that grammars have in common.
             compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=self._limit)
-            self._compilers[spelling] = compiler
-        return self._compilers[spelling], frozenset(ends)
+            forced = Spelling(encoded, self._vocabulary.encode) if self._jumps else None
+            self._compilers[spelling] = compiler, forced
+        return *self._compilers[spelling], frozenset(ends)
 
 
 def _size(future: Future[Compiled]) -> int:
@@ -173,14 +188,23 @@ def _folder(model: str) -> Path:
     return checkpoint.find(model)
 
 
-def _compile_by(compiler: Any) -> dict[str, Callable[[str], Any]]:
+def _compile_by(compiler: Any, one_line: bool) -> dict[str, Callable[[str], Any]]:
+    def tag(text: str) -> Any:
+        return compiler.compile_structural_tag(on_one_line(text, _ebnf_on_one_line) if one_line else text)
+
     return {
         "json": lambda _: compiler.compile_json_schema("{}"),
-        "json_schema": compiler.compile_json_schema,
+        "json_schema": lambda text: compiler.compile_json_schema(text, any_whitespace=not one_line),
         "regex": compiler.compile_regex,
         "ebnf": compiler.compile_grammar,
-        "structural_tag": compiler.compile_structural_tag,
+        "structural_tag": tag,
     }
+
+
+def _ebnf_on_one_line(schema: str) -> str:
+    import xgrammar
+
+    return str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
 
 
 # ---------------------------------------------------------------- matching
@@ -190,7 +214,7 @@ class Matcher:
     """Where the text of one request stands in its grammar. The end may be drawn where the grammar may end: `ends`, the
     ids of `stop_token_ids` that stand for no text, and eos. With `ignore_eos` eos comes where nothing else can."""
 
-    __slots__ = ("_taken", "compiled", "ends", "matcher")
+    __slots__ = ("bans", "compiled", "ends", "matcher", "taken")
 
     def __init__(self, compiled: Compiled, request: Request) -> None:
         """ValueError where no token could end the text."""
@@ -201,43 +225,71 @@ class Matcher:
             raise ValueError("grammar: no token ends a text: the model names none, and stop_token_ids no special one")
         self.compiled = compiled
         self.matcher = xgrammar.GrammarMatcher(compiled.grammar, override_stop_tokens=sorted(self.ends))
-        self._taken = 0
+        self.taken = request.prompt_len
+        """Of the request's tokens, those that are taken in, or are its prompt."""
+        self.bans = request.sampling.min_tokens > 0 or request.sampling.ignore_eos
 
     def follow(self, request: Request) -> bool:
         """Take in what was generated since; False if it does not follow the grammar."""
         tokens, accept = request.tokens, self.matcher.accept_token
-        for at in range(request.prompt_len + self._taken, len(tokens)):
-            if not accept(tokens[at]):
+        while self.taken < len(tokens):
+            if not accept(tokens[self.taken]):
                 return False
-            self._taken += 1
+            self.taken += 1
         return True
 
-    def banned(self, request: Request, generated: int) -> Iterable[int]:
-        """Ids that may come after `generated` tokens only where nothing else can."""
-        if generated < request.sampling.min_tokens:
+    def jump(self, request: Request) -> tuple[int, ...]:
+        """The tokens of the text that must come next, up to the request's limit, taken in as if it had them already;
+        none where all are to be drawn. An id that would end the text is not among them."""
+        spelling = self.compiled.spelling
+        if spelling is None or not request.jumps or not self.follow(request):
+            return ()
+        text = certain_text(self.matcher)
+        if not text:
+            return ()
+        ids = spelling.before(text)
+        if len(ids) < (SHORTEST if len(request.tokens) > request.prompt_len else 1):
+            return ()
+        ids = ids[: request.limit - len(request.tokens)]
+        ids = next((ids[:n] for n, i in enumerate(ids) if i in request.stop_ids), ids)
+        for n, i in enumerate(ids):
+            if not self.matcher.accept_token(i):
+                self.matcher.rollback(n)
+                return ()
+        self.taken += len(ids)
+        return ids
+
+    def banned(self, request: Request) -> Iterable[int]:
+        """Ids that may come next only where nothing else can."""
+        if len(request.tokens) - request.prompt_len < request.sampling.min_tokens:
             return request.stop_ids
         return self.compiled.eos_ids if request.sampling.ignore_eos else ()
 
 
-def fill_masks(requests: Sequence[Request], rows: Sequence[int], out: np.ndarray, threads: int = 1) -> dict[int, str]:
-    """Write into out[row], int32[*, ceil(vocabulary / 32)] in C order, which tokens may come next in each of
-    `requests`, all of which have a matcher: bit i % 32 of word i // 32 for id i. Other rows are left as they are.
+def fill_masks(requests: Sequence[Request], out: np.ndarray, threads: int = 1) -> dict[int, str]:
+    """Write into `out`, int32[len(requests), ceil(vocabulary / 32)] in C order, which tokens may come next in each of
+    `requests`, all of which have a matcher: bit i % 32 of word i // 32 for id i.
 
     Answers, by index, why a request cannot go on; in its row everything is allowed."""
-    problems = {i: STRAYED for i, request in enumerate(requests) if not request.matcher.follow(request)}
+    problems = {}
+    for i, request in enumerate(requests):
+        matcher = request.matcher
+        if matcher.taken < len(request.tokens) and not matcher.follow(request):
+            problems[i] = STRAYED
     going = [i for i in range(len(requests)) if i not in problems]
-    at = [int(rows[i]) for i in going]
     if going:
-        matchers = [requests[i].matcher.matcher for i in going]
-        _batch(threads).batch_fill_next_token_bitmask(matchers, out, at)
-    for i, row in zip(going, at, strict=True):
+        _batch(threads).batch_fill_next_token_bitmask([requests[i].matcher.matcher for i in going], out, going)
+    for i in going:
         request = requests[i]
-        if banned := request.matcher.banned(request, len(request.tokens) - request.prompt_len):
-            _ban(out[row], banned)
-        if not np.count_nonzero(out[row]):  # faster than any()
-            problems[i] = DEAD_END
+        if request.matcher.bans and (banned := request.matcher.banned(request)):
+            _ban(out[i], banned)
     for i in problems:
-        out[rows[i]] = -1
+        out[i] = -1
+    # A row of zeros has 0 for its largest word; so have rows where nothing but highest bits are set.
+    for i in np.flatnonzero(out.max(1, initial=0) == 0).tolist():
+        if not out[i].any():
+            problems[i] = DEAD_END
+            out[i] = -1
     return problems
 
 
@@ -256,34 +308,3 @@ def _ban(row: np.ndarray, ids: Iterable[int]) -> None:
             left[i >> 5] &= ~np.uint32(1 << (i & 31))
     if left.any():
         row.view(np.uint32)[:] = left
-
-
-def forced_tokens(request: Request, limit: int) -> list[int]:
-    """The tokens that must come next in a request with a matcher, at most `limit`: at each, the only one that its mask
-    allows, whatever the logits. An end is not among them. The matcher stays where it was."""
-    matcher = request.matcher
-    if not matcher.follow(request):
-        return []
-    generated = len(request.tokens) - request.prompt_len
-    row = np.zeros((1, matcher.compiled.words), dtype=np.int32)
-    forced: list[int] = []
-    while len(forced) < limit:
-        matcher.matcher.fill_next_token_bitmask(row)
-        if banned := matcher.banned(request, generated + len(forced)):
-            _ban(row[0], banned)
-        token = _only(row[0])
-        if token is None or token in request.stop_ids or not matcher.matcher.accept_token(token):
-            break
-        forced.append(token)
-    if forced:
-        matcher.matcher.rollback(len(forced))
-    return forced
-
-
-def _only(row: np.ndarray) -> int | None:
-    """The id whose bit is the only one set."""
-    words = np.flatnonzero(row)
-    if len(words) != 1:
-        return None
-    bits = int(row.view(np.uint32)[words[0]])
-    return int(words[0]) * 32 + bits.bit_length() - 1 if bits & (bits - 1) == 0 else None

@@ -77,8 +77,9 @@ class Rates:
     """Seconds of a step that only decodes."""
 
     def add(self, plan: Plan, seconds: float) -> None:
-        """Take in one step. A step of chunks counts for the prefill rate, one of single tokens for the step time."""
-        if len(plan.tokens) > len(plan.requests):
+        """Take in one step. A step of chunks counts for the prefill rate, one of decodes for the step time, be it that
+        some of them go on by more than a token."""
+        if _prefills(plan):
             self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
         else:
             self.step = self._mix(self.step, seconds)
@@ -86,6 +87,14 @@ class Rates:
     @staticmethod
     def _mix(old: float, new: float) -> float:
         return 0.9 * old + 0.1 * new if old else new
+
+
+def _prefills(plan: Plan) -> bool:
+    """Whether a step computes more than one token of a prompt."""
+    if len(plan.tokens) == len(plan.requests):
+        return False
+    chunks = np.flatnonzero(plan.counts > 1)
+    return any(start < plan.requests[b].prompt_len for b, start in zip(chunks, plan.starts[chunks], strict=True))
 
 
 class Worker:
@@ -246,6 +255,10 @@ class Worker:
                     if self._compiling.pop(id, None) is None:
                         self.scheduler.abort(id)
                     self.cache.pins.settle(id, time.monotonic())
+            case m.Pin():
+                self.cache.pins.add(message.namespace, message.ids, message.seconds, time.monotonic(), message.name)
+            case m.Unpin():
+                self.cache.pins.release(message.name)
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Stop():
@@ -356,6 +369,7 @@ class Worker:
             plain_keys=self.runner.plain_keys,
             read_keys=self.runner.read_keys,
             busy_seconds=self.runner.busy_seconds,
+            forced_tokens=scheduler.forced_tokens,
         )
 
     def _beat(self) -> None:

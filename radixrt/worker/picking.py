@@ -48,15 +48,18 @@ class Picking:
 
     def _masks(self, logits: torch.Tensor) -> Masks | None:
         """Of those requests that have a grammar and go on; None without any. Why some cannot is noted."""
-        asked = [(row, b) for row, b in enumerate(self._chosen.tolist()) if self._plan.requests[b].matcher is not None]
-        asked = [(row, b) for row, b in asked if not self._plan.requests[b].over]
+        requests = self._plan.requests
+        asked = [(row, b) for row, b in enumerate(self._chosen.tolist()) if requests[b].matcher is not None]
+        asked = [(row, b) for row, b in asked if self._plan.draws_for(b)]
         if not asked:
             return None
-        bits = np.zeros((len(asked), -(-logits.shape[-1] // 32)), dtype=np.int32)
-        problems = fill_masks([self._plan.requests[b] for _, b in asked], range(len(asked)), bits)
+        on_gpu = logits.device.type == "cuda"
+        # Written where the device copies it from: it is a megabyte for 64 requests.
+        bits = torch.empty((len(asked), -(-logits.shape[-1] // 32)), dtype=torch.int32, pin_memory=on_gpu)
+        problems = fill_masks([requests[b] for _, b in asked], bits.numpy())
         self._problems = {asked[n][1]: problem for n, problem in problems.items()}
         rows = np.array([row for row, _ in asked])
-        return Masks(to_device(bits, logits.device), to_device(rows, logits.device))
+        return Masks(bits.to(logits.device, non_blocking=True), to_device(rows, logits.device))
 
     def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """Log-probabilities of the known tokens that follow wanted positions, of the requests that ask for them."""

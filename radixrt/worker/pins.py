@@ -19,6 +19,8 @@ MAX_PINS = 256
 """Of a tenant: each costs a look at a request that pins."""
 TOKEN_BYTES = 4
 _OWNER = 0
+Key = tuple[str, bytes, int]
+"""Namespace, path, and the name of a pin that somebody may release; 0 for those of requests."""
 
 
 @dataclass(slots=True)
@@ -44,8 +46,8 @@ class Pins:
         self.all_tokens = min(TENANTS * self.tenant_tokens, total_pages * tree.page_size)
         self._tree = tree
         self._wanted: dict[int, Run] = {}
-        self._pins: dict[tuple[str, bytes], Pin] = {}
-        """By path, the latest used last."""
+        self._pins: dict[Key, Pin] = {}
+        """The latest used last."""
         self._paths: dict[str, OwnerTree] = {}
         """By tenant: what its pins hold, where they overlap once."""
         self._next = float("inf")
@@ -93,13 +95,13 @@ class Pins:
             pin = self._pins[key] = self._pins.pop(key)
             pin.until = max(pin.until, now + pin.seconds)
 
-    def _used(self, run: Run) -> list[tuple[str, bytes]]:
+    def _used(self, run: Run) -> list[Key]:
         """The pins that a request's tokens begin with."""
         return [key for key in self._pins if key[0] == run.namespace and run.ids.startswith(key[1])]
 
     # ------------------------------------------------------------ pins
 
-    def add(self, namespace: str, ids: bytes, seconds: float, now: float) -> None:
+    def add(self, namespace: str, ids: bytes, seconds: float, now: float, name: int = 0) -> None:
         """Pin a path, as much of it as is in the tree and as a tenant may have; older pins make room."""
         ids = ids[: self.tenant_tokens * TOKEN_BYTES]
         lease = self._tree.lease(self._tree.match(namespace, ids))
@@ -107,7 +109,7 @@ class Pins:
         if not ids:
             lease.release()
             return
-        key, until = (namespace, ids), now + seconds
+        key, until = (namespace, ids, name), now + seconds
         if (before := self._pins.get(key)) is not None:
             until = max(until, before.until)
             self._release(key)
@@ -136,6 +138,11 @@ class Pins:
             self._release(key)
         self._next = min((pin.until for pin in self._pins.values()), default=float("inf"))
 
+    def release(self, name: int) -> None:
+        """Release the pin of a name, if it is still there."""
+        for key in [key for key in self._pins if key[2] == name]:
+            self._release(key)
+
     def release_oldest(self) -> bool:
         """Release the pin whose use is the longest ago; False without one."""
         key = next(iter(self._pins), None)
@@ -143,7 +150,7 @@ class Pins:
             self._release(key)
         return key is not None
 
-    def _release(self, key: tuple[str, bytes]) -> None:
+    def _release(self, key: Key) -> None:
         pin = self._pins.pop(key)
         pin.lease.release()
         tenant = _tenant(pin.namespace)

@@ -47,6 +47,11 @@ class Plan:
     table_writes: np.ndarray
     """int32[N, 3]: row, index and page of what has changed in the page table since the last plan."""
 
+    def draws_for(self, index: int) -> bool:
+        """Whether what is drawn for a request is still wanted when the step before it has been taken in."""
+        request = self.requests[index]
+        return not request.over and self.step > request.void
+
 
 @dataclass(frozen=True, slots=True)
 class Result:

@@ -23,10 +23,16 @@ class Request:
     pending   tokens that planned steps draw and that are not known here yet
     over      it has ended
     draws     its tokens are drawn, not the likeliest
+    jumps     text that its grammar forces need not be drawn: nothing but the text is asked for
     serial    what is drawn for it depends on the tokens before: drawn when the host knows them
     lease     pins the part of the path that is in the tree (set while it runs)
+    group     those of one group came with the first of them (0: none)
     arrival   tokens the worker had scheduled when it came (its age in tokens)
+    place     among those that came at once: by the first of its group, then by itself
     hit       tokens the tree held when last looked, while it waits
+    came      tokens it came with
+    said      tokens it came with, and those reported since
+    void      what steps up to this one drew for it is of no use: its grammar had forced what came there
     matcher   where its text stands in its grammar (set before it is scheduled, if it has one)
     """
 
@@ -34,6 +40,7 @@ class Request:
         "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
         "pending", "over", "serial", "draws", "next_score", "matcher",
+        "jumps", "came", "said", "void", "group", "place",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -52,6 +59,8 @@ class Request:
         self.computed = 0
         self.lease: Lease | None = None
         self.arrival = 0
+        self.group = run.group
+        self.place = (run.id, run.id)
         self.hit = 0
         self.cached_tokens = 0
         self.admissions = 0
@@ -61,6 +70,9 @@ class Request:
         self.over = False
         self.draws = run.sampling.temperature >= GREEDY_BELOW
         self.matcher: Matcher | None = None
+        self.came = self.said = len(self.tokens)
+        self.void = 0
+        self.jumps = run.score_from is None and run.sampling.logprobs is None and not run.sampling.logit_bias
         self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
@@ -75,8 +87,10 @@ class Request:
 
     @property
     def caught_up(self) -> bool:
-        """Only its last token, which it generated, is left to compute, and no page of another holds that token."""
-        return self.behind == 1 and self.generated > 0 and self.lease.length <= self.computed
+        """Only its last token, which it generated, is left to compute, others may follow, and no page of another holds
+        that token."""
+        last = self.behind == 1 and self.generated > 0 and self.total < self.limit
+        return last and self.lease.length <= self.computed
 
     @property
     def reusable(self) -> int:
@@ -94,6 +108,11 @@ class Request:
         fresh = scores[max(0, self.next_score - position) :]
         self.scores.extend(fresh)
         self.next_score += len(fresh)
+
+    def unsaid(self) -> list[int]:
+        """Tokens to report now."""
+        said, self.said = self.said, len(self.tokens)
+        return [self.tokens[-1]] if self.said == said + 1 else list(self.tokens[said:])
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, not copied; drop it before the sequence grows."""

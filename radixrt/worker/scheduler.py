@@ -14,6 +14,8 @@ step n runs; what it needs of step n's tokens, the device has.
 
     plan n   plan n+1   apply n   plan n+2   apply n+1        or, one after the other,   plan n   apply n   plan n+1
              `pending` tokens are drawn but not known here: the plan says FROM_DEVICE
+
+A token may bring others with it, which a grammar forces: the request falls behind by them and catches up by a chunk.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.messages import Output
+from radixrt.worker.building import StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.plan import FROM_DEVICE, Plan, Result
 from radixrt.worker.request import Request
 
-MOST_SCORED = 256
-"""Tokens of prompts that are scored in a step: each takes a row of logits."""
+MOST_GROUPS = 1024
+"""Groups that are remembered; the router ends each within seconds."""
 REFRESHED = 16
 """Waiting requests whose hit is looked up anew in a step; with the one that is next, all that a long queue costs."""
 
@@ -56,12 +59,15 @@ class Scheduler:
         self.ending: list[Request] = []
         """Running requests whose last step is planned; they leave when its result comes."""
         self.preemptions = 0
+        self.forced_tokens = 0
         self.steps = 0
         self._requests: dict[int, Request] = {}
-        self._waiting: list[tuple[int, int, Request]] = []
+        self._waiting: list[tuple[int, tuple[int, int], Request]] = []
         self._waiting_tokens = 0
         self._refresh_at = 0
         self._clock = 0
+        self._groups: dict[int, tuple[int, int]] = {}
+        """When the first of each came, and its id; the latest groups."""
         self._rows = np.zeros(0, dtype=np.int64)
         self._lengths = np.zeros(0, dtype=np.int64)
         self._last = np.zeros(0, dtype=np.int32)
@@ -77,8 +83,19 @@ class Scheduler:
         if max(request.limit, request.total) > room:
             raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
         self._requests[request.id] = request
-        request.arrival = self._clock
+        self._arrive(request)
+        if request.matcher is not None and not request.generated:
+            self._force(request)
         self._wait(request)
+
+    def _arrive(self, request: Request) -> None:
+        """A request comes now, or came with the first of its group."""
+        first, group = (self._clock, request.id), request.group
+        if group:
+            while len(self._groups) >= MOST_GROUPS and group not in self._groups:
+                del self._groups[next(iter(self._groups))]
+            first = self._groups.setdefault(group, first)
+        request.arrival, request.place = first[0], (first[1], request.id)
 
     def abort(self, id: int) -> bool:
         """Drop a request, wherever it is; what it computed stays cached. False if it is not here any more."""
@@ -108,7 +125,7 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         request.hit = self.cache.hit(request)
         self._waiting_tokens += request.total - request.hit
-        heapq.heappush(self._waiting, (request.arrival - request.hit, request.id, request))
+        heapq.heappush(self._waiting, (request.arrival - request.hit, request.place, request))
 
     def _let_go(self, request: Request) -> None:
         """Take a request that is over from wherever it is; what it computed stays cached."""
@@ -135,7 +152,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to compute. Pages are taken here, and prompts enter the tree."""
         self._reserve_decodes()
-        builder = _Builder(self.cache)
+        builder = StepBuilder(self.cache)
         budget = self.limits.max_num_batched_tokens - len(self.decoding)
         for request in tuple(self.behind):
             if budget > 0 and request.row >= 0:
@@ -151,7 +168,7 @@ class Scheduler:
         self._move_on(plan, builder)
         return plan
 
-    def _move_on(self, plan: Plan, builder: _Builder) -> None:
+    def _move_on(self, plan: Plan, builder: StepBuilder) -> None:
         """Count what is planned as computed and drawn."""
         ending = False
         for request in self.decoding:
@@ -210,12 +227,14 @@ class Scheduler:
         self.preemptions += 1
         return victim
 
-    def _chunk(self, request: Request, budget: int, builder: _Builder) -> int:
+    def _chunk(self, request: Request, budget: int, builder: StepBuilder) -> int:
         """Plan the next chunk of a request that is behind; its tokens, 0 when it was preempted for want of pages."""
         while True:
             # Anew after each preemption: what the victim leaves in the tree may be what comes next here.
             gained = self.cache.catch_up(request)
-            request.cached_tokens += gained if request.admissions == 1 else 0
+            if request.admissions == 1:
+                before = request.computed - gained
+                request.cached_tokens += max(0, min(request.computed, request.came) - before)
             count = min(budget, request.behind, builder.most(request))
             if not count:  # others are scored in this step
                 return 0
@@ -246,7 +265,7 @@ class Scheduler:
             return False
         self._waiting_tokens -= hit - request.hit
         request.hit = hit
-        self._waiting[index] = (request.arrival - hit, request.id, request)
+        self._waiting[index] = (request.arrival - hit, request.place, request)
         return True
 
     def _admit(self) -> Request | None:
@@ -267,7 +286,7 @@ class Scheduler:
         self._waiting_tokens -= request.total - request.hit
         request.admissions += 1
         if request.admissions == 1:
-            request.cached_tokens = request.computed
+            request.cached_tokens = min(request.computed, request.came)
         self.behind.append(request)
         return request
 
@@ -280,7 +299,7 @@ class Scheduler:
             if index in result.failed:
                 self._fail_for_good(request, result.failed[index], outputs)
                 continue
-            if request.over:  # it ended while the step ran
+            if request.over or plan.step <= request.void:  # it ended while the step ran, or knew better
                 continue
             if index in result.scores:
                 stop = int(plan.starts[index] + plan.counts[index])
@@ -288,7 +307,8 @@ class Scheduler:
             if plan.samples[index]:
                 self._gain(request, result.tokens[index], result.logprobs[index] if result.logprobs else None, outputs)
             elif plan.starts[index] + plan.counts[index] == request.total:
-                self._finish(request, Output(request.id, finish="length", scores=request.scores or None), outputs)
+                output = Output(request.id, request.unsaid(), finish="length", scores=request.scores or None)
+                self._finish(request, output, outputs)
         if not self._batch_changed and self.decoding and not self.decoding[0].pending:
             # The batch is the plan's, and no later plan runs: what it drew is all there is to know.
             self._last = np.array(result.tokens[: len(self.decoding)], dtype=np.int32)
@@ -297,12 +317,14 @@ class Scheduler:
     def _gain(self, request: Request, token: int, logprob: object, outputs: list[Output]) -> None:
         request.tokens.append(token)
         request.pending -= 1
-        output = Output(request.id, [token], None, request.cached_tokens)
+        stops = token in request.stop_ids
+        jumped = request.matcher is not None and not stops and self._jump(request)
+        output = Output(request.id, request.unsaid(), None, request.cached_tokens)
         if logprob is not None:
             output.logprobs = [logprob]
         if request.scores:
             output.scores, request.scores = request.scores, []
-        if token in request.stop_ids:
+        if stops:
             output.finish, output.stop = "stop", token
             self._finish(request, output, outputs)
         elif len(request.tokens) >= request.limit:
@@ -310,6 +332,28 @@ class Scheduler:
             self._finish(request, output, outputs)
         else:
             outputs.append(output)
+            if jumped and request in self.decoding:
+                self._stop_running(request)
+                self.behind.insert(0, request)  # few tokens: prompts that are long are not waited for
+
+    def _force(self, request: Request) -> int:
+        """Append the tokens that its grammar forces, as many as may come; how many."""
+        forced = request.matcher.jump(request)
+        request.tokens.extend(forced)
+        self.forced_tokens += len(forced)
+        return len(forced)
+
+    def _jump(self, request: Request) -> bool:
+        """As `_force`, for a request that has just gained a token. What the step in flight draws for it is void: there
+        comes the first of them."""
+        forced = self._force(request)
+        if not forced:
+            return False
+        if request.row < 0:  # sent back to wait while its token was drawn
+            self._waiting_tokens += forced
+        if request.pending:
+            request.pending, request.void = 0, self.steps
+        return True
 
     def _finish(self, request: Request, output: Output, outputs: list[Output]) -> None:
         output.cached_tokens = request.cached_tokens
@@ -343,62 +387,3 @@ class Scheduler:
             if not request.over:
                 self._fail(request, start, reason, outputs)
         return outputs
-
-
-class _Builder:
-    """Collects the chunks of a step."""
-
-    def __init__(self, cache: PageCache) -> None:
-        self.cache = cache
-        self.requests: list[Request] = []
-        self.counts: list[int] = []
-        self.tokens: list[np.ndarray] = []
-        self.slots: list[np.ndarray] = []
-        self.wants: list[int] = []
-        self.samples: list[bool] = []
-        self.scored = 0
-
-    def most(self, request: Request) -> int:
-        """Tokens of it that may be computed in this step, by what is scored already."""
-        if request.score_from is None:
-            return request.behind
-        return max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
-
-    def add(self, request: Request, count: int) -> None:
-        """Plan `count` tokens of a request whose pages are reserved, and publish them."""
-        start, stop = request.computed, request.computed + count
-        slots = self.cache.row_slots(request.row, start, stop)
-        slots[: max(0, request.lease.length - start)] = 0
-        self.cache.publish(request, stop)
-        self.requests.append(request)
-        self.counts.append(count)
-        self.tokens.append(np.array(request.tokens[start:stop], dtype=np.int32))
-        self.slots.append(slots)
-        last = stop == request.total
-        samples = last and request.total < request.limit
-        scored = 0 if request.score_from is None else stop - max(start, request.score_from - 1)
-        self.wants.append(max(scored, int(samples)))
-        self.scored += max(0, scored)
-        self.samples.append(samples)
-
-    def build(
-        self, step: int, decoding: list[Request], rows: np.ndarray, positions: np.ndarray, last: np.ndarray
-    ) -> Plan:
-        """Decodes and chunks as one Plan."""
-        ones = np.ones(len(decoding), dtype=np.int32)
-        if not self.requests:
-            slots = self.cache.slots(rows, positions)
-            return Plan(step, tuple(decoding), rows.astype(np.int32), positions.astype(np.int32), ones, last, slots,
-                        ones, ones.astype(bool), self.cache.drain_writes())  # fmt: skip
-        return Plan(
-            step=step,
-            requests=(*decoding, *self.requests),
-            rows=np.array([*rows, *(r.row for r in self.requests)], dtype=np.int32),
-            starts=np.array([*positions, *(r.computed for r in self.requests)], dtype=np.int32),
-            counts=np.array([*ones, *self.counts], dtype=np.int32),
-            tokens=np.concatenate([last, *self.tokens]),
-            slots=np.concatenate([self.cache.slots(rows, positions), *self.slots]),
-            wants=np.array([*ones, *self.wants], dtype=np.int32),
-            samples=np.array([*ones, *self.samples], dtype=bool),
-            table_writes=self.cache.drain_writes(),
-        )

@@ -22,10 +22,11 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """`tokens` by id, b"" for an id that no text is made of; `special`: ids that are hidden in text, by what they are
-    written as."""
+    written as; `encode`: the tokenizer, without what it adds around a text."""
 
     tokens: list[bytes]
     special: dict[int, bytes]
+    encode: Callable[[str], list[int]] | None = None
 
 
 def read_vocabulary(folder: Path, size: int) -> Vocabulary:
@@ -51,7 +52,11 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
 
 
 def _collect(
-    pieces: Iterable[tuple[int, bytes]], added: dict[int, tuple[str, bool]], named: set[str], size: int
+    pieces: Iterable[tuple[int, bytes]],
+    added: dict[int, tuple[str, bool]],
+    named: set[str],
+    size: int,
+    encode: Callable[[str], list[int]],
 ) -> Vocabulary:
     """From ordinary tokens and `added` ones: id -> (text, special). Those `named` in the configuration are special."""
     tokens, special = [b""] * size, {}
@@ -65,7 +70,7 @@ def _collect(
             tokens[i], special[i] = b"", text.encode()
         elif not tokens[i]:
             tokens[i] = text.encode()
-    return Vocabulary(tokens, special)
+    return Vocabulary(tokens, special, encode)
 
 
 def _of_tokenizer(tokenizer: Any, config: dict[str, Any], size: int) -> Vocabulary:
@@ -73,7 +78,8 @@ def _of_tokenizer(tokenizer: Any, config: dict[str, Any], size: int) -> Vocabula
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = _declared(config)
     added |= {i: (token.content, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
-    return _collect(((i, to_bytes(token)) for token, i in vocabulary.items()), added, _named(config), size)
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    return _collect(((i, to_bytes(token)) for token, i in vocabulary.items()), added, _named(config), size, encode)
 
 
 def _decoder(decoder: Any) -> Callable[[str], bytes]:
@@ -115,7 +121,7 @@ def _of_sentencepiece(path: Path, listed: dict[str, int], config: dict[str, Any]
     own = {i: (model.id_to_piece(i), True) for i in ids if model.is_control(i) or model.is_unknown(i)}
     added = own | {i: (token, False) for token, i in listed.items()} | _declared(config)
     to_bytes = _spelled(SPACE)
-    return _collect(((i, to_bytes(model.id_to_piece(i))) for i in ids), added, _named(config), size)
+    return _collect(((i, to_bytes(model.id_to_piece(i))) for i in ids), added, _named(config), size, model.encode)
 
 
 # ---------------------------------------------------------------- the JSON files beside it

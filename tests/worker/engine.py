@@ -46,9 +46,14 @@ class Engine:
         limit = min(
             size + (self.max_model_len if sampling.max_tokens is None else sampling.max_tokens), self.max_model_len
         )
-        self.scheduler.add(Request(run, max(limit, len(prompt)), self.runner.eos_ids))
+        request = Request(run, max(limit, len(prompt)), self.runner.eos_ids)
+        self.prepare(request)
+        self.scheduler.add(request)
         self.outputs[run.id] = []
         return run.id
+
+    def prepare(self, request: Request) -> None:
+        """What the worker does before a request is scheduled."""
 
     def step(self) -> bool:
         """As the worker's loop does it; False when there is nothing more to do."""

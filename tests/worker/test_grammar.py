@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from array import array
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.fake import EOS
-from radixrt.worker.grammar import DEAD_END, STRAYED, Grammars, Matcher, fill_masks, forced_tokens
+from radixrt.worker.grammar import DEAD_END, STRAYED, Grammars, Matcher, fill_masks
 from radixrt.worker.loading import load_runner
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Masks, apply_masks
@@ -89,12 +90,9 @@ class Follower(Engine):
         super().__init__(runner, **sizes)
         self.grammars = grammars
 
-    def add(self, prompt, sampling=GREEDY, **changes) -> int:
-        id = super().add(prompt, sampling, **changes)
-        if sampling.grammar is not None:
-            request = self.scheduler._requests[id]
-            request.matcher = Matcher(self.grammars.get(sampling.grammar).result(), request)
-        return id
+    def prepare(self, request) -> None:
+        if request.sampling.grammar is not None:
+            request.matcher = Matcher(self.grammars.get(request.sampling.grammar).result(), request)
 
 
 @pytest.fixture(scope="module")
@@ -420,45 +418,36 @@ def test_masks_are_applied_as_they_read():
         assert torch.equal(logits, expected)
 
 
-def test_masks_go_to_the_rows_that_are_given(grammars):
+def test_a_row_a_request(grammars):
+    """Also beside one that has strayed, where everything is allowed."""
     matched = []
     for grammar, tokens in ((WORDS, ()), (Grammar("regex", "[0-9]+"), (400,)), (Grammar("regex", "[^z]+"), ())):
         request = Request(run(grammar, *tokens), 50, frozenset({EOS}))
         request.matcher = Matcher(grammars.get(grammar).result(), request)
         matched.append(request)
     for threads in (1, 2):
-        out = np.full((6, 17), 77, dtype=np.int32)
-        assert fill_masks(matched, [4, 1, 0], out, threads) == {1: STRAYED}
-        assert (out[[2, 3, 5]] == 77).all() and (out[1] == -1).all()
+        out = np.full((3, 17), 77, dtype=np.int32)
+        assert fill_masks(matched, out, threads) == {1: STRAYED}
+        assert (out[1] == -1).all()
         alone = np.zeros((1, 17), dtype=np.int32)
-        fill_masks(matched[:1], [0], alone)
-        assert np.array_equal(out[4], alone[0]) and not np.array_equal(out[4], out[0])
-        allowed = np.flatnonzero(np.unpackbits(out[[4, 0]].view(np.uint8), axis=1, bitorder="little").any(0))
+        assert not fill_masks(matched[:1], alone)
+        assert np.array_equal(out[0], alone[0]) and not np.array_equal(out[2], out[0])
+        allowed = np.flatnonzero(np.unpackbits(out[[0, 2]].view(np.uint8), axis=1, bitorder="little").any(0))
         assert allowed.max() < 512, "rows of the embedding without a token"
 
 
-def test_forced_tokens(grammars, say, tokenizer):
-    """What is forced is what would be drawn."""
-    for grammar, banned in (
-        (Grammar("regex", "[ab]ZQ~ZQ#[ab]QQ"), {}),
-        (Grammar("ebnf", 'root ::= "Z" ("Q" | "#") "~~" [0-9]?'), {"ignore_eos": True}),
-    ):
-        _, tokens, _ = say(grammar, temperature=1.0, seed=2, **banned)
-        seen = []
-        for done in range(len(tokens)):
-            request = Request(run(grammar, *tokens[:done], **banned), 99, frozenset({EOS}))
-            request.matcher = Matcher(grammars.get(grammar).result(), request)
-            before = np.zeros((1, 17), dtype=np.int32)
-            fill_masks([request], [0], before)
-            forced = forced_tokens(request, 99)
-            assert forced == tokens[done : done + len(forced)]
-            assert forced_tokens(request, 2) == forced[:2]
-            after = np.zeros((1, 17), dtype=np.int32)
-            fill_masks([request], [0], after)
-            assert np.array_equal(before, after)
-            seen.append(len(forced))
-        assert max(seen) >= 2 and EOS not in forced
-    assert seen[0] == 1, "a choice ends it"
+def test_a_dead_end_is_told_from_a_highest_bit(grammars):
+    """Where the id that alone may come is the last of its word, no word is above 0."""
+    tokens = read_vocabulary(Path(grammars._model), 512).tokens
+    last = next(i for i in range(31, 512, 32) if tokens[i].isalnum())
+    matched = []
+    for grammar in (Grammar("ebnf", f'root ::= "{tokens[last].decode()}"'), Grammar("ebnf", "root ::= root")):
+        request = Request(run(grammar), 50, frozenset({EOS}))
+        request.matcher = Matcher(grammars.get(grammar).result(), request)
+        matched.append(request)
+    out = np.zeros((2, 17), dtype=np.int32)
+    assert fill_masks(matched, out) == {1: DEAD_END}
+    assert (out[1] == -1).all() and out[0, last // 32] < 0
 
 
 # ---------------------------------------------------------------- compiling

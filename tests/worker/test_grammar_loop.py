@@ -14,13 +14,15 @@ from tokenizers import Tokenizer
 from radixrt.messages import Abort, Grammar, Sampling, StepDone
 from radixrt.worker import loop
 from radixrt.worker.fake import EOS, FakeRunner
-from radixrt.worker.grammar import Grammars
+from radixrt.worker.grammar import Grammars, Matcher
 from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits
 from tests.checkpoints import make_tokenizer
 from tests.worker.test_loop import Router, overlaps, run  # noqa: F401  (a fixture)
 
 DIGITS = Sampling(max_tokens=30, temperature=0.0, grammar=Grammar("regex", "[0-9]{12}(abc|abd)"))
+ZONES = Grammar("regex", "[ab]Zone [0-9]{4}, and so on")
 PLAIN = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
 
 
@@ -149,3 +151,30 @@ def test_a_known_grammar_is_scheduled_at_once(folder):
         router.finished(2)
         assert time.perf_counter() - began < 1
         assert sum(bool(m.outputs) for m in router.messages if isinstance(m, StepDone)) == len(tokens(router, 2))
+
+
+def test_what_is_forced_is_not_drawn(folder):
+    """The worker counts such tokens, and an abort leaves nothing of them."""
+    sampling = Sampling(max_tokens=90, temperature=0.0, grammar=ZONES)
+    with worker(folder) as (router, serving):
+        router.tell(run(1, [9, 9], sampling))
+        router.finished(1)
+        assert serving.scheduler.forced_tokens == router.messages[-1].load.forced_tokens > 4
+        assert len(tokens(router, 1)) > 1 + sum(len(output.tokens) == 1 for output in router.outputs(1))
+        router.tell(run(2, [9, 9], sampling))
+        router.tell(Abort([2]))
+        router.tell(run(3, [9, 9], sampling))
+        router.finished(3)
+        assert tokens(router, 3) == tokens(router, 1)
+
+
+def test_a_worker_may_draw_all(folder):
+    schema = Grammar("json_schema", '{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}')
+    for jumps in (True, False):
+        compiled = Grammars(str(folder), 512, frozenset({EOS}), jump_forward=jumps).get(schema).result()
+        assert (compiled.spelling is not None) == jumps
+        request = Request(run(1, [9], msgspec.structs.replace(PLAIN, grammar=schema)), 99, frozenset({EOS}))
+        matcher = Matcher(compiled, request).matcher
+        assert matcher.accept_string('{"a": 1}') and not matcher.accept_string(" ")
+        matcher.reset()
+        assert matcher.accept_string('{ "a" :1}') != jumps

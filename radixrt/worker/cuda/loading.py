@@ -12,6 +12,7 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
+from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
 from radixrt.worker.cuda import kernels
 from radixrt.worker.cuda.attend import Shape
@@ -22,7 +23,7 @@ from radixrt.worker.kv import KVPool
 from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import MOST_SCORED, Limits, Scheduler
+from radixrt.worker.scheduler import Limits, Scheduler
 
 log = logging.getLogger("radixrt.cuda")
 
