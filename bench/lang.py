@@ -1,4 +1,5 @@
 """CPU time that the DSL adds to a branch: a program of 5 x 5 x 5 branches, and the same requests by the client alone.
+And what a step costs of a program that has said much, on state and with everything sent every time.
 
     python -m bench.lang [--quick]
 
@@ -7,6 +8,10 @@ ZMQ. What counts is the CPU time of the client's thread: neither worker nor rout
 run, makes the very same requests with AsyncClient.generate, a task a branch, parts put together by hand. With roles,
 the reference sends chat messages, which the DSL has rendered first so as to keep the ids that were generated. Before
 anything is timed, both must have got the same texts, from prompts of the same length.
+
+A step at 40,000 tokens of history appends a line and generates 8 tokens. The reference, in the same run, asks the same
+with all parts of the prompt, as a client without states must. Bytes are those of its messages to the router; CPU time
+is that of the client's thread, and of client, router and worker together. Prompts must have the same length.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -163,6 +169,83 @@ def _row(kind: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
     return {"branches of": kind, "DSL, us": dsl, "bare client, us": bare, "added, us": added, "limit, us": LIMIT}
 
 
+# ---------------------------------------------------------------- a long history
+
+
+HISTORY_TOKENS = 40_000
+STEP = " Then the agent looked at file {}, and said: "
+
+
+async def history_text(client: AsyncClient) -> str:
+    """About so many tokens of text that is not all the same."""
+    lines = "".join(f"Line {n}: the tool found {n * 7919 % 1000} of {n * 104729 % 9973}. " for n in range(200))
+    return lines * round(HISTORY_TOKENS / len(await client.tokenize(lines)))
+
+
+class Meter:
+    """What a step costs: bytes of the client's messages, CPU time of its thread and of the process."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._sent = 0
+        socket = client._transport._socket
+        self._send, socket.send = socket.send, self._count
+
+    def _count(self, payload: bytes) -> bool:
+        self._sent += len(payload)
+        return self._send(payload)
+
+    async def step(self, work: Callable[[], Awaitable[int]]) -> tuple[int, int, float, float]:
+        """(prompt tokens, bytes, client us, all us) of one step."""
+        before = self._sent, time.thread_time(), time.process_time()
+        tokens = await work()
+        after = self._sent, time.thread_time(), time.process_time()
+        sent, own, everywhere = (b - a for a, b in zip(before, after, strict=True))
+        return tokens, sent, own * 1e6, everywhere * 1e6
+
+
+async def measure_steps(running: LocalStack, rounds: int) -> list[dict[str, Any]]:
+    """One step after another, on state and with everything sent, in turns."""
+    async with await AsyncClient.connect(running.address) as client:
+        text, meter = await history_text(client), Meter(client)
+        parts: list[Any] = [TextPrompt(text)]
+        found: dict[str, list[tuple[int, int, float, float]]] = {"on state": [], "everything sent": []}
+
+        @program
+        async def steps(s: Branch) -> None:
+            s += text
+            for number in itertools.count():
+                if number > rounds:
+                    return
+
+                async def on_state() -> int:
+                    nonlocal s
+                    s += STEP.format(number)  # noqa: B023
+                    s += gen("x", SAMPLING)
+                    return (await s.value("x")).usage.prompt_tokens
+
+                async def everything() -> int:
+                    parts.append(TextPrompt(STEP.format(number), add_special_tokens=False))  # noqa: B023
+                    if number == 0:  # noqa: B023
+                        parts[:] = [TextPrompt(text + STEP.format(0))]
+                    done = await client.generate(PartsPrompt(parts), SAMPLING)
+                    parts.append(TokenPrompt(done.ids))
+                    return done.usage.prompt_tokens
+
+                pair = await meter.step(on_state), await meter.step(everything)
+                assert pair[0][0] == pair[1][0], "both ask the same"
+                if number:
+                    for way, one in zip(found, pair, strict=True):
+                        found[way].append(one)
+
+        await steps(client)
+    return [_step_row(way, one) for way, one in found.items()]
+
+
+def _step_row(way: str, steps: list[tuple[int, int, float, float]]) -> dict[str, Any]:
+    prompt, sent, own, everywhere = (statistics.median(side) for side in zip(*steps, strict=True))
+    return {"a step": way, "prompt tokens": int(prompt), "bytes": int(sent), "client, us": own, "all, us": everywhere}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
@@ -173,10 +256,12 @@ def main() -> None:
         stack = StackConfig(resolve(RouterConfig(**names)), WorkerConfig(**names, fake="0,0"), FrontendConfig())
         with LocalStack(stack) as running:
             rows = asyncio.run(measure(running.address, 3 if quick else 25))
+            steps = asyncio.run(measure_steps(running, 5 if quick else 40))
     print(table(rows))
+    print(table(steps))
     print(json.dumps({"ok": all(row["added, us"] < LIMIT for row in rows)}))
     if not quick:
-        save("lang", rows, unit="CPU us a branch, client thread", branches=BRANCHES)
+        save("lang", rows, unit="CPU us a branch, client thread", branches=BRANCHES, steps=steps)
 
 
 if __name__ == "__main__":

@@ -26,14 +26,18 @@ from radixrt.messages import (
     Detokenize,
     Error,
     FinishReason,
+    Forget,
+    Fork,
     Generate,
     Info,
     Origin,
     PartsPrompt,
+    Pause,
     Prompt,
     Sampling,
     Score,
     Scored,
+    StatePrompt,
     TextPrompt,
     Tokenize,
     TokenLogprob,
@@ -44,7 +48,7 @@ from radixrt.messages import (
 from radixrt.portal import Portal
 from radixrt.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 
-PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt
+PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt | StatePrompt
 T = TypeVar("T")
 
 
@@ -73,12 +77,12 @@ def token_list(ids: bytes) -> list[int]:
     return array("i", ids).tolist()
 
 
-def as_prompt(prompt: PromptLike) -> Prompt:
+def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt:
     """Text, token ids or chat messages as the message that says which. TypeError for anything else."""
     match prompt:
         case str():
             return TextPrompt(prompt)
-        case TextPrompt() | TokenPrompt() | ChatPrompt() | PartsPrompt():
+        case TextPrompt() | TokenPrompt() | ChatPrompt() | PartsPrompt() | StatePrompt():
             return prompt
         case [dict(), *_]:
             return ChatPrompt(list(prompt))
@@ -229,6 +233,23 @@ class AsyncClient:
             cache_salt=cache_salt,
         )
         return await self._ask_for(Scored, request)
+
+    # ------------------------------------------------------------ states
+
+    def tell(self, message: Fork | Pause | Forget) -> asyncio.Future[None]:
+        """Send a message now, whose answer does not matter. The future, which never fails, is done when the server will
+        read it before what is sent next: at once where messages arrive in order, over HTTP when it is answered."""
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        message.api_key = self._api_key
+        try:
+            if not self._closed:
+                self._transport.submit(message, lambda _: told.done() or told.set_result(None))
+                if not self._transport.ordered:
+                    return told
+        except ServerError:  # it does not read: nor will it what is sent next
+            pass
+        told.set_result(None)
+        return told
 
     # ------------------------------------------------------------ tokens and the server itself
 

@@ -22,6 +22,7 @@ from radixrt.messages import (
     ClientRequest,
     Delta,
     Deltas,
+    Done,
     Error,
     Generate,
     Info,
@@ -35,7 +36,7 @@ FAREWELL_SECONDS = 0.3
 NATIVE_PATH = "/v1/native"
 """Where an HTTP front end takes one ClientRequest as JSON and answers with ClientReplies, one a line."""
 
-Answer = Delta | Scored | Tokens | Info | Error
+Answer = Delta | Scored | Tokens | Info | Error | Done
 OnAnswer = Callable[[Answer], None]
 
 
@@ -53,6 +54,9 @@ class ServerError(Exception):
 
 class Transport(Protocol):
     """Carries requests and their answers. Answers come on the event loop, by request, in order."""
+
+    ordered: bool
+    """Requests arrive in the order in which they were submitted."""
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
         """Send a request, which gets an id of its own; `on_answer` is called until the last answer has come."""
@@ -92,27 +96,32 @@ class _Pending:
             self.give(Error(request_id, 503, message, retry_after=1.0))
 
 
-class ZmqTransport:
-    """Any number of requests in flight on one socket. Make it on the event loop that is to use it."""
+class RouterTransport:
+    """Any number of requests in flight at a router, whose replies come all together. `_post` sends it a message."""
 
-    _reply = wire.Decoder(ClientReply)
+    ordered = True
 
-    def __init__(self, address: str) -> None:
+    def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._unconfirmed = False
         """A Cancel was sent: it may still be under way."""
-        self._socket = wire.DealerSocket(address, self._receive, on_lost=self._lost)
 
     @property
     def connected(self) -> bool:
         """Whether the router is there now; without it, requests wait for it."""
-        return self._socket.connected
+        return True
+
+    def _post(self, message: ClientRequest) -> bool:
+        """False when the router does not read."""
+        raise NotImplementedError
+
+    def _disconnect(self) -> None: ...
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
         """See Transport. ServerError (503) when the router does not read."""
         request.id = next(self._ids)
-        if not self._socket.send(wire.encode(request)):
+        if not self._post(request):
             raise ServerError(503, "the router does not read its messages", retry_after=1.0)
         self._pending[request.id] = _Pending(request, on_answer)
         return request.id
@@ -124,7 +133,7 @@ class ZmqTransport:
     def tell(self, message: Cancel) -> None:
         """Send a message about a request that is in flight."""
         self._unconfirmed = True
-        self._socket.send(wire.encode(message))
+        self._post(message)
 
     async def close(self, reason: str = "the connection was closed") -> None:
         for request_id in self._pending:
@@ -134,7 +143,7 @@ class ZmqTransport:
             if self._unconfirmed and self.connected:
                 await self._confirm()
         finally:
-            self._socket.close()
+            self._disconnect()
             self._fail_all(reason)
 
     async def _confirm(self) -> None:
@@ -144,8 +153,8 @@ class ZmqTransport:
             self.submit(Ask(id=0, what="health"), lambda _: answered.set())
             await asyncio.wait_for(answered.wait(), FAREWELL_SECONDS)
 
-    def _receive(self, payload: bytes) -> None:
-        reply = self._reply.decode(payload)
+    def _take(self, reply: ClientReply) -> None:
+        """Hand a reply on to who waits for it."""
         if not isinstance(reply, Deltas):
             if pending := self._pending.pop(reply.id, None):
                 pending.give(reply)
@@ -156,18 +165,62 @@ class ZmqTransport:
                     del self._pending[delta.id]
                 pending.give_delta(delta)
 
-    def _lost(self) -> None:
-        self._fail_all("the connection to the router was lost")
-
     def _fail_all(self, message: str) -> None:
         pending, self._pending = self._pending, {}
         for request_id, one in pending.items():
             one.fail(request_id, message)
 
 
+class ZmqTransport(RouterTransport):
+    """To a router by one socket. Make it on the event loop that is to use it."""
+
+    _reply = wire.Decoder(ClientReply)
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._socket = wire.DealerSocket(address, self._receive, on_lost=self._lost)
+
+    @property
+    def connected(self) -> bool:
+        return self._socket.connected
+
+    def _post(self, message: ClientRequest) -> bool:
+        return self._socket.send(wire.encode(message))
+
+    def _disconnect(self) -> None:
+        self._socket.close()
+
+    def _receive(self, payload: bytes) -> None:
+        self._take(self._reply.decode(payload))
+
+    def _lost(self) -> None:
+        self._fail_all("the connection to the router was lost")
+
+
+class Here(Protocol):
+    """A router on this event loop (`router.loop.RouterServer`)."""
+
+    def attach(self, deliver: Callable[[ClientReply], None]) -> bytes: ...
+    def take(self, client: bytes, message: ClientRequest) -> None: ...
+
+
+class HereTransport(RouterTransport):
+    """To a router on the same event loop: messages are handed over as they are."""
+
+    def __init__(self, router: Here) -> None:
+        super().__init__()
+        self._router = router
+        self._identity = router.attach(self._take)
+
+    def _post(self, message: ClientRequest) -> bool:
+        self._router.take(self._identity, message)
+        return True
+
+
 class HttpTransport:
     """A request of the native protocol is one POST; cancelling it closes the connection."""
 
+    ordered = False
     _reply = msgspec.json.Decoder(ClientReply)
     _encode = msgspec.json.Encoder().encode
 

@@ -19,8 +19,10 @@ Beside these: `race` takes the first branch whose result will do and stops the o
 while the branch waits, `with s.budget(tokens=..., seconds=...)` limits what a part of the program may spend, and
 `with trace() as t` shows what was done and when.
 
-A branch's nodes are worked off in order by one task; `+=` never waits. What was generated stays in the prompt as the
-very token ids, so that the next turn finds all of it in the cache.
+A branch's nodes are worked off in order by one task; `+=` never waits. What was said is a state at the server, in token
+ids: each request sends what is new, a fork is one message, and what was generated stays in the prompt as the very ids,
+so that the next turn finds all of it in the cache. While a tool runs the server knows that the branch waits, and keeps
+its prefix cached. A server that has forgotten a state is told everything again.
 """
 
 from radixrt.lang.branch import Branch, join

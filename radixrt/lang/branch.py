@@ -13,10 +13,11 @@ from typing import Any, Self
 import msgspec
 
 from radixrt.client import AsyncClient
-from radixrt.lang.budget import Budget
+from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import ProgramError, Site, error_at
 from radixrt.lang.history import History
 from radixrt.lang.nodes import Gen, Node, Role, Select, role
+from radixrt.lang.session import PAUSE_AFTER, Session
 from radixrt.lang.speaker import Speaker, Work
 from radixrt.lang.tools import Call, Calls
 from radixrt.lang.trace import Run
@@ -45,6 +46,7 @@ class Branch:
         client: AsyncClient,
         program: str,
         site: Site,
+        session: Session,
         path: str = "",
         depth: int = 0,
         run: Run | None = None,
@@ -54,12 +56,14 @@ class Branch:
         self.depth = depth
         self._client = client
         self._origin = Origin(program, path, depth)
-        self._speaker = Speaker(client, self._origin, run)
+        self._speaker = Speaker(client, self._origin, run, session)
+        self._session = session
         self._run = run
         self._budget = budget
         self._promises: dict[str, Promise] = {}
         """The latest of each name."""
         self._queue: deque[Work] = deque()
+        self._doing: Work | None = None
         self._task: asyncio.Task[None] | None = None
         self._calls = Calls()
         self._started = asyncio.Event()
@@ -97,7 +101,8 @@ class Branch:
 
     def _child(self, number: int, site: Site) -> Branch:
         path = f"{self.path}.{number}" if self.path else str(number)
-        child = Branch(self._client, self._origin.program, site, path, self.depth + 1, self._run, self._budget)
+        depth, run, budget = self.depth + 1, self._run, self._budget
+        child = Branch(self._client, self._origin.program, site, self._session, path, depth, run, budget)
         child._promises = dict(self._promises)
         return child
 
@@ -213,10 +218,12 @@ class Branch:
         self._check_open()
         step = self._run and self._run.begin(self.path, "tool", call.name, site)
         result, problem = None, asyncio.CancelledError()
+        pause = asyncio.get_running_loop().call_later(PAUSE_AFTER, self._pause, call.timeout)
         try:
             if self._failure is None:
                 result, problem = await self._calls.outcome(call)
         finally:
+            pause.cancel()
             if step:
                 step.said = "" if problem else str(result)
                 self._run.end(step, problem)
@@ -228,6 +235,11 @@ class Branch:
             said = result if isinstance(result, str) else msgspec.json.encode(result).decode()
             self._append(role(append, said), site)
         return result
+
+    def _pause(self, seconds: float | None) -> None:
+        """A tool runs on: the server hears of it if it has nothing else to do here."""
+        if self._failure is None and not self._closed and not any(map(_asks, (*self._queue, self._doing))):
+            self._speaker.pause(seconds)
 
     # ------------------------------------------------------------ the task
 
@@ -247,7 +259,7 @@ class Branch:
 
     async def _work_off(self) -> None:
         while self._queue:
-            work = self._queue.popleft()
+            self._doing = work = self._queue.popleft()
             if self._failure is None:
                 try:
                     await self._do(work)
@@ -258,6 +270,7 @@ class Branch:
                         self._give_up(work)
                         raise
             self._give_up(work)
+        self._doing = None
 
     def _fail(self, site: Site, problem: BaseException) -> None:
         """The branch is over, and with it those below."""
@@ -279,6 +292,8 @@ class Branch:
             await self._speaker.say(work)
             return
         children = work.node.children
+        async with within(work.budget):
+            await self._speaker.fork(len(children))
         if self._run:
             step = self._run.begin(self.path, "fork", str(len(children)), work.site)
             step.forks = tuple(child.path for child in children)
@@ -330,6 +345,11 @@ class Branch:
         while self._queue:
             self._give_up(self._queue.popleft())
         self._started.set()
+
+
+def _asks(work: Work | None) -> bool:
+    """The server has to do with it, or will have."""
+    return work is not None and (isinstance(work.node, _Fork) or bool(work.promises))
 
 
 async def join(*branches: Branch) -> list[Branch]:

@@ -1,161 +1,118 @@
-"""What a branch has said so far, as a prompt that keeps generated token ids."""
+"""What a branch has said: what of it the server knows already, by the number of a state, and what it does not."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from radixrt.client import AsyncClient, Completion, token_bytes
-from radixrt.messages import ChatPrompt, PartsPrompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.client import Completion
+from radixrt.messages import (
+    Said,
+    SaidAnswer,
+    SaidChoice,
+    SaidMessage,
+    SaidText,
+    Sampling,
+    StatePrompt,
+    TurnBegins,
+    TurnEnds,
+)
 
 
 class History:
-    """Parts of the prompt, each with the text it stands for.
+    """All that was said, in order. The server makes prompts of it (`radixrt.router.said`) and keeps them as states;
+    a request names the latest one and brings what was said since. Here all of it is kept too, for a server that has
+    forgotten.
 
-    With roles, the text between generated parts is what the model's chat template writes: the conversation so far is
-    rendered, and what it has beyond the parts is one more part.
-
-        rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
-        parts     text                         token ids     text
-
-    Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
-    text: right, but what was generated there is encoded anew.
-
-    Neighbours of a kind become one part, but for text that has been in a prompt: it was encoded by itself, and has to
-    be again if what was computed for it is to be found.
+        said   text  answer  text  message ...
+               ----- state -----  -- new ---
     """
 
-    __slots__ = ("_encoded", "_open", "_parts", "messages")
+    __slots__ = ("_known", "_open", "_owns", "_roles", "_said", "_scope", "state")
 
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        """Messages that are complete; none in a program without roles."""
-        self._parts: list[tuple[TextPrompt | TokenPrompt, str]] = []
-        self._encoded = 0
-        """So many parts have been in a prompt."""
-        self._open: str | None = None
-        """What the assistant has said of a message that goes on."""
+    def __init__(self, scope: str) -> None:
+        self.state = 0
+        """The latest that the server keeps; 0: nothing."""
+        self._scope = scope
+        self._said: list[Said] = []
+        self._known = 0
+        """So much of it is in the state."""
+        self._owns = False
+        """No other branch goes on from the state."""
+        self._roles: bool | None = None
+        """Whether this is a chat; None if nothing was said."""
+        self._open = False
+        """The assistant's message goes on."""
 
     def copy(self) -> History:
-        """For a fork: the parts themselves are shared."""
-        other = History()
-        other.messages, other._parts = self.messages.copy(), self._parts.copy()
-        other._encoded, other._open = self._encoded, self._open
+        """For a fork: what was said is shared, and the state."""
+        other = History(self._scope)
+        other._said, other._known, other.state = self._said.copy(), self._known, self.state
+        other._roles, other._open = self._roles, self._open
+        self._owns = False
         return other
 
     @property
-    def has_roles(self) -> bool:
-        return bool(self.messages) or self._open is not None
+    def said(self) -> list[Said]:
+        """All of it."""
+        return self._said
 
     @property
-    def text(self) -> str:
-        """All of it, as far as it has been part of a prompt."""
-        return "".join(text for _, text in self._parts)
+    def has_roles(self) -> bool:
+        return bool(self._roles)
 
     # ------------------------------------------------------------ growing
 
     def say(self, text: str) -> None:
         """Text of the open message, or of a program without roles. ValueError between the messages of a chat."""
-        if self._open is not None:
-            self._open += text
-        elif self.messages:
+        if not text:
+            return
+        if self._roles and not self._open:
             raise ValueError("text outside of a role, in a program that uses roles")
+        self._roles = self._open
+        if len(self._said) > self._known and isinstance(last := self._said[-1], SaidText):
+            self._said[-1] = SaidText(last.text + text)
         else:
-            self._append_text(text, special=not self._parts)
+            self._said.append(SaidText(text))
 
     def add_message(self, role: str, content: str) -> None:
         """A whole message. ValueError in a program that began without roles."""
-        self._check_chat()
-        self.messages.append({"role": role, "content": content})
+        self._begin_chat()
+        self._said.append(SaidMessage(role, content))
 
     def open_message(self) -> None:
         """The assistant begins to speak."""
-        self._check_chat()
-        self._open = ""
+        self._begin_chat()
+        self._open = True
+        self._said.append(TurnBegins())
 
     def close_message(self) -> None:
         """The assistant has finished."""
-        self.messages.append({"role": "assistant", "content": self._open or ""})
-        self._open = None
+        self._open = False
+        self._said.append(TurnEnds())
 
-    def _check_chat(self) -> None:
-        if self._parts and not self.messages:
+    def _begin_chat(self) -> None:
+        if self._roles is False:
             raise ValueError("a role, in a program that began with text outside of roles")
+        self._roles = True
 
-    async def add_generated(self, client: AsyncClient, done: Completion, sampling: Sampling) -> None:
-        """What was generated: its token ids, as far as they are what `done.text` says, and the rest as text."""
-        ids, kept = await _ids_of_text(client, done, sampling)
-        if ids:
-            self._append_ids(ids, done.text[:kept])
-        self._append_text(done.text[kept:])
-        if self._open is not None:
-            self._open += done.text
+    def add_answer(self, done: Completion, sampling: Sampling, state: int) -> None:
+        """What was generated; the server keeps it as `state`."""
+        self._said.append(SaidAnswer(done.ids, done.text, done.stop, sampling))
+        self.keep(state)
 
-    def add_chosen(self, text: str) -> None:
-        """A selected text, encoded by itself as it was when it was scored."""
-        self._parts.append((TextPrompt(text, add_special_tokens=False), text))
-        self._encoded = len(self._parts)
-        if self._open is not None:
-            self._open += text
-
-    def _append_ids(self, ids: bytes, text: str) -> None:
-        if self._parts and isinstance(last := self._parts[-1][0], TokenPrompt):
-            self._parts[-1] = (TokenPrompt(last.ids + ids), self._parts[-1][1] + text)
-        else:
-            self._parts.append((TokenPrompt(ids), text))
-
-    def _append_text(self, text: str, special: bool = False) -> None:
-        if not text:
-            return
-        last = self._parts[-1][0] if len(self._parts) > self._encoded else None
-        if isinstance(last, TextPrompt):
-            self._parts[-1] = (TextPrompt(last.text + text, last.add_special_tokens), last.text + text)
-        else:
-            self._parts.append((TextPrompt(text, special), text))
+    def add_choice(self, text: str, state: int) -> None:
+        """A text that was selected; the server keeps what was said before it as `state`."""
+        self.keep(state)
+        self._said.append(SaidChoice(text))
 
     # ------------------------------------------------------------ as a prompt
 
-    async def prompt(self, client: AsyncClient) -> PartsPrompt:
-        """The prompt up to here. ServerError if the template refuses the messages."""
-        if self._open is not None:
-            messages = self.messages
-            if self._open:
-                messages = [*messages, {"role": "assistant", "content": self._open}]
-            self._follow(await client.render(ChatPrompt(messages, partial=bool(self._open))))
-        self._encoded = len(self._parts)
-        return PartsPrompt([part for part, _ in self._parts])
+    def prompt(self, save: int, resumes: bool = False) -> StatePrompt:
+        """What is new since the state, to be kept as `save`."""
+        return StatePrompt(self._scope, self.state, self._said[self._known :], save, self._owns, resumes)
 
-    def _follow(self, rendered: str) -> None:
-        """Keep the parts that `rendered` begins with; the rest of it becomes one."""
-        at = kept = 0
-        for _, text in self._parts:
-            if not rendered.startswith(text, at):
-                break
-            at += len(text)
-            kept += 1
-        del self._parts[kept:]
-        self._encoded = min(self._encoded, kept)
-        self._append_text(rendered[at:])
+    def whole(self, save: int) -> StatePrompt:
+        """Everything, for a server that does not know the state any more."""
+        return StatePrompt(self._scope, 0, self._said, save)
 
-
-async def _ids_of_text(client: AsyncClient, done: Completion, sampling: Sampling) -> tuple[bytes, int]:
-    """The generated ids that stand for a beginning of `done.text`, and the length of that, in characters.
-
-    All of them for all of it, as a rule. A token that ended the turn is no part of the text: with roles, the template
-    writes it. A stop string that ended it was cut off, and may begin or end within a token:
-
-        ids    |The|_cat|_sat|.\\n|      stop = "\\n"
-        text   |The _cat _sat .|         kept: three ids, and "." as text
-    """
-    if isinstance(done.stop, int):
-        named = sampling.include_stop and done.stop in sampling.stop_token_ids
-        return done.ids if named else done.ids.removesuffix(token_bytes([done.stop])), len(done.text)
-    if done.stop is None:
-        return done.ids, len(done.text)
-    if sampling.skip_special_tokens:  # as detokenize does
-        fewest = 0 if sampling.include_stop else 1
-        for cut in range(fewest, len(done.stop.encode()) + 2):
-            ids = done.ids[: max(0, len(done.ids) - 4 * cut)]
-            text = await client.detokenize(ids) if ids else ""
-            if done.text.startswith(text):
-                return ids, len(text)
-    return b"", 0
+    def keep(self, state: int) -> None:
+        """The server knows all that was said."""
+        self.state, self._known, self._owns = state, len(self._said), True

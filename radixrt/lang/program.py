@@ -12,6 +12,7 @@ from radixrt.client import AsyncClient, Client
 from radixrt.lang.branch import Branch
 from radixrt.lang.errors import Site
 from radixrt.lang.plain import SyncBranch
+from radixrt.lang.session import Session
 from radixrt.lang.threads import in_thread
 from radixrt.lang.trace import begin_run
 
@@ -40,7 +41,8 @@ class Program:
         still do: nothing of a program runs on when it has ended."""
         code = self.function.__code__
         run = begin_run(self.name)
-        branch = Branch(client, self.name, Site(code.co_filename, code.co_firstlineno), run=run)
+        session = Session(client)
+        branch = Branch(client, self.name, Site(code.co_filename, code.co_firstlineno), session, run=run)
         try:
             result = await self._call(branch, *args, **kwargs)
             await asyncio.gather(*(_finish(one) for one in branch.family() if one.busy))
@@ -53,6 +55,7 @@ class Program:
         finally:
             for one in branch.family():
                 one._close()
+            session.end()
             if run is not None:
                 run.ended = run.now()
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from radixrt.client import AsyncClient, Completion
+from radixrt.client import AsyncClient, Completion, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
 from radixrt.lang.history import History
 from radixrt.lang.nodes import Gen, Role, Select
+from radixrt.lang.session import Session
 from radixrt.lang.trace import Run, Step
 from radixrt.lang.values import Promise, Value
-from radixrt.messages import Delta, Origin, PartsPrompt, Sampling, Usage
+from radixrt.messages import Delta, Origin, Sampling, StatePrompt, Usage
+
+GONE = 410
+"""The server's word for a state that it does not know (any more)."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +38,18 @@ class Work:
 class Speaker:
     """Says for one branch what is appended to it."""
 
-    __slots__ = ("_client", "_origin", "_run", "history")
+    __slots__ = ("_client", "_origin", "_paused", "_run", "_session", "_told", "history")
 
-    def __init__(self, client: AsyncClient, origin: Origin, run: Run | None) -> None:
-        self.history = History()
+    def __init__(self, client: AsyncClient, origin: Origin, run: Run | None, session: Session) -> None:
+        self.history = History(session.scope)
         self._client = client
         self._origin = origin
         self._run = run
+        self._session = session
+        self._paused = 0
+        """The state in which the session waits for a tool; 0: it does not."""
+        self._told: asyncio.Future[None] | None = None
+        """Done when the server knows that."""
 
     async def say(self, work: Work) -> None:
         """Do a node. ServerError; ValueError where the chat does not allow it; Spent when the budget was, or came, to
@@ -100,18 +111,52 @@ class Speaker:
             raise
         self._run.end(step)
 
+    # ------------------------------------------------------------ states
+
+    async def fork(self, count: int) -> None:
+        """Have the server keep what was said, for branches that go on from here. One alone needs nothing."""
+        if count > 1:
+            prompt = await self._prompt()
+            await self._session.fork(prompt, count)
+            self.history.keep(prompt.save)
+
+    def pause(self, seconds: float | None) -> None:
+        """Nothing will be asked for a while, for so many seconds at most."""
+        state = self.history.state
+        if state and state != self._paused:
+            self._paused, self._told = state, self._session.pause(state, seconds)
+
+    async def _ask(self, ask: Callable[[StatePrompt], Awaitable[T]]) -> tuple[T, int]:
+        """The answer to what is new, or to everything if the server has forgotten the state; and the new state."""
+        prompt = await self._prompt()
+        try:
+            return await ask(prompt), prompt.save
+        except ServerError as problem:
+            if problem.code != GONE:
+                raise
+        return await ask(self.history.whole(prompt.save)), prompt.save
+
+    async def _prompt(self) -> StatePrompt:
+        """What is new, to be kept under a new number."""
+        if self._told is not None:
+            await asyncio.shield(self._told)
+            self._told = None
+        resumes = self.history.state != 0 and self.history.state == self._paused
+        self._paused = 0
+        return self.history.prompt(self._session.number(), resumes)
+
     async def _generate(self, node: Gen, promise: Promise, budget: Budget | None, step: Step | None) -> Value:
-        async with within(budget):
-            prompt = await self.history.prompt(self._client)
-        if budget is None and step is None and not promise.streams:
-            done = await self._client.generate(prompt, node.sampling, origin=self._origin)
-        else:
-            done = await self._follow(node.sampling, prompt, promise, budget, step)
-        await self.history.add_generated(self._client, done, node.sampling)
+        async def ask(prompt: StatePrompt) -> Completion:
+            if budget is None and step is None and not promise.streams:
+                return await self._client.generate(prompt, node.sampling, origin=self._origin)
+            return await self._follow(node.sampling, prompt, promise, budget, step)
+
+        done, state = await self._ask(ask)
+        self.history.add_answer(done, node.sampling, state)
         return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs, schema=node.schema)
 
     async def _follow(
-        self, sampling: Sampling, prompt: PartsPrompt, promise: Promise, budget: Budget | None, step: Step | None
+        self, sampling: Sampling, prompt: StatePrompt, promise: Promise, budget: Budget | None, step: Step | None
     ) -> Completion:
         """Generate token by token."""
         whole = Completion()
@@ -134,14 +179,13 @@ class Speaker:
         return whole
 
     async def _select(self, node: Select) -> Value:
-        prompt = await self.history.prompt(self._client)
-        scored = await self._client.score(prompt, node.choices, origin=self._origin)
+        scored, state = await self._ask(lambda prompt: self._client.score(prompt, node.choices, origin=self._origin))
         scores = {
             choice: sum(found) / (len(found) if node.per_token else 1)
             for choice, found in zip(node.choices, scored.logprobs, strict=True)
         }
         best = max(node.choices, key=scores.__getitem__)
-        self.history.add_chosen(best)
+        self.history.add_choice(best, state)
         return Value(best, [], "stop", scored.usage, scores=scores)
 
 

@@ -33,10 +33,13 @@ from radixrt.messages import (
 from radixrt.router import placement
 from radixrt.router.admission import Admission
 from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.groups import Groups
 from radixrt.router.index import Index
 from radixrt.router.members import Member, Members
+from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
 from radixrt.router.request import Client, Request, RunState
+from radixrt.router.states import Key
 from radixrt.router.validate import Refused
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ class RouterCore:
         self._config = config
         self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
         self._recorder = Recorder(report)
+        self.groups = Groups()
+        self.pauses = Pauses(report)
         self._requests: dict[Client, dict[int, Request]] = {}
         self._runs: dict[int, RunState] = {}
         self._waiting: dict[RunState, None] = {}
@@ -88,8 +93,17 @@ class RouterCore:
         """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
         return self._admission.tenant(api_key)
 
-    def submit(self, client: Client, message: Generate | Score, now: float) -> list[Effect]:
-        """Take a request with a TokenPrompt: orders for workers, or one Error that says why not."""
+    def submit(
+        self,
+        client: Client,
+        message: Generate | Score,
+        now: float,
+        state: Key | None = None,
+        *,
+        resumes: bool = False,
+    ) -> list[Effect]:
+        """Take a request with a TokenPrompt: orders for workers, or one Error that says why not. `state` is what its
+        prompt begins with, in which a pause is over if it `resumes`."""
         try:
             if self.serves(client, message.id):
                 raise Refused("id", f"request id {message.id} is in flight already")
@@ -101,11 +115,27 @@ class RouterCore:
         if isinstance(message, Generate):
             self._recorder.session(request.tenant, message.session)
         self._requests.setdefault(client, {})[message.id] = request
+        request.group = self.groups.join(state, request.open, now)
+        request.resumed = self.pauses.end(state, now) if resumes and state else None
         effects: list[Effect] = []
         for run in request.runs:
             self._recorder.arrived(run)
             effects += self._dispatch(run, now)
         return effects
+
+    def pause(self, state: Key, namespace: str, ids: bytes, seconds: float | None, now: float) -> list[Effect]:
+        """Nothing will be asked of a state for a while: the worker that holds most of its `ids` keeps them."""
+        held = self.index.match(namespace, ids)
+        worker = max((m for m in self.members if held.get(m.number)), key=lambda m: held[m.number], default=None)
+        most = self._config.pause_seconds
+        seconds = most if seconds is None else min(seconds, most)
+        name = worker.name if worker and seconds > 0 else ""
+        return self.pauses.begin(state, namespace, ids, seconds, name, now)
+
+    def resume(self, state: Key, now: float) -> list[Effect]:
+        """A session that has paused goes on, without a request."""
+        paused = self.pauses.end(state, now)
+        return paused.unpin() if paused else []
 
     def cancel(self, client: Client, request_id: int) -> list[Effect]:
         """Stop a request, all its choices, and tell nobody but the workers."""
@@ -127,6 +157,11 @@ class RouterCore:
 
     def serves(self, client: Client, request_id: int) -> bool:
         return request_id in self._requests.get(client, ())
+
+    def namespace(self, client: Client, request_id: int) -> str | None:
+        """Where a request is computed; None for one that is not in flight."""
+        request = self._requests.get(client, {}).get(request_id)
+        return request.namespace if request else None
 
     def stop_choice(self, client: Client, request_id: int, index: int) -> tuple[Usage | None, list[Effect]]:
         """End one choice where a stop string was found: its usage (None if it has ended already) and an Abort."""
@@ -203,6 +238,8 @@ class RouterCore:
         self._last_tick = now
         for member in self.members.silent(now, timeout):
             effects += self.lose(member.name, now)
+        self.groups.expire(now)
+        effects += self.pauses.expire(now)
         for request in {run.request: None for run in self._waiting if now - run.waiting_since > timeout * 2}:
             message = "the worker was lost and no other serves this model"
             effects += self._fail(request, Error(request.id, 503, message, retry_after=timeout))
@@ -244,7 +281,12 @@ class RouterCore:
         for number, member in fits.items():
             page = member.info.page_size
             candidates.append(member.candidate(min(held.get(number, 0), limit) // page * page))
+        group = run.request.group
+        if group is not None:
+            candidates = [group.seen(candidate) for candidate in candidates]
         best, _ = placement.place(tokens, candidates)
+        if group is not None:
+            group.placed(best, tokens - best.hit_tokens)
         return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
 
     def _take(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
@@ -252,6 +294,7 @@ class RouterCore:
         request = run.request
         if not run.started:
             self._leave_computing(run)
+            others += request.resumed.unpin() if request.resumed else []
         tokens = output.tokens
         run.emitted.extend(tokens)
         if run.counts_hits:
@@ -313,13 +356,15 @@ class RouterCore:
     def _abandon(self, requests: list[Request]) -> list[Effect]:
         """Close every open run of `requests` and tell their workers, one Abort each."""
         aborts: dict[str, list[int]] = {}
+        unpins: list[Effect] = []
         for request in requests:
             for run in request.runs:
                 if not run.finished:
                     if run.member is not None:
                         aborts.setdefault(run.member.name, []).append(run.id)
                     self._close(run)
-        return [Order(name, Abort(ids)) for name, ids in aborts.items()]
+            unpins += request.resumed.unpin() if request.resumed else []
+        return [Order(name, Abort(ids)) for name, ids in aborts.items()] + unpins
 
     def _fail(self, request: Request, error: Error) -> list[Effect]:
         self.counters.failed += 1

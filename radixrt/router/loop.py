@@ -7,7 +7,9 @@ worker bytes -> message -----------------------------> core --Reply--> [decode i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,15 +26,24 @@ from radixrt.messages import (
     ClientRequest,
     Deltas,
     Detokenize,
+    Done,
     Error,
+    Forget,
+    Fork,
     Generate,
     Heartbeat,
     Info,
     Leave,
+    Pause,
+    Recall,
     Register,
     Score,
+    Scored,
+    Share,
+    StatePrompt,
     StepDone,
     Tokenize,
+    TokenPrompt,
     Tokens,
     ToRouter,
 )
@@ -43,7 +54,11 @@ from radixrt.router.conversations import Conversations
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.errors import FieldError
-from radixrt.router.streams import TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
+from radixrt.router.grammar import check_aside
+from radixrt.router.programs import Programs, Saving
+from radixrt.router.shared import SharedMemory
+from radixrt.router.states import Key
+from radixrt.router.streams import Keep, TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
 from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import Refused, malformed
 
@@ -72,7 +87,10 @@ class RouterServer:
         self.client_address = config.client_address
         self.worker_address = config.worker_address
         self._conversations = Conversations(self.text, config)
-        self._streams = TextStreams(self.text, self.core, self._conversations)
+        self._shared = SharedMemory(config.shared_bytes)
+        self.programs = Programs(self.text, config)
+        self._streams = TextStreams(self.text, self.core)
+        self._attached: dict[bytes, Callable[[ClientReply], None]] = {}
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
@@ -114,12 +132,23 @@ class RouterServer:
 
     # ------------------------------------------------------------ from clients
 
+    def attach(self, deliver: Callable[[ClientReply], None]) -> bytes:
+        """A client on this event loop: its identity for `take`. `deliver` is called for each reply, never within
+        `take`."""
+        identity = b"here" + secrets.token_bytes(16)  # which no peer of a socket can choose to have
+        self._attached[identity] = deliver
+        return identity
+
     def _from_client(self, client: bytes, payload: bytes) -> None:
         try:
             message = _client_message.decode(payload)
         except (wire.Malformed, RecursionError) as problem:
             self._answer(client, malformed(payload, problem))
             return
+        self.take(client, message)
+
+    def take(self, client: bytes, message: ClientRequest) -> None:
+        """Act on a message of a client."""
         try:
             match message:
                 case Generate() | Score():
@@ -130,6 +159,20 @@ class RouterServer:
                     self._perform(self.core.end_choice(client, message.id, message.index))
                 case Tokenize() | Detokenize():
                     self._start(self._translate, client, message)
+                case Fork():
+                    self._start(self._fork, client, message)
+                case Pause():
+                    self._pause(client, message)
+                case Forget():
+                    self._start(self._forget, client, message)
+                case Share():
+                    tenant = self.core.tenant(message.api_key)
+                    for key, value in message.entries:
+                        self._shared.put(tenant, key, value)
+                    self._answer(client, Done(message.id))
+                case Recall():
+                    tenant = self.core.tenant(message.api_key)
+                    self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in message.keys]))
                 case Ask():
                     self._answer(client, Info(message.id, self._ask(message)))
         except FieldError as problem:
@@ -139,20 +182,53 @@ class RouterServer:
         """Submit what is token ids already; encode the rest first, off the loop."""
         if is_encoded(request):
             self._submit(client, request)
-            return
-        self._start(self._encode_and_submit, client, request)
+        elif isinstance(request.prompt, StatePrompt):
+            self._start(self._go_on, client, request)
+        else:
+            self._start(self._encode_and_submit, client, request)
 
     async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
-        chat = None
+        keep = None
         if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
             tenant = self.core.tenant(request.api_key)
             request, chat = await encode_chat(request, self._conversations, tenant)
+            keep = functools.partial(self._remember, chat)
         encoded = await encode(request, self.text)
         del self._tasks[client, request.id]
-        self._submit(client, encoded, chat)
+        self._submit(client, encoded, keep)
 
-    def _submit(self, client: bytes, request: Generate | Score, chat: Encoded | None = None) -> None:
-        """Place a request of ids; `chat` is what its prompt was, if that was one."""
+    def _remember(self, chat: Encoded, ids: bytes, text: str, stop: str | int | None) -> None:
+        """Keep an answer in a chat, unless it ended at a stop string: then its ids say more than its text."""
+        if not isinstance(stop, str):
+            self._conversations.remember(chat, {"role": "assistant", "content": text}, ids)
+
+    async def _go_on(self, client: bytes, request: Generate | Score) -> None:
+        """Submit what follows a state."""
+        prompt, tenant = request.prompt, self.core.tenant(request.api_key)
+        if isinstance(request, Generate) and request.sampling.grammar:
+            await check_aside(request.sampling.grammar)
+        try:
+            ids, saving = await self.programs.prompt(tenant, request)
+        except FieldError:
+            if prompt.resumes:  # it went on all the same
+                self._perform(self.core.resume(self.programs.key(tenant, prompt), self._now()))
+            raise
+        request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
+        if isinstance(request, Score):
+            request = await encode(request, self.text)
+        del self._tasks[client, request.id]
+        self._submit(client, request, saving, self.programs.key(tenant, prompt), resumes=prompt.resumes)
+
+    def _submit(
+        self,
+        client: bytes,
+        request: Generate | Score,
+        keep: Keep | None = None,
+        state: Key | None = None,
+        *,
+        resumes: bool = False,
+    ) -> None:
+        """Place a request of ids, which follow a state if one is named; `keep` is told of its answers."""
         if self._in_flight(client, request.id):
             raise Refused("id", f"request id {request.id} is in flight already")
         wanted = request
@@ -160,15 +236,20 @@ class RouterServer:
             if request.sampling.stop and request.text and not self.text.has_tokenizer:
                 raise Refused("stop", "stop strings need a tokenizer, and there is none here")
             wanted = msgspec.structs.replace(request, stream=core_streams(request, self.text))
-        effects = self.core.submit(client, wanted, self._now())
-        if isinstance(request, Generate) and wants_text(request, self.text) and self.core.serves(client, request.id):
-            self._streams.add(client, request, chat)
+        effects = self.core.submit(client, wanted, self._now(), state, resumes=resumes)
+        if (namespace := self.core.namespace(client, request.id)) is not None:
+            if isinstance(keep, Saving):
+                keep.namespace = namespace
+            if isinstance(request, Generate) and wants_text(request, self.text):
+                self._streams.add(client, request, keep)
+            elif isinstance(request, Score) and keep is not None:
+                self._streams.add_score(client, request, keep)
         self._perform(effects)
 
     def _in_flight(self, client: bytes, request_id: int) -> bool:
         return (client, request_id) in self._tasks or self.core.serves(client, request_id)
 
-    def _start(self, work: Work, client: bytes, message: Generate | Score | Tokenize | Detokenize) -> None:
+    def _start(self, work: Work, client: bytes, message: Any) -> None:
         """Do `work` in a task that answers with an Error if it fails, and that a Cancel ends."""
         self.core.tenant(message.api_key)
         if self._in_flight(client, message.id):
@@ -191,6 +272,30 @@ class RouterServer:
             if self._tasks.get((client, request_id)) is asyncio.current_task():
                 del self._tasks[client, request_id]
 
+    async def _fork(self, client: bytes, message: Fork) -> None:
+        tenant = self.core.tenant(message.api_key)
+        state = await self.programs.fork(tenant, message)
+        if message.prompt.resumes:
+            self._perform(self.core.resume(self.programs.key(tenant, message.prompt), self._now()))
+        self.core.groups.open(state, message.count + 1, self._now())  # with the one that they were forked off
+        self._answer(client, Done(message.id))
+
+    def _pause(self, client: bytes, message: Pause) -> None:
+        if message.seconds is not None and not message.seconds > 0:
+            raise Refused("seconds", "seconds must be above 0")
+        key = Key(self.core.tenant(message.api_key), message.scope, message.state)
+        state = self.programs.states.get(key, "state")
+        if state.namespace:
+            self._perform(self.core.pause(key, state.namespace, state.ids, message.seconds, self._now()))
+        self._answer(client, Done(message.id))
+
+    async def _forget(self, client: bytes, message: Forget) -> None:
+        """In a task, for a Fork that came before must have begun."""
+        tenant = self.core.tenant(message.api_key)
+        self.programs.forget(tenant, message.scope)
+        self._perform(self.core.pauses.forget(tenant, message.scope, self._now()))
+        self._answer(client, Done(message.id))
+
     async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
         if isinstance(message, Tokenize):
             ids, text = await self.text.encode_shown(message.prompt, render_only=message.render_only)
@@ -202,11 +307,12 @@ class RouterServer:
     def _ask(self, message: Ask) -> Any:
         match message.what:
             case "health":
-                return status.health(self.core)
+                return status.health(self.core, self.programs.states)
             case "models":
                 return status.models(self.core)
             case "report":
-                return self.report.to_json(self._visible(message.api_key))
+                decode = self.text.decode_now if self.text.has_tokenizer else None
+                return self.report.to_json(self._visible(message.api_key), decode)
             case "metrics":
                 return render(self.report, self.core, self._visible(message.api_key))
 
@@ -270,6 +376,8 @@ class RouterServer:
                 if message.items and not decoded.items:
                     continue
                 message = decoded
+            elif isinstance(message, Scored):
+                self._streams.scored(client, message.id)
             elif isinstance(message, Error) and message.id is not None:
                 self._streams.forget(client, message.id)
             work.extend(self._send(client, message))
@@ -289,6 +397,9 @@ class RouterServer:
         return self.core.lose(order.name, self._now())
 
     def _send(self, client: bytes, message: ClientReply) -> list[Effect]:
+        if (deliver := self._attached.get(client)) is not None:
+            asyncio.get_running_loop().call_soon(deliver, message)
+            return []
         try:
             if self._clients.send(client, wire.encode(message)):
                 return []

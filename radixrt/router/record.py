@@ -40,7 +40,7 @@ class Recorder:
 
     def arrived(self, run: RunState) -> None:
         if self._report:
-            run.bound = self._report.arrived(run.request.namespace, run.prompt)
+            run.bound = self._report.arrived(run.request.namespace, run.prompt, run.request.tenant)
 
     def session(self, tenant: str, facts: SessionFacts) -> None:
         if self._report and (facts.kept or facts.dropped):
@@ -59,6 +59,9 @@ class Recorder:
         counters.predicted_tokens += run.hit
         counters.drift_tokens += abs(run.hit - run.cached)
         if self._report:
+            if request.resumed and run.index == 0:
+                tokens = min(request.resumed.tokens, run.reusable)
+                self._report.resumed(request.tenant, tokens, min(run.cached, tokens))
             self._report.finished(
                 namespace=request.namespace,
                 tenant=request.tenant,

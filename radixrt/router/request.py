@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 from radixrt.messages import Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.members import Member
+
+if TYPE_CHECKING:
+    from radixrt.router.groups import Group
+    from radixrt.router.pauses import Paused
 
 Client = Hashable
 """Who asked: the ZMQ identity of a client."""
@@ -15,7 +20,21 @@ Client = Hashable
 class Request:
     """One client request: `runs` are its choices, `open` of which are not finished."""
 
-    __slots__ = ("client", "id", "model", "namespace", "open", "origin", "pin", "runs", "scores", "stream", "tenant")
+    __slots__ = (
+        "client",
+        "group",
+        "id",
+        "model",
+        "namespace",
+        "open",
+        "origin",
+        "pin",
+        "resumed",
+        "runs",
+        "scores",
+        "stream",
+        "tenant",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -39,6 +58,10 @@ class Request:
         self.scores = scores
         self.pin: list[tuple[int, float]] = []
         """(tokens, seconds): prefixes of the prompt that its worker is to keep."""
+        self.group: Group | None = None
+        """The fork that it is admitted with."""
+        self.resumed: Paused | None = None
+        """The pause that it ends."""
         self.runs: list[RunState] = []
         self.open = 0
 
@@ -129,4 +152,5 @@ class RunState:
             sampling=self.sampling,
             score_from=self.score_from,
             pin=self.request.pin,
+            group=self.request.group.id if self.request.group else 0,
         )

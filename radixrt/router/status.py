@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from radixrt.router.core import RouterCore
+from radixrt.router.states import States
 
 
-def health(core: RouterCore) -> dict[str, Any]:
+def health(core: RouterCore, states: States) -> dict[str, Any]:
     """`serving` is True while a worker serves; `max_model_len` is that of the roomiest worker, 0 without any."""
     members = list(core.members)
     return {
@@ -16,6 +17,9 @@ def health(core: RouterCore) -> dict[str, Any]:
         "max_model_len": max((m.token_limit for m in members), default=0),
         "runs_in_flight": core.runs_in_flight,
         "index_tokens": core.index.tokens,
+        "states": len(states),
+        "state_bytes": states.bytes,
+        "paused": len(core.pauses),
         "counters": asdict(core.counters),
         "workers": [
             {

@@ -7,12 +7,13 @@ not streamed is gathered here when stop strings must be looked for as tokens com
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from radixrt.messages import Delta, Deltas, Generate, Score, TextPrompt, TokenPrompt
+from radixrt.messages import Delta, Deltas, FinishReason, Generate, Score, TextPrompt, TokenPrompt
 from radixrt.router.conversations import Conversations, facts
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect
@@ -21,6 +22,11 @@ from radixrt.router.request import Client
 from radixrt.router.tokens import Encoded, TextService, TextStream
 
 Request = TypeVar("Request", Generate, Score)
+Keep = Callable[[bytes, str, str | int | None], None]
+"""Takes the ids, the text and the stop of an answer that has ended well."""
+
+
+ENDED_WELL: tuple[FinishReason, ...] = ("stop", "length")
 
 
 def is_encoded(request: Generate | Score) -> bool:
@@ -75,14 +81,14 @@ class _Choice:
     gathered: Delta | None
     """None for a stream: each delta leaves at once."""
     said: _Said | None
-    """Of a chat."""
+    """Of an answer that is to be kept."""
 
 
 @dataclass(slots=True)
 class _Texts:
     choices: list[_Choice]
-    chat: Encoded | None
-    """The prompt, if the answers are to be remembered."""
+    keep: Keep | None
+    """What remembers the answers, if anything does."""
     open: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,24 +98,34 @@ class _Texts:
 class TextStreams:
     """The text of requests in flight, by client and request id."""
 
-    def __init__(self, service: TextService, core: RouterCore, conversations: Conversations) -> None:
+    def __init__(self, service: TextService, core: RouterCore) -> None:
         self._service = service
         self._core = core
-        self._conversations = conversations
         self._texts: dict[Client, dict[int, _Texts]] = {}
 
-    def add(self, client: Client, request: Generate, chat: Encoded | None = None) -> None:
-        """Decode for a request; `chat` is its prompt if that was one."""
+    def add(self, client: Client, request: Generate, keep: Keep | None = None) -> None:
+        """Decode for a request; `keep` is told of its answers."""
         gather = not request.stream and core_streams(request, self._service)
         choices = [
             _Choice(
                 TextStream(self._service, request.sampling),
                 Delta(request.id, index) if gather else None,
-                _Said([], []) if chat else None,
+                _Said([], []) if keep else None,
             )
             for index in range(request.n)
         ]
-        self._texts.setdefault(client, {})[request.id] = _Texts(choices, chat)
+        self._texts.setdefault(client, {})[request.id] = _Texts(choices, keep)
+
+    def add_score(self, client: Client, request: Score, keep: Keep) -> None:
+        """Tell `keep` when a Score has been answered."""
+        self._texts.setdefault(client, {})[request.id] = _Texts([], keep)
+
+    def scored(self, client: Client, request_id: int) -> None:
+        """A Score is answered."""
+        texts = self._texts.get(client, {}).get(request_id)
+        self.forget(client, request_id)
+        if texts is not None and texts.keep is not None:
+            texts.keep(b"", "", None)
 
     def forget(self, client: Client, request_id: int) -> None:
         texts = self._texts.get(client)
@@ -133,8 +149,8 @@ class TextStreams:
                 continue
             choice = request.choices[delta.index]
             effects += self._add_text(client, choice, delta)
-            if request.chat is not None and choice.said is not None:
-                self._keep(request.chat, choice.said, delta)
+            if request.keep is not None and choice.said is not None:
+                _keep(request.keep, choice.said, delta)
             if choice.gathered is not None:
                 delta = _gather(choice.gathered, delta)
             if delta.finish is not None:
@@ -156,13 +172,13 @@ class TextStreams:
         delta.finish, delta.stop = "stop", stop
         return effects
 
-    def _keep(self, chat: Encoded, said: _Said, delta: Delta) -> None:
-        """Remember an answer that has ended, unless at a stop string: then its ids say more than its text."""
-        said.ids.append(delta.ids)
-        said.texts.append(delta.text)
-        if delta.finish in ("stop", "length") and not isinstance(delta.stop, str):
-            message = {"role": "assistant", "content": "".join(said.texts)}
-            self._conversations.remember(chat, message, b"".join(said.ids))
+
+def _keep(keep: Keep, said: _Said, delta: Delta) -> None:
+    """Gather an answer, and have it kept when it has ended."""
+    said.ids.append(delta.ids)
+    said.texts.append(delta.text)
+    if delta.finish in ENDED_WELL:
+        keep(b"".join(said.ids), "".join(said.texts), delta.stop)
 
 
 def _gather(whole: Delta, delta: Delta) -> Delta:

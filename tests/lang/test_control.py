@@ -11,6 +11,7 @@ import pytest
 
 from radixrt import Branch, BudgetExceeded, NoWinner, ProgramError, Sampling, SyncBranch, gen, program, race, user
 from radixrt.client import Client
+from radixrt.messages import SaidMessage
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
@@ -202,11 +203,11 @@ def test_tools(client):
         await s.tool(str, "text", append="tool")
         s += gen("x", SHORT)
         await s.wait()
-        return total, found, loop_thread not in where, s._speaker.history.messages[:3]
+        return total, found, loop_thread not in where, s._speaker.history.said[:3]
 
     total, found, elsewhere, messages = run(client, agent)
     assert (total, found, elsewhere) == (42, {"found": ["x"]}, True)
-    assert messages[1:] == [{"role": "tool", "content": '{"found":["x"]}'}, {"role": "tool", "content": "text"}]
+    assert messages[1:] == [SaidMessage("tool", '{"found":["x"]}'), SaidMessage("tool", "text")]
 
     def agent_in_a_thread(s: SyncBranch):
         return s.tool(plain, 1), s.tool(slowly, "y")
@@ -500,7 +501,7 @@ def test_nothing_is_begun_after_the_end(slow):
 # ---------------------------------------------------------------- how requests are sent
 
 
-def test_forks_cost_no_message_and_branches_ask_together(client: Client):
+def test_a_fork_is_one_message_and_branches_ask_together(client: Client):
     sent: list[tuple[str, int]] = []
     turns = 0
 
@@ -533,5 +534,7 @@ def test_forks_cost_no_message_and_branches_ask_together(client: Client):
             transport.submit = submit
 
     run(client, wide)
-    assert [kind for kind, _ in sent] == ["Generate"] * 126
-    assert len({turn for _, turn in sent[1:]}) == 1, "all in one turn of the event loop"
+    kinds = [kind for kind, _ in sent]
+    assert sorted(kinds) == ["Fork"] * 26 + ["Generate"] * 126
+    asked = [turn for kind, turn in sent[1:] if kind == "Generate"]
+    assert len(set(asked)) == 1, "all in one turn of the event loop"

@@ -26,14 +26,19 @@ from radixrt import (
     user,
 )
 from radixrt.client import token_bytes
-from radixrt.lang.history import History
 from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
+from tests.lang.oracle import Oracle
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def run(client, function, *args):
     return program(function).run(client, *args)
+
+
+def oracle_of(client, branch: Branch) -> Oracle:
+    """What was said in a branch, put together by the reference."""
+    return client.run(Oracle.of(client.aio, branch._speaker.history.said))
 
 
 # ---------------------------------------------------------------- what is said
@@ -63,9 +68,10 @@ def test_roles_are_the_template(client):
         s += assistant(gen("answer", SHORT))
         s += user("More?")
         s += assistant("Well, ", gen("rest", SHORT))
-        return await s.value("answer"), await s.value("rest"), s._speaker.history
+        return await s.value("answer"), await s.value("rest"), s
 
-    answer, rest, history = run(client, chat)
+    answer, rest, branch = run(client, chat)
+    history = oracle_of(client, branch)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
     assert answer.text == client.generate(messages, SHORT).text
     assert answer.usage.prompt_tokens == len(client.tokenize(messages))
@@ -114,7 +120,7 @@ def test_a_turn_in_the_prompt_is_the_turn_of_the_template(client):
         s += user("Go on")
         s += assistant(gen("next", SHORT))
         await s.value("next")
-        return await s.value("answer"), [part for part, _ in s._speaker.history._parts[:-1]]
+        return await s.value("answer"), s
 
     compared = 0
     for words in range(1, 60):
@@ -124,7 +130,8 @@ def test_a_turn_in_the_prompt_is_the_turn_of_the_template(client):
         if drawn[0] == drawn[1] or not text or client.tokenize(TextPrompt(text, False)) != drawn[:1]:
             continue
         ending = Sampling(max_tokens=9, temperature=0.0, stop_token_ids=(drawn[1],))
-        answer, parts = run(client, chat, question, ending)
+        answer, branch = run(client, chat, question, ending)
+        parts = [part for part, _ in oracle_of(client, branch)._parts[:-1]]
         assert (answer.token_ids, answer.finish, answer.text) == (drawn[:2], "stop", text)
         expected = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
         expected.append({"role": "user", "content": "Go on"})
@@ -204,9 +211,10 @@ def test_neighbours_become_one_part(client):
         for _ in range(5):
             s += gen("x", SHORT)
         await s.wait()
-        return [part for part, _ in s._speaker.history._parts], await s.value("x")
+        return s, await s.value("x")
 
-    parts, last = run(client, long)
+    branch, last = run(client, long)
+    parts = [part for part, _ in oracle_of(client, branch)._parts]
     assert len(parts) == 2 and len(parts[1].ids) == 5 * 8 * 4
     assert last.usage.cached_tokens == last.usage.prompt_tokens - 1
 
@@ -252,12 +260,13 @@ def test_a_stop_string_keeps_the_ids_before_it(client, include, roles):
         s += user("more") if roles else " and more"
         s += gen("more", SHORT)
         await s.wait()
-        return await s.value("tale"), await s.value("more"), s._speaker.history
+        return await s.value("tale"), await s.value("more"), s
 
     kept = []
     for at in range(6, 30, 3):
         stop = whole.text[at : at + 2]
-        tale, more, history = run(client, talk, stop)
+        tale, more, branch = run(client, talk, stop)
+        history = oracle_of(client, branch)
         assert tale.finish == "stop" and tale.text == whole.text[: whole.text.index(stop) + len(stop) * include]
         assert tale.text + ("<|im_end|>" if roles else " and more") in history.text
         ids = next((part.ids for part, _ in history._parts if isinstance(part, TokenPrompt)), b"")
@@ -279,9 +288,10 @@ def test_stop_strings_end_the_text(client):
         s += stop + " and more"
         s += gen("more", SHORT)
         await s.wait()
-        return await s["tale"], s._speaker.history.text
+        return await s["tale"], s
 
-    tale, text = run(client, talk)
+    tale, branch = run(client, talk)
+    text = oracle_of(client, branch).text
     assert tale == whole[: whole.index(stop)]
     assert text.startswith("Tell me" + tale + stop + " and more")
 
@@ -463,36 +473,6 @@ def test_a_fork_may_come_before_its_parents_work_is_done(slow):
 
     seconds, b, a = run(slow, eager)
     assert seconds > 0.07 and b.usage.prompt_tokens > a.usage.prompt_tokens + 8
-
-
-def test_a_template_that_rewrites_history_is_followed():
-    """What still stands keeps its ids; from where it was changed on, it is text."""
-
-    class Rendering:
-        """A client whose template trims what the assistant said."""
-
-        async def render(self, prompt: ChatPrompt) -> str:
-            said = "".join(f"<{m['role']}>{m['content'].strip()}" for m in prompt.messages)
-            return said if prompt.partial else said + "<assistant>"
-
-    class Said:
-        ids, text, stop = b"\5\0\0\0\6\0\0\0", " spaced ", None
-
-    async def talk():
-        history = History()
-        history.add_message("user", "hi")
-        history.open_message()
-        first = await history.prompt(Rendering())
-        await history.add_generated(Rendering(), Said, SHORT)
-        history.close_message()
-        history.add_message("user", "more")
-        history.open_message()
-        return first.parts, (await history.prompt(Rendering())).parts, history.text
-
-    first, second, text = asyncio.run(talk())
-    assert first == [TextPrompt("<user>hi<assistant>", add_special_tokens=False)]
-    assert second[0] == first[0] and text == "<user>hi<assistant>spaced<user>more<assistant>"
-    assert second[1:] == [TextPrompt("spaced<user>more<assistant>", add_special_tokens=False)]
 
 
 # ---------------------------------------------------------------- what fails

@@ -371,7 +371,7 @@ class Sink:
     def __init__(self):
         self.runs, self.loads = [], []
 
-    def arrived(self, namespace, ids):
+    def arrived(self, namespace, ids, tenant=""):
         return len(ids) // 4 - 1
 
     def finished(self, **fields):

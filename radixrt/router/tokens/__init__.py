@@ -8,7 +8,7 @@
 The only folder that imports tokenizers, sentencepiece and transformers.
 """
 
-from radixrt.router.tokens._ids import parse_ids
+from radixrt.router.tokens._ids import cut_ids, parse_ids
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.text import TextService, TextStream
@@ -21,6 +21,7 @@ __all__ = [
     "TextService",
     "TextStream",
     "Tokenizer",
+    "cut_ids",
     "load_tokenizer",
     "parse_ids",
 ]

@@ -19,6 +19,9 @@ MEMORY_TOKENS = 4_000_000
 MAX_VARIANTS = 8
 """Answers of one text but of different thinking that are kept."""
 
+_export = msgspec.msgpack.Encoder().encode
+_exported = msgspec.msgpack.Decoder(list[Turn])
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -78,20 +81,48 @@ class Sessions:
         spelling = self._speller.find(prompt, text, turns) if turns else Spelling()
         return Draft(self._tokenizer, text, spelling, None if prompt.partial else keys[-1])
 
-    def remember(self, encoded: Encoded, message: Message, generated: bytes) -> None:
+    def remember(self, encoded: Encoded, message: Message, generated: bytes) -> Key | None:
         """Keep the ids of the answer to a chat, with the token that ended it if one did. `message` is the answer as the
-        client sees it: content, and tool_calls and reasoning_content if there are any."""
+        client sees it: content, and tool_calls and reasoning_content if there are any. Returns what `export` takes."""
         if encoded.key is None or not generated or len(generated) > self._max_bytes:
-            return
+            return None
         key = next_key(encoded.key, message | {"role": "assistant"})
         turn = self._turn(encoded, message, generated)
         with self._lock:
-            kept = self._turns.pop(key, [])
-            variants = [other for other in kept if other.reasoning != turn.reasoning][1 - MAX_VARIANTS :] + [turn]
-            self._turns[key] = variants
-            self._bytes += _size(variants) - _size(kept)
-            while self._bytes > self._max_bytes:
-                self._bytes -= _size(self._turns.popitem(last=False)[1])
+            kept = self._turns.get(key, [])
+            self._put(key, [other for other in kept if other.reasoning != turn.reasoning][1 - MAX_VARIANTS :] + [turn])
+        return key
+
+    def missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
+        """Of the answers in a chat, those that are not remembered here; none where the chat is broken."""
+        try:
+            keys = keys_of(namespace, prompt)[1:]
+            answers = [key for key, m in zip(keys, prompt.messages, strict=True) if m["role"] == "assistant"]
+        except (TypeError, ValueError, KeyError, AttributeError):
+            return []
+        with self._lock:
+            return [key for key in answers if key not in self._turns]
+
+    def export(self, key: Key) -> bytes | None:
+        """What is remembered under a key, for the `learn` of another process."""
+        with self._lock:
+            return _export(self._turns[key]) if key in self._turns else None
+
+    def learn(self, key: Key, exported: bytes) -> None:
+        """Remember what another process did. Nothing happens if that is not readable."""
+        try:
+            turns = _exported.decode(exported)
+        except msgspec.MsgspecError:
+            return
+        if _size(turns) <= self._max_bytes:
+            with self._lock:
+                self._put(key, turns)
+
+    def _put(self, key: Key, turns: list[Turn]) -> None:
+        self._bytes += _size(turns) - _size(self._turns.pop(key, []))
+        self._turns[key] = turns
+        while self._bytes > self._max_bytes:
+            self._bytes -= _size(self._turns.popitem(last=False)[1])
 
     def _turn(self, encoded: Encoded, message: Message, generated: bytes) -> Turn:
         tokenizer = self._tokenizer

@@ -115,11 +115,11 @@ class TextService:
         if not isinstance(prompt, ChatPrompt):
             return await self.encode(prompt), ""
         if render_only:
-            return b"", await asyncio.to_thread(self._with_tokenizer("messages").apply_chat, prompt)
+            return b"", await asyncio.to_thread(self.render, prompt)
         return await asyncio.to_thread(self._encode_chat, prompt)
 
     def _encode_chat(self, prompt: ChatPrompt) -> tuple[bytes, str]:
-        text = self._with_tokenizer("messages").apply_chat(prompt)
+        text = self.render(prompt)
         return self._encode_text(text, False, "messages"), text
 
     def encode_now(self, prompt: Prompt) -> bytes:
@@ -139,6 +139,14 @@ class TextService:
         """Ids of text that goes on after a prompt: no special tokens, no leading space added. At least one."""
         ids = self._encode_part(part, field)
         return ids or _refuse_empty(field)
+
+    def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt") -> bytes:
+        """`encode_part`, of a part that may have no ids."""
+        return self._encode_part(part, field)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """What the chat template makes of messages; nothing is encoded for it."""
+        return self._with_tokenizer("messages").apply_chat(prompt)
 
     async def decode(self, ids: bytes, skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once."""

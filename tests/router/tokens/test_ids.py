@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.router.tokens import parse_ids
+from radixrt.router.tokens import cut_ids, parse_ids
 
 
 @given(st.lists(st.integers(0, (1 << 31) - 1), min_size=1), st.sampled_from([None, 1, "\t"]))
@@ -42,3 +42,59 @@ def test_anything_else_is_none(text):
 def test_only_bytes():
     with pytest.raises(TypeError):
         parse_ids("[1]")
+
+
+# ---------------------------------------------------------------- in an object
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+_names = st.sampled_from(["a", "ids", "b", "[", "]", ",", "}", "ids: [1]"])
+_ids = st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=5)
+
+
+@given(st.dictionaries(_names, _values), _ids, st.randoms(use_true_random=False), st.sampled_from([None, 1, "\t"]))
+def test_a_list_is_cut_out_of_an_object(fields, ids, order, indent):
+    fields = list((fields | {"ids": ids}).items())
+    order.shuffle(fields)
+    rest, found = cut_ids(json.dumps(dict(fields), indent=indent).encode(), "ids")
+    assert found == array("i", ids).tobytes()
+    assert json.loads(rest) == dict(fields) | {"ids": None}
+
+
+@given(st.dictionaries(_names, _values))
+def test_other_values_stay(fields):
+    text = json.dumps(fields).encode()
+    wanted = parse_ids(json.dumps(fields.get("ids")).encode())
+    found = cut_ids(text, "ids")
+    assert (found and found[1]) == wanted
+
+
+@given(st.dictionaries(_names, _values, max_size=3), _ids, st.integers(0, 200), st.integers(0, 255))
+def test_broken_json_stays_broken(fields, ids, place, byte):
+    text = bytearray(json.dumps(fields | {"ids": ids}).encode())
+    text[place % len(text)] = byte
+    if (found := cut_ids(bytes(text), "ids")) is None:
+        return
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        with pytest.raises(ValueError):
+            json.loads(found[0])
+    else:
+        assert whole | {"ids": None} == json.loads(found[0])
+        assert array("i", whole["ids"]).tobytes() == found[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"ids": [1], "ids": [2]}', '{"ids": 3, "ids": [2]}', '{"ids": [2], "ids": 3}', '{"ids": [1], "\\u0069ds": 4}',
+        '{"ids": [1]', '{"ids": [1}', '{"ids" [1]}', '["ids", [1]]', '{"a": {"ids": [1]}}', '{"a": "\\"ids\\": [1]"}', "",
+        '{"ids"', '{"ids": []}',
+    ],
+)  # fmt: skip
+def test_what_is_in_doubt_is_left_to_the_parser(text):
+    assert cut_ids(text.encode(), "ids") is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import json
 import random
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from radixrt.router.tokens import Encoded, Sessions, TextService, Tokenizer, loa
 from radixrt.router.tokens.chain import bare, keys_of
 from radixrt.router.tokens.chat import ChatTemplates
 from tests.checkpoints import make_tokenizer
+from tests.recorded import chats, client_echo
 
 CALLS = (
     '{% for c in m.tool_calls or [] %}{{ \'\\n<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
@@ -227,6 +227,28 @@ def test_the_end_of_a_turn_is_there_once(talk: Talk, end: str | None, kept: bool
     assert shown(talk) == encoded.text
     assert encoded.text.count("<|im_end|>") == 3
     assert encoded.kept_turns == 1
+
+
+def test_what_another_process_remembers(folder: Path) -> None:
+    """Learned, an answer is as if it had been generated here; what cannot be read is not learned."""
+    one, other = (make_talk(folder, "thinking") for _ in range(2))
+    one.ask(said("user", "Who?"))
+    whole = one.answer("<think>\nHm.\n</think>\n\nthe dog", said("assistant", "the dog", reasoning_content="Hm."))
+    key = one.sessions.remember(one.encoded, one.messages[-1], whole[len(one.encoded.ids) :])
+    other.messages = [*one.messages, said("tool", "x", tool_call_id="i")]
+    prompt = ChatPrompt(other.messages)
+    assert other.sessions.missing("n", prompt) == [key] and other.sessions.missing("n", ChatPrompt([1])) == []
+    for broken in (b"", b"x", one.sessions.export(key)[:-1]):
+        other.sessions.learn(key, broken)
+    assert other.sessions.export(key) is None and not other.ask().ids.startswith(whole)
+    other.sessions.learn(key, one.sessions.export(key))
+    assert other.ask().ids.startswith(whole) and other.sessions.missing("n", prompt) == []
+    assert other.sessions.num_tokens == one.sessions.num_tokens > 0
+    small = make_talk(folder, "thinking", max_tokens=6)
+    small.ask(said("user", "Who?"))
+    small.answer("I")
+    small.sessions.learn(key, one.sessions.export(key))
+    assert 0 < small.sessions.num_tokens <= 6
 
 
 def test_an_empty_answer_is_one(talk: Talk) -> None:
@@ -680,68 +702,7 @@ def chat_tokenizer(checkpoints, shared_data: Path, name: str, template: str, end
     return Tokenizer(made._backend, templates, made.bos_id, {made.token_id(end)})
 
 
-def lines(path: Path, count: int) -> Iterator[Any]:
-    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as rows:
-        yield from (json.loads(row) for _, row in zip(range(count), rows, strict=False))
-
-
-def openai_form(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form, with call ids of nine characters, as Mistral wants them."""
-    found, pending = [], []
-    for message in chat:
-        message = {key: message.get(key) for key in ("role", "content", "tool_calls") if message.get(key)}
-        if message["role"] == "tool":
-            message["tool_call_id"] = pending.pop(0)
-        if message.get("tool_calls"):
-            calls = [c.get("function", c) | {"id": c["id"][-9:]} for c in message["tool_calls"]]
-            texts = [c["arguments"] if isinstance(c["arguments"], str) else json.dumps(c["arguments"]) for c in calls]
-            message["tool_calls"] = [call(t, c["id"], c["name"]) for t, c in zip(texts, calls, strict=True)]
-            pending = [c["id"] for c in calls]
-        found.append({"content": None if message["role"] == "assistant" else ""} | message)
-    return found
-
-
-def recorded(shared_data: Path, name: str) -> list[list[dict[str, Any]]]:
-    folder = shared_data / name
-    if name == "lmcache_agent_trace":
-        return [chat for path in sorted(folder.glob("*.jsonl.gz")) for chat in flattened(lines(path, 12))]
-    path, count = {
-        "tau_bench": ("gpt4o_airline_trajectories.jsonl.gz", 3),
-        "tau2_bench": ("gpt-4.1_retail_default_gpt-4.1_1trials.jsonl.gz", 3),
-        "mint_bench": ("conversations.jsonl.gz", 60),
-    }[name]
-    rows = list(lines(folder / path, count))[:: 6 if name == "mint_bench" else 1]
-    chats = [openai_form(row["messages"]) for row in rows]
-    return [chat[:1] + chat[2:] if chat[1]["role"] == "assistant" and name == "tau2_bench" else chat for chat in chats]
-
-
-def flattened(calls: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Prompts that grow as conversations: what each has more than the one before it is a user's message."""
-    chat: list[dict[str, Any]] = []
-    seen, session = "", None
-    for row in calls:
-        grows = row["session_id"] == session and row["input"].startswith(seen) and len(row["input"]) > len(seen)
-        if not grows and chat:
-            yield chat
-            chat = []
-        chat += [said("user", row["input"][len(seen) if grows else 0 :]), said("assistant", row["output"] or "-")]
-        seen, session = row["input"], row["session_id"]
-    yield chat
-
-
-def client_echo(message: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A message as some client sends it back."""
-    message = copy.deepcopy(message)
-    for tool_call in message.get("tool_calls") or ():
-        arguments = json.loads(tool_call["function"]["arguments"])
-        pairs = list(arguments.items())
-        rng.shuffle(pairs)
-        tool_call["function"]["arguments"] = json.dumps(dict(pairs), indent=rng.choice((None, 1)))
-    if isinstance(message["content"], str) and message["content"]:
-        message["content"] = rng.choice((message["content"], [{"type": "text", "text": message["content"]}]))
-    return message
-
-
+ROWS = {"tau_bench": 3, "tau2_bench": 3, "lmcache_agent_trace": 12, "mint_bench": 60}
 CHATML, QWEN = "chat_templates/chatml.jinja", "chat_templates/qwen2.5-instruct.jinja"
 MISTRAL = "mistral/chat_templates/v3_spm.jinja"
 REPLAYS = [
@@ -768,7 +729,7 @@ def test_recorded_conversations_hit_all_but_what_is_new(
     `moves`: the template moves tools to the latest user message, which what is cached cannot follow."""
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
     turns = 0
-    for chat in recorded(shared_data, name):
+    for chat in islice(chats(shared_data, name, ROWS[name]), 0, None, 6 if name == "mint_bench" else 1):
         talk = real_talk(
             checkpoints, shared_data, model, template, end, seed=turns, tools=tools if name.startswith("tau") else None
         )

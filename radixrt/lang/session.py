@@ -1,0 +1,57 @@
+"""What the server keeps of one run of a program, and how it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+
+from radixrt.client import AsyncClient
+from radixrt.messages import Forget, Fork, Pause, StatePrompt
+
+SCOPE_BYTES = 16
+PAUSE_AFTER = 0.02
+"""Seconds after which a tool counts as one that the session waits for: telling the server costs more than waiting for
+one that is quicker."""
+
+
+class Session:
+    """The states of a run, in a scope of their own that nobody guesses."""
+
+    __slots__ = ("_client", "_numbers", "_untaken", "_used", "scope")
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.scope = secrets.token_hex(SCOPE_BYTES)
+        self._client = client
+        self._numbers = itertools.count(1)
+        self._used = False
+        self._untaken: set[asyncio.Future[None]] = set()
+        """Pauses that the server may not have read yet."""
+
+    def number(self) -> int:
+        """A number for a state to come."""
+        self._used = True
+        return next(self._numbers)
+
+    def fork(self, prompt: StatePrompt, count: int) -> asyncio.Future[None]:
+        """`count` branches go on from a prompt; done when they may begin."""
+        return self._client.tell(Fork(id=0, prompt=prompt, count=count))
+
+    def pause(self, state: int, seconds: float | None) -> asyncio.Future[None]:
+        """Nothing will be asked of a state for a while; done when something may be."""
+        taken = self._client.tell(Pause(id=0, scope=self.scope, state=state, seconds=seconds))
+        self._untaken.add(taken)
+        taken.add_done_callback(self._untaken.discard)
+        return taken
+
+    def end(self) -> None:
+        """The run is over: the server need not keep anything of it."""
+        if not self._used:
+            return
+        if self._untaken:
+            asyncio.gather(*self._untaken).add_done_callback(lambda _: self._forget())
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._client.tell(Forget(id=0, scope=self.scope))

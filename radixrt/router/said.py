@@ -1,0 +1,292 @@
+"""What a program has said, as a prompt that keeps generated token ids.
+
+State --draft--> Draft: add what was said since, `prompt` --> ids ... answer ... --> State
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from radixrt.messages import (
+    ChatPrompt,
+    PartsPrompt,
+    Said,
+    SaidAnswer,
+    SaidChoice,
+    SaidMessage,
+    SaidText,
+    Sampling,
+    TextPrompt,
+    TurnBegins,
+    TurnEnds,
+)
+from radixrt.router.errors import FieldError
+from radixrt.router.tokens import TextService
+
+FIELD = "prompt.said"
+TOKEN_BYTES = 4
+OVERHEAD = 160
+"""Bytes of an object and of what refers to it, about."""
+
+
+class Part:
+    """A stretch of the prompt: its text, and its ids once it has been in a prompt. Neither changes. `users` counts the
+    states that are kept and hold it."""
+
+    __slots__ = ("ids", "size", "special", "text", "users")
+
+    def __init__(self, text: str, ids: bytes | None = None, special: bool = False) -> None:
+        self.text = text
+        self.ids = ids
+        self.special = special
+        self.users = 0
+        self.size = OVERHEAD + sys.getsizeof(text) + len(ids or b"")
+
+
+class Turn:
+    """A complete message of a chat; `users` as a Part's."""
+
+    __slots__ = ("message", "size", "users")
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        self.message = message
+        self.users = 0
+        self.size = OVERHEAD + sum(map(sys.getsizeof, message.values()))
+
+
+class State:
+    """All that was said up to a moment. Never changed; states share their parts and turns."""
+
+    __slots__ = ("answer", "asked", "encoded", "namespace", "open", "parts", "size", "turns")
+
+    def __init__(
+        self,
+        parts: list[Part],
+        turns: list[Turn],
+        encoded: int,
+        open: str | None,
+        asked: bool,
+        namespace: str,
+        answer: SaidAnswer | None = None,
+    ) -> None:
+        self.parts = parts
+        self.turns = turns
+        self.encoded = encoded
+        """So many parts have been in a prompt."""
+        self.open = open
+        """What the assistant has said of a message that goes on."""
+        self.asked = asked
+        """The parts are a prompt: nothing was said since."""
+        self.namespace = namespace
+        """Where what has ids was computed last; "" if nothing was."""
+        self.answer = answer
+        """Generated since, and not among the parts yet: the next draft puts it there."""
+        # Looked up once: Python's strings grow when they are first encoded.
+        self.size = OVERHEAD + 8 * (len(parts) + len(turns)) + sys.getsizeof(open)
+        """Bytes of the state itself, without its pieces."""
+        if answer is not None:
+            self.size += OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text)
+
+    @property
+    def pieces(self) -> Iterable[Part | Turn]:
+        return (*self.parts, *self.turns)
+
+    @property
+    def ids(self) -> bytes:
+        """Token ids of what was computed: the prompt, and what was generated."""
+        said = b"".join(itertools.takewhile(bool, (part.ids for part in self.parts)))
+        return said + self.answer.ids if self.answer else said
+
+
+NOTHING = State([], [], 0, None, False, "")
+
+
+class Draft:
+    """Puts a prompt together from parts.
+
+    With roles, the text between generated parts is what the model's chat template writes: the conversation so far is
+    rendered, and what it has beyond the parts is one more part.
+
+        rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
+        parts     text                         token ids     text
+
+    Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
+    text: right, but what was generated there is encoded anew.
+
+    Neighbours of a kind become one part, but for text that has been in a prompt: it was encoded by itself, and stays
+    so, for what was computed for it is to be found. Every method raises FieldError for what cannot be said.
+    """
+
+    def __init__(self, state: State, text: TextService) -> None:
+        self._text = text
+        self._parts, self._turns = state.parts.copy(), state.turns.copy()
+        self._encoded, self._open, self._asked = state.encoded, state.open, state.asked
+        self._namespace = state.namespace
+        if state.answer is not None:
+            self._add_answer(state.answer)
+
+    def state(self, namespace: str = "", answer: SaidAnswer | None = None) -> State:
+        """All that was said; the draft must not be used any more."""
+        namespace = namespace or self._namespace
+        return State(self._parts, self._turns, self._encoded, self._open, self._asked, namespace, answer)
+
+    # ------------------------------------------------------------ what is said
+
+    def add(self, said: Iterable[Said]) -> None:
+        """Say more."""
+        for i, one in enumerate(said):
+            try:
+                self._add(one)
+            except _Unsayable as problem:
+                raise FieldError(f"{FIELD}[{i}]", f"{FIELD}[{i}]: {problem}") from None
+
+    def _add(self, said: Said) -> None:
+        match said:
+            case SaidText(text=text):
+                self._say(text)
+            case SaidMessage(role=role, content=content):
+                self._check_chat()
+                self._turns.append(Turn({"role": role, "content": content}))
+            case TurnBegins():
+                self._check_chat()
+                self._open = ""
+            case TurnEnds():
+                if self._open is None:
+                    raise _Unsayable("no turn has begun")
+                self._turns.append(Turn({"role": "assistant", "content": self._open}))
+                self._open = None
+            case SaidChoice(text=text):
+                self._ask()
+                self._parts.append(self._encode(len(self._parts), Part(text)))
+                self._encoded = len(self._parts)
+                self._continue(text)
+            case SaidAnswer():
+                self._add_answer(said)
+        self._asked = False
+
+    def _say(self, text: str) -> None:
+        if self._open is not None:
+            self._open += text
+        elif self._turns:
+            raise _Unsayable("text outside of a role, after messages")
+        else:
+            self._append_text(text, special=not self._parts)
+
+    def _check_chat(self) -> None:
+        if self._open is not None:
+            raise _Unsayable("the assistant's turn has not ended")
+        if self._parts and not self._turns:
+            raise _Unsayable("a role, after text outside of roles")
+
+    def _continue(self, text: str) -> None:
+        if self._open is not None:
+            self._open += text
+
+    def _add_answer(self, answer: SaidAnswer) -> None:
+        """Its token ids, as far as they are what its text says, and the rest as text."""
+        if self._turns and self._open is None:
+            raise _Unsayable("an answer outside of the assistant's turn")
+        if len(answer.ids) % TOKEN_BYTES:
+            raise _Unsayable(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
+        self._ask()
+        ids, kept = ids_of_text(self._text, answer.ids, answer.text, answer.stop, answer.sampling)
+        if ids:
+            self._append_ids(ids, answer.text[:kept])
+        self._append_text(answer.text[kept:])
+        self._continue(answer.text)
+        self._asked = False
+
+    def _append_ids(self, ids: bytes, text: str) -> None:
+        if self._parts and isinstance(last := self._parts[-1], Generated):
+            self._parts[-1] = Generated(last.text + text, last.ids + ids)
+        else:
+            self._parts.append(Generated(text, ids))
+
+    def _append_text(self, text: str, special: bool = False) -> None:
+        if not text:
+            return
+        last = self._parts[-1] if len(self._parts) > self._encoded else None
+        if last is not None and last.ids is None:
+            self._parts[-1] = Part(last.text + text, None, last.special)
+        else:
+            self._parts.append(Part(text, None, special))
+
+    # ------------------------------------------------------------ as a prompt
+
+    def prompt(self) -> bytes:
+        """Token ids of all that was said, at least one."""
+        if self._turns and self._open is None:
+            raise FieldError(FIELD, f"{FIELD}: in a chat only the assistant generates, in a turn of its own")
+        self._ask()
+        return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
+
+    def _ask(self) -> None:
+        """A prompt ends here: what is not encoded yet is encoded now."""
+        if self._asked:
+            return
+        if self._open is not None:
+            messages = [turn.message for turn in self._turns]
+            if self._open:
+                messages.append({"role": "assistant", "content": self._open})
+            self._follow(self._text.render(ChatPrompt(messages, partial=bool(self._open))))
+        for i in range(self._encoded, len(self._parts)):
+            self._parts[i] = self._encode(i, self._parts[i])
+        self._encoded, self._asked = len(self._parts), True
+
+    def _follow(self, rendered: str) -> None:
+        """Keep the parts that `rendered` begins with; the rest of it becomes one."""
+        at = kept = 0
+        for part in self._parts:
+            if not rendered.startswith(part.text, at):
+                break
+            at += len(part.text)
+            kept += 1
+        del self._parts[kept:]
+        self._encoded = min(self._encoded, kept)
+        self._append_text(rendered[at:])
+
+    def _encode(self, index: int, part: Part) -> Part:
+        if part.ids is not None:
+            return part
+        alone = TextPrompt(part.text, part.special)
+        ids = self._text.encode_now(alone) if index == 0 else self._text.encode_after(alone)
+        return Part(part.text, ids, part.special)
+
+
+class Generated(Part):
+    """One whose ids were drawn."""
+
+    __slots__ = ()
+
+
+class _Unsayable(ValueError):
+    """It does not fit what was said before."""
+
+
+def ids_of_text(
+    service: TextService, ids: bytes, text: str, stop: str | int | None, sampling: Sampling
+) -> tuple[bytes, int]:
+    """The generated `ids` that stand for a beginning of `text`, and the length of that, in characters.
+
+    All of them for all of it, as a rule. A token that ended the turn is no part of the text: with roles, the template
+    writes it. A stop string that ended it was cut off, and may begin or end within a token:
+
+        ids    |The|_cat|_sat|.\\n|      stop = "\\n"
+        text   |The _cat _sat .|         kept: three ids, and "." as text
+    """
+    if isinstance(stop, int):
+        named = sampling.include_stop and stop in sampling.stop_token_ids
+        return ids if named else ids.removesuffix(stop.to_bytes(TOKEN_BYTES, "little", signed=True)), len(text)
+    if stop is None:
+        return ids, len(text)
+    if sampling.skip_special_tokens:  # as decoding does
+        fewest = 0 if sampling.include_stop else 1
+        for cut in range(fewest, len(stop.encode()) + 2):
+            kept = ids[: max(0, len(ids) - TOKEN_BYTES * cut)]
+            said = service.decode_now(kept) if kept else ""
+            if text.startswith(said):
+                return kept, len(said)
+    return b"", 0

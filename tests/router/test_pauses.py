@@ -1,0 +1,97 @@
+"""Pauses in the core: who is to keep what, and until when."""
+
+from __future__ import annotations
+
+import pytest
+from sim_workers import ids, register
+
+from radixrt.config import RouterConfig
+from radixrt.messages import (
+    Abort,
+    Delta,
+    Generate,
+    Load,
+    Output,
+    Pin,
+    Run,
+    Sampling,
+    StepDone,
+    Stored,
+    TokenPrompt,
+    Unpin,
+)
+from radixrt.report import Report, to_text
+from radixrt.router import pauses
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Order
+from radixrt.router.states import Key
+from radixrt.router.streams import _keep, _Said
+
+STATE = Key("default", "s" * 16, 1)
+SAID = ids(*range(1, 9))
+
+
+@pytest.fixture
+def core() -> RouterCore:
+    """Two workers, of which w1 holds all of what was said and w0 its first half."""
+    core = RouterCore(RouterConfig(pause_seconds=60.0), Report(1000))
+    for name, held in (("w0", SAID[:16]), ("w1", SAID)):
+        core.register(register(name), 0.0)
+        core.step(name, StepDone([], Load(), 0, [Stored("n", 1, 0, 0, 0, held)]), 0.0)
+    return core
+
+
+def waits(core: RouterCore) -> dict:
+    return core._recorder._report.to_json()["pauses"]
+
+
+@pytest.mark.parametrize("asked, kept", [(None, 60.0), (5.0, 5.0), (500.0, 60.0)])
+def test_the_worker_that_holds_most_keeps_it(core, asked, kept):
+    (order,) = core.pause(STATE, "n", SAID, asked, 1.0)
+    assert order == Order("w1", Pin(1, "n", SAID, kept)) and len(core.pauses) == 1
+    assert core.pause(STATE._replace(number=2), "other", SAID, None, 1.0) == [], "nobody holds it"
+    assert core.resume(STATE, 3.0) == [Order("w1", Unpin(1))] and core.resume(STATE, 3.0) == []
+    assert waits(core)["now"] == 1 and waits(core)["seconds"] == 2.0
+
+
+def submit(core: RouterCore) -> Run:
+    message = Generate(id=1, prompt=TokenPrompt(SAID), sampling=Sampling(max_tokens=2))
+    (order,) = core.submit(b"c", message, 2.0, STATE, resumes=True)
+    return order
+
+
+def test_it_is_kept_until_the_request_that_goes_on_has_begun(core):
+    core.pause(STATE, "n", SAID, None, 1.0)
+    order = submit(core)
+    assert len(core.pauses) == 0
+    effects = core.step(order.name, StepDone([Output(order.message.id, [9], None, 6)], Load()), 2.1)
+    assert Order("w1", Unpin(1)) in effects
+    effects = core.step(order.name, StepDone([Output(order.message.id, [9], "length", 6)], Load()), 2.2)
+    assert not any(isinstance(effect, Order) for effect in effects)
+    assert waits(core) == {"now": 0, "ended": 1, "seconds": 1.0, "tokens": 7, "kept_tokens": 6}
+    text = to_text(core._recorder._report.to_json())
+    assert "tools: 0 sessions wait, 1 waited 1.0 s; 6 of 7 tokens were cached when they went on (85.7%)" in text
+
+
+def test_a_request_that_is_cancelled_lets_go(core):
+    core.pause(STATE, "n", SAID, None, 1.0)
+    order = submit(core)
+    effects = core.cancel(b"c", 1)
+    assert effects == [Order(order.name, Abort([order.message.id])), Order("w1", Unpin(1))]
+
+
+def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
+    for number in (1, 1, 2):
+        core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
+    core.pause(STATE._replace(scope="t" * 16), "n", SAID, None, 1.0)
+    assert len(core.pauses.forget("default", STATE.scope, 2.0)) == 3 and len(core.pauses) == 1
+    assert core.pauses.expire(1.0 + pauses.LONGEST_SECONDS) == []
+    assert core.pauses.expire(2.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(4))] and len(core.pauses) == 0
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "abort", "error"])
+def test_an_answer_is_kept_if_it_ended_well(finish):
+    kept, said = [], _Said([], [])
+    for delta in (Delta(1, 0, b"1234", "a"), Delta(1, 0, b"5678", "b", finish, stop=7)):
+        _keep(lambda *answer: kept.append(answer), said, delta)
+    assert kept == ([(b"12345678", "ab", 7)] if finish in ("stop", "length") else [])

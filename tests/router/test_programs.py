@@ -1,0 +1,206 @@
+"""States over real sockets: what follows them, whose they are, and what becomes of them."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import pytest
+from sim_workers import continuation
+from stack import Client, stack
+
+from radixrt.messages import (
+    Ask,
+    Cancel,
+    Deltas,
+    Done,
+    Error,
+    Forget,
+    Fork,
+    Generate,
+    Pause,
+    SaidAnswer,
+    SaidChoice,
+    SaidText,
+    Sampling,
+    Score,
+    Scored,
+    StatePrompt,
+    TextPrompt,
+    Tokenize,
+)
+from radixrt.router.states import Key
+from radixrt.router.tokens import TextService, load_tokenizer
+from tests.checkpoints import make_tokenizer
+
+SCOPE = "0123456789abcdef"
+EIGHT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    tokenizer = load_tokenizer(str(make_tokenizer(tmp_path_factory.mktemp("tokenizer"))), "")
+    with TextService(tokenizer) as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(monkeypatch):
+    monkeypatch.setattr("sim_workers.next_token", lambda last, position: 3 + (last * 31 + position * 7) % 500)
+
+
+@pytest.fixture
+def running(text):
+    with stack(text, workers=2) as (router, _, client):
+        yield router.server, client
+
+
+def say(*texts: str, **fields) -> StatePrompt:
+    return StatePrompt(SCOPE, said=[SaidText(text) for text in texts], **fields)
+
+
+def ask(client: Client, id: int, prompt: StatePrompt, **fields):
+    """The one Delta, or the Error."""
+    answer = client.ask(Generate(id=id, prompt=prompt, sampling=fields.pop("sampling", EIGHT), stream=False, **fields))
+    return answer.items[0] if isinstance(answer, Deltas) else answer
+
+
+def states_of(client: Client) -> int:
+    return client.ask(Ask(id=99, what="health")).data["states"]
+
+
+def test_what_follows_a_state(running, text):
+    server, client = running
+    first = ask(client, 1, say("Tell me", save=1))
+    begin = text.encode_now(TextPrompt("Tell me"))
+    assert list(array("i", first.ids)) == continuation(begin, 8)
+    second = ask(client, 2, say(" more", state=1, save=2))
+    whole = begin + first.ids + text.encode_part(TextPrompt(" more"))
+    assert second.usage.prompt_tokens == len(whole) // 4
+    assert second.usage.cached_tokens == len(begin + first.ids) // 4 - 1
+    assert list(array("i", second.ids)) == continuation(whole, 8)
+    # An earlier state still stands; a number that is used again stands for what was said last.
+    again = ask(client, 3, say(" else", state=1, save=2))
+    assert again.usage.prompt_tokens == len(begin + first.ids + text.encode_part(TextPrompt(" else"))) // 4
+    assert ask(client, 4, say(state=2)).usage.prompt_tokens == again.usage.prompt_tokens + 8
+    assert server.programs.states.get(Key("default", SCOPE, 2)).parts[-1].text == " else"
+    assert ask(client, 5, say(" on", state=2, save=3, replaces=True)).finish == "length"
+    assert ask(client, 6, say(state=2)).code == 410 and states_of(client) == 2
+
+
+def test_streams_and_scores_are_kept_too(running, text):
+    server, client = running
+    client.send(Generate(id=1, prompt=say("Is it", save=1), sampling=EIGHT))
+    ((_, delta),) = client.gather(1).items()
+    choices = [TextPrompt(" yes", False), TextPrompt(" no", False)]
+    scored = client.ask(Score(id=2, prompt=say(" so?", state=1, save=2), choices=choices))
+    assert isinstance(scored, Scored) and len(scored.logprobs) == 2
+    prompt = StatePrompt(SCOPE, 2, [SaidChoice(" no"), SaidText(" because")], save=3)
+    parts = [" so?", " no", " because"]
+    tokens = len(text.encode_now(TextPrompt("Is it")) + delta.ids) // 4
+    tokens += sum(len(text.encode_part(TextPrompt(part))) // 4 for part in parts)
+    assert ask(client, 3, prompt).usage.prompt_tokens == tokens
+
+
+def test_a_stop_string_that_cut_the_answer(running, text):
+    _, client = running
+    whole = ask(client, 1, say("Tell me"), sampling=Sampling(max_tokens=30, ignore_eos=True))
+    stop = whole.text[8:10]
+    cut = ask(client, 2, say("Tell me", save=1), sampling=Sampling(max_tokens=30, ignore_eos=True, stop=(stop,)))
+    assert cut.stop == stop and cut.text == whole.text[: whole.text.index(stop)]
+    answer = SaidAnswer(cut.ids, cut.text, cut.stop, Sampling(stop=(stop,)))
+    told = ask(client, 3, StatePrompt(SCOPE, 0, [SaidText("Tell me"), answer, SaidText(" and")]))
+    kept = ask(client, 4, say(" and", state=1))
+    assert kept.usage.prompt_tokens == told.usage.prompt_tokens and kept.ids == told.ids
+
+
+def test_a_fork_is_kept_at_once_and_what_follows_waits_for_it(running, text):
+    """Nobody waits for the answer to a Fork: long text is encoded in a thread, and requests come before it is."""
+    _, client = running
+    trunk = "The quick brown fox again and again. " * 100
+    client.send(Fork(id=1, prompt=say(trunk, save=1), count=3))
+    client.send(Fork(id=2, prompt=say(" deeper", state=1, save=2), count=2))
+    client.send(*(Generate(id=10 + i, prompt=say(f" {i}", state=2), sampling=EIGHT, stream=False) for i in range(2)))
+    got = [client.receive() for _ in range(4)]
+    assert {message.id for message in got if isinstance(message, Done)} == {1, 2}
+    deltas = {delta.id: delta for message in got if isinstance(message, Deltas) for delta in message.items}
+    for i in range(2):
+        tokens = len(text.encode_now(TextPrompt(f"{trunk} deeper {i}"))) // 4
+        assert deltas[10 + i].usage.prompt_tokens == tokens, "text that no prompt ended in goes on"
+    assert client.ask(Fork(id=3, prompt=say(state=7, save=8), count=2)).code == 410
+    assert client.ask(Fork(id=4, prompt=say("x"), count=2)).field == "prompt.save"
+
+
+def test_what_is_forgotten_while_it_is_put_together_does_not_come_back(running):
+    _, client = running
+    client.send(Fork(id=1, prompt=say("The quick brown fox again. " * 200, save=1), count=3), Forget(id=2, scope=SCOPE))
+    assert {client.receive().id, client.receive().id} == {1, 2}
+    assert states_of(client) == 0
+
+
+def test_nobody_reaches_anothers_state(text):
+    with stack(text, api_key=("a:key-a", "b:key-b")) as (_, _, client):
+        assert ask(client, 1, say("secret", save=1), api_key="key-a").finish == "length"
+        for id, key, scope in ((2, "key-b", SCOPE), (3, "key-a", SCOPE[::-1])):
+            refused = ask(client, id, StatePrompt(scope, 1), api_key=key)
+            never = ask(client, id, StatePrompt("f" * 16, 1), api_key=key)
+            assert (refused.code, refused.field) == (410, "prompt.state") and refused == never, "as if there were none"
+        assert client.ask(Pause(id=4, scope=SCOPE, state=1, api_key="key-b")).code == 410
+        assert isinstance(client.ask(Forget(id=5, scope=SCOPE, api_key="key-b")), Done)
+        assert ask(client, 6, say(state=1), api_key="key-a").finish == "length"
+        assert isinstance(client.ask(Forget(id=7, scope=SCOPE, api_key="key-a")), Done)
+        assert ask(client, 8, say(state=1), api_key="key-a").code == 410
+        assert client.ask(Forget(id=9, scope=SCOPE)).code == 401
+
+
+def test_what_fails_or_is_cancelled_is_not_kept(running):
+    server, client = running
+    assert ask(client, 1, say("x", save=1), sampling=Sampling(top_p=3.0)).field == "top_p"
+    client.send(Generate(id=2, prompt=say("x", save=2), sampling=Sampling(max_tokens=4000, ignore_eos=True)))
+    client.receive()
+    client.send(Cancel(2))
+    client.send(Score(id=3, prompt=say("x", save=3), choices=[TextPrompt("y")]), Cancel(3))
+    time.sleep(0.1)
+    client.link.drain()
+    assert states_of(client) == 0
+    assert [ask(client, 10 + n, say(state=n)).code for n in (1, 2, 3)] == [410] * 3
+    assert server._streams._texts == {}
+
+
+@pytest.mark.parametrize(
+    "request_, code, field",
+    [
+        (Generate(id=1, prompt=say(state=5)), 410, "prompt.state"),
+        (Generate(id=1, prompt=say("x", save=1), n=2), 400, "prompt.save"),
+        (Generate(id=1, prompt=say("x", save=1), text=False), 400, "prompt.save"),
+        (Generate(id=1, prompt=say()), 400, "prompt"),
+        (Generate(id=1, prompt=StatePrompt("short", 0)), 400, "prompt.scope"),
+        (Generate(id=1, prompt=say("x", save=-1)), 400, "prompt.save"),
+        (Score(id=1, prompt=say("x"), choices=[TextPrompt("")]), 400, "choices[0]"),
+        (Fork(id=1, prompt=say("x", save=1), count=0), 400, "count"),
+        (Pause(id=1, scope=SCOPE, state=3), 410, "state"),
+        (Pause(id=1, scope=SCOPE, state=0, seconds=0.0), 400, "seconds"),
+        (Pause(id=1, scope=SCOPE, state=0, seconds=float("nan")), 400, "seconds"),
+        (Tokenize(id=1, prompt=say("x")), 400, "prompt.type"),
+    ],
+)
+def test_what_is_refused_names_the_field(running, request_, code, field):
+    _, client = running
+    error = client.ask(request_)
+    assert isinstance(error, Error) and (error.code, error.id) == (code, 1)
+    assert error.field == field, error
+    assert states_of(client) == 0
+
+
+def test_a_pause_ends_also_where_the_state_is_gone(running):
+    server, client = running
+    ask(client, 1, say("x", save=1))
+    assert isinstance(client.ask(Pause(id=2, scope=SCOPE, state=1)), Done) and len(server.core.pauses) == 1
+    server.programs.states.drop(Key("default", SCOPE, 1))
+    assert ask(client, 3, say(state=1, resumes=True)).code == 410 and len(server.core.pauses) == 0
+
+
+def test_ids_alone_have_no_states():
+    with stack() as (_, _, client):
+        assert ask(client, 1, say("x", save=1)).field == "prompt"
+        assert client.ask(Generate(id=2, prompt=StatePrompt(SCOPE, said=[SaidText("")]))).field == "prompt"

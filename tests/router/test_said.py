@@ -1,0 +1,237 @@
+"""What a program says, put together by the router: id by id what the slow reference makes of it, however it is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixrt.messages import (
+    ChatPrompt,
+    SaidAnswer,
+    SaidChoice,
+    SaidMessage,
+    SaidText,
+    Sampling,
+    TurnBegins,
+    TurnEnds,
+)
+from radixrt.router.errors import FieldError
+from radixrt.router.said import NOTHING, Draft, ids_of_text
+from radixrt.router.tokens import TextService, load_tokenizer
+from tests.checkpoints import make_tokenizer
+from tests.lang.oracle import Oracle
+
+END = 2
+
+
+class Rewriting(TextService):
+    """With a template that trims what was said, and drops all but the last word of complete answers."""
+
+    def render(self, prompt: ChatPrompt) -> str:
+        *before, last = prompt.messages
+        said = "".join(self._turn(message) for message in before)
+        if prompt.partial:
+            return f"{said}<{last['role']}>{last['content']}"
+        return f"{said}{self._turn(last)}<assistant>"
+
+    def _turn(self, message: dict) -> str:
+        words = message["content"].split(" ")
+        return f"<{message['role']}>{words[-1] if message['role'] == 'assistant' else message['content'].strip()}"
+
+
+class Marking(TextService):
+    """With a tokenizer that begins a text with a token, and with another one if it is told to."""
+
+    def _encode_text(self, text: str, special: bool, field: str) -> bytes:
+        return array("i", [int(special)]).tobytes() + super()._encode_text(text, special, field)
+
+
+class Direct:
+    """What the reference asks a client."""
+
+    def __init__(self, text: TextService) -> None:
+        self._text = text
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        return self._text.render(prompt)
+
+    async def detokenize(self, ids: bytes) -> str:
+        return self._text.decode_now(ids)
+
+
+@functools.cache
+def services(folder: str) -> list[TextService]:
+    tokenizer = load_tokenizer(folder, "")
+    return [TextService(tokenizer), Rewriting(tokenizer), Marking(tokenizer)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+TEXT = st.sampled_from(
+    ["The dog is help", "ful", " and", " ", "é", "🙂 Thought:", "<|im_end|>\n", "a", " the answer again", "\n"]
+)
+CUT = st.tuples(st.integers(0, 30), st.integers(1, 3), st.booleans())
+ANSWER = st.tuples(
+    st.lists(st.integers(3, 511), min_size=1, max_size=8), st.sampled_from(["length", "token", "named", "string"]), CUT
+)
+STEP = st.one_of(st.tuples(st.just("say"), TEXT), st.tuples(st.just("gen"), ANSWER), st.tuples(st.just("choose"), TEXT))
+TURN = st.tuples(st.sampled_from(["user", "system", "tool"]), TEXT, st.lists(STEP, max_size=4))
+
+
+def answer_of(text: TextService, ids: list[int], kind: str, cut: tuple[int, int, bool]) -> SaidAnswer:
+    """An answer as a router sends it: it ended by length, by a token, or by a string in the middle of it."""
+    raw, said = array("i", ids).tobytes(), text.decode_now(array("i", ids).tobytes())
+    if kind == "length" or (kind == "string" and not said):
+        return SaidAnswer(raw, said, None, Sampling())
+    if kind != "string":
+        named = kind == "named"
+        end = array("i", [END]).tobytes()
+        sampling = Sampling(stop_token_ids=(END,), include_stop=named)
+        return SaidAnswer(raw + end, text.decode_now(raw + end) if named else said, END, sampling)
+    at, length, include = cut
+    at %= len(said)
+    stop = said[at : at + length]
+    at = said.index(stop)
+    # As tokens come: those that hold the stop string, and none after them.
+    kept = (
+        next(n for n in range(1, len(ids) + 1) if stop in text.decode_now(raw[: 4 * n]))
+        if "�" not in stop
+        else len(ids)
+    )
+    shown = said[: at + len(stop) * include]
+    return SaidAnswer(raw[: 4 * kept], shown, stop, Sampling(stop=(stop,), include_stop=include))
+
+
+class Teller:
+    """Says the same to drafts that follow a state each, to one that is told everything, and to the reference."""
+
+    def __init__(self, text: TextService, cuts: list[bool]) -> None:
+        self.text, self.cuts = text, cuts
+        self.state, self.new, self.all = NOTHING, [], []
+
+    def say(self, *said: object) -> None:
+        self.new += said
+        self.all += said
+
+    def cut(self) -> None:
+        """Keep what was said so far as a state, sometimes, as a fork does."""
+        if self.cuts and self.cuts.pop():
+            draft = Draft(self.state, self.text)
+            draft.add(self.new)
+            self.state, self.new = draft.state(), []
+
+    def ask(self) -> None:
+        """All three make the same prompt."""
+        draft, whole = Draft(self.state, self.text), Draft(NOTHING, self.text)
+        draft.add(self.new)
+        whole.add(self.all)
+        oracle = asyncio.run(self.prompt_of_oracle())
+        if not oracle.parts:
+            with pytest.raises(FieldError, match="prompt is empty"):
+                draft.prompt()
+            return
+        ids = draft.prompt()
+        assert ids == self.text.encode_now(oracle) == whole.prompt()
+        assert Draft(draft.state(), self.text).prompt() == ids
+        self.state, self.new, self.asked = draft.state("n"), [], ids
+
+    async def prompt_of_oracle(self):
+        client = Direct(self.text)
+        return await (await Oracle.of(client, self.all)).prompt(client)
+
+    def step(self, kind: str, what) -> None:
+        self.cut()
+        if kind == "say":
+            self.say(SaidText(what))
+            return
+        self.ask()
+        if not self.state.parts:
+            return
+        if kind == "choose":
+            self.say(SaidChoice(what))
+            return
+        answer = answer_of(self.text, *what)
+        self.state = Draft(self.state, self.text).state("n", answer)
+        self.all.append(answer)
+        assert self.state.ids == self.asked + answer.ids
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_program_makes_the_prompts_of_the_reference(folder, data):
+    text = services(folder)[2]
+    teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
+    for kind, what in data.draw(st.lists(STEP, max_size=9)):
+        teller.step(kind, what)
+    teller.ask()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_chat_makes_the_prompts_of_the_reference(folder, data):
+    """Also where the template rewrites what was said."""
+    text = data.draw(st.sampled_from(services(folder)))
+    teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
+    for role, content, steps in data.draw(st.lists(TURN, min_size=1, max_size=4)):
+        teller.say(SaidMessage(role, content))
+        teller.cut()
+        teller.say(TurnBegins())
+        for kind, what in steps:
+            teller.step(kind, what)
+        teller.ask()
+        teller.say(TurnEnds())
+
+
+def test_what_was_generated_keeps_its_ids_where_the_template_leaves_it(folder):
+    plain, rewriting, _ = services(folder)
+    ids = array("i", [70, 71, 300]).tobytes()
+    for text, kept in ((plain, True), (rewriting, " " not in plain.decode_now(ids))):
+        draft = Draft(NOTHING, text)
+        draft.add([SaidMessage("user", "hi"), TurnBegins()])
+        draft.prompt()
+        draft = Draft(draft.state("n", SaidAnswer(ids, text.decode_now(ids), None, Sampling())), text)
+        draft.add([TurnEnds(), SaidMessage("user", "more"), TurnBegins()])
+        assert (ids in draft.prompt()) == kept
+
+
+@pytest.mark.parametrize(
+    "said, field",
+    [
+        ([SaidText("x"), SaidMessage("user", "x")], "[1]"),
+        ([SaidText("x"), TurnBegins()], "[1]"),
+        ([SaidMessage("user", "x"), SaidText("x")], "[1]"),
+        ([SaidMessage("user", "x"), TurnEnds()], "[1]"),
+        ([TurnEnds()], "[0]"),
+        ([TurnBegins(), TurnBegins()], "[1]"),
+        ([TurnBegins(), SaidMessage("user", "x")], "[1]"),
+        ([SaidMessage("user", "x"), SaidAnswer(b"\5\0\0\0", "x", None, Sampling())], "[1]"),
+        ([SaidText("x"), SaidAnswer(b"\5\0\0", "x", None, Sampling())], "[1]"),
+        ([SaidMessage("user", "x")], ""),
+    ],
+)
+def test_what_cannot_be_said(folder, said, field):
+    with pytest.raises(FieldError) as caught:
+        draft = Draft(NOTHING, services(folder)[0])
+        draft.add(said)
+        draft.prompt()
+    assert caught.value.field == f"prompt.said{field}" and str(caught.value).startswith(caught.value.field)
+
+
+def test_the_stop_token_is_said_only_if_the_caller_asked_for_it(folder):
+    text, ids = services(folder)[0], array("i", [70, 71, END]).tobytes()
+    for sampling, kept in (
+        (Sampling(), 2),
+        (Sampling(stop_token_ids=(END,)), 2),
+        (Sampling(include_stop=True), 2),
+        (Sampling(stop_token_ids=(END,), include_stop=True), 3),
+    ):
+        assert ids_of_text(text, ids, "xy", END, sampling) == (ids[: 4 * kept], 2)
+    assert ids_of_text(text, ids, "xy", None, Sampling()) == (ids, 2)

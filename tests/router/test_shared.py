@@ -1,0 +1,51 @@
+"""What front ends share, by the router's memory of it."""
+
+from __future__ import annotations
+
+import random
+
+from radixrt.router.shared import ENTRY_BYTES, SharedMemory
+
+
+def test_values_are_of_a_tenant():
+    memory = SharedMemory(10_000)
+    memory.put("a", b"k", b"1")
+    assert memory.get("a", b"k") == b"1" and memory.get("b", b"k") is None
+    memory.put("a", b"k", b"22")
+    assert memory.get("a", b"k") == b"22" and memory.num_bytes == 2 + ENTRY_BYTES
+    memory.put("b", b"k", None)
+    memory.put("a", b"k", None)
+    assert memory.get("a", b"k") is None and memory.num_bytes == 0
+
+
+def test_the_tenant_with_most_loses_its_oldest():
+    memory = SharedMemory(5 * (100 + ENTRY_BYTES))
+    for key in (b"1", b"2", b"3", b"4"):
+        memory.put("a", key, b"x" * 100)
+    memory.put("b", b"1", b"x" * 100)
+    memory.get("a", b"1")
+    memory.put("b", b"2", b"x" * 100)
+    assert [memory.get("a", key) is not None for key in (b"1", b"2", b"3", b"4")] == [True, False, True, True]
+    assert memory.get("b", b"1") and memory.get("b", b"2")
+
+
+def test_more_than_there_is_room_for_is_not_kept():
+    memory = SharedMemory(1000)
+    memory.put("a", b"k", b"x" * 2000)
+    assert memory.get("a", b"k") is None and memory.num_bytes == 0
+    off = SharedMemory(0)
+    off.put("a", b"k", b"")
+    assert off.get("a", b"k") is None
+
+
+def test_sizes_add_up():
+    rng = random.Random(0)
+    memory, kept = SharedMemory(6000), {}
+    for _ in range(3000):
+        tenant, key = rng.choice("abc"), bytes([rng.randrange(8)])
+        value = rng.choice([None, rng.randbytes(rng.randrange(600))])
+        memory.put(tenant, key, value)
+        kept[tenant, key] = value
+        kept = {place: memory.get(*place) for place, last in kept.items() if memory.get(*place) is not None}
+        assert value is None or kept.get((tenant, key), value) == value
+        assert memory.num_bytes == sum(len(v) + ENTRY_BYTES for v in kept.values()) <= 6000
