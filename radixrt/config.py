@@ -10,6 +10,7 @@ import dataclasses
 import os
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 
@@ -35,7 +36,7 @@ KEEP_THINKING = "thinking that the chat template drops from earlier answers stay
 class WorkerConfig:
     """One worker: one model on one device."""
 
-    model: str = setting("", "checkpoint folder or hub name")
+    model: str = setting("", "checkpoint folder, hub name, or nano")
     served_model_name: str = setting("", "name clients use (default: the folder's name)")
     router: str = setting("", "ZMQ address of the router's worker socket")
     name: str = setting("", "unique worker name (default: host and pid)")
@@ -57,6 +58,9 @@ class WorkerConfig:
     )
     attention_backend: str = setting("auto", "auto, flashinfer or triton (GPUs), torch")
     tree_attention: str = setting("auto", "requests read what they share once: auto or on (where it pays), off")
+    jump_forward: bool = setting(
+        True, "text that a grammar forces is appended, not drawn, and JSON of a schema is on one line"
+    )
     enforce_eager: bool = setting(False, "no CUDA graphs")
     cpu_threads: int = setting(0, "threads that compute on a CPU (0: torch's default)")
     load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
@@ -69,7 +73,7 @@ class WorkerConfig:
 class RouterConfig:
     """The router: clients on one ZMQ socket, workers on another."""
 
-    model: str = setting("", "checkpoint folder whose tokenizer and template serve text")
+    model: str = setting("", "checkpoint folder, or nano, whose tokenizer and template serve text")
     served_model_name: str = setting("", "name clients use (default: the folder's name)")
     tokenizer: str = setting("", "tokenizer folder (default: the model's; 'none' serves ids only)")
     chat_template: str = setting("", "file with a Jinja chat template in place of the checkpoint's")
@@ -82,14 +86,21 @@ class RouterConfig:
     report_tokens: int = setting(16_000_000, "tokens remembered for the infinite-cache bound, 5 bytes each")
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
     keep_thinking: bool = setting(False, KEEP_THINKING)
+    state_bytes: int = setting(
+        256 << 20, "memory of the router for what programs have said (0: they send it every time)"
+    )
+    shared_bytes: int = setting(256 << 20, "memory of the router for what several front ends share")
+    pause_seconds: float = setting(60.0, "longest time that the cache keeps a program for a tool that runs")
     curve_secret_key: str = setting("", "file with a CURVE secret key; needed beyond loopback")
+    http: FrontendConfig | None = None
+    """A front end on the router's own event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
     """One HTTP front-end process."""
 
-    model: str = setting("", "checkpoint folder whose tokenizer and template serve text")
+    model: str = setting("", "checkpoint folder, or nano, whose tokenizer and template serve text")
     served_model_name: str = setting("", "name clients use (default: the folder's name)")
     tokenizer: str = setting("", "tokenizer folder (default: the model's; 'none' serves ids only)")
     chat_template: str = setting("", "file with a Jinja chat template in place of the checkpoint's")
@@ -105,6 +116,9 @@ class FrontendConfig:
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
     keep_thinking: bool = setting(False, KEEP_THINKING)
     response_bytes: int = setting(256 << 20, RESPONSE_BYTES)
+    share_sessions: bool = setting(
+        False, "sessions and stored responses are shared with the router's other front ends (serve sees to it)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +129,25 @@ class StackConfig:
     worker: WorkerConfig
     frontend: FrontendConfig
     workers: int = setting(1, "worker processes, each with a copy of the model (data parallel)")
-    api_server_count: int = setting(1, "HTTP front-end processes; 0: ZMQ only")
+    api_server_count: int = setting(1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only")
     ready_timeout: float = setting(600.0, "seconds until every worker must serve")
 
 
 AnyConfig = TypeVar("AnyConfig", WorkerConfig, RouterConfig, FrontendConfig)
 
 
+NANO = Path(__file__).parent / "assets" / "nano"
+"""The small model that comes along; its README.md says what it can do."""
+
+
+def model_folder(name: str) -> str:
+    """`nano` is the model of this package, unless the current directory has a folder of that name; else `name`."""
+    return str(NANO) if name == NANO.name and not os.path.isdir(name) else name
+
+
 def resolve(config: AnyConfig) -> AnyConfig:
     """`config` with every default decided that the machine alone tells. Resolving twice changes nothing."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"model": model_folder(config.model)}
     if not config.served_model_name:
         changes["served_model_name"] = os.path.basename(os.path.normpath(config.model)) if config.model else ""
     if isinstance(config, WorkerConfig):
@@ -135,8 +158,8 @@ def resolve(config: AnyConfig) -> AnyConfig:
             changes["name"] = f"{socket.gethostname()}-{os.getpid()}"
         if not config.max_num_batched_tokens:
             changes["max_num_batched_tokens"] = 8192 if on_gpu else 512
-    elif not config.tokenizer:
-        changes["tokenizer"] = config.model or "none"
+    else:
+        changes["tokenizer"] = model_folder(config.tokenizer) or changes["model"] or "none"
     return dataclasses.replace(config, **changes)
 
 

@@ -1,6 +1,6 @@
 """Starts the processes of one machine, or the same as threads, and stops them in order.
 
-    parent --stdin pipe--> router, workers, front ends
+    parent --stdin pipe--> router (with the front end, if there is one), workers, front ends
 
 A child reads its configuration (one line of JSON, so that keys are in no argument list) from the pipe and leaves
 when the pipe closes, however its parent ended. Children have a session of their own: Ctrl-C reaches the parent
@@ -118,11 +118,14 @@ class Stack:
     def start(self) -> None:
         """Start everything and wait until every worker serves. StartError says what went wrong."""
         config, began = self._config, time.monotonic()
-        self._children.append(start_child("router", "router", config.router))
+        shares = config.frontend.share_sessions or config.api_server_count > 1
+        frontend = dataclasses.replace(config.frontend, router=self._client_address, share_sessions=shares)
+        # One front end lives with the router: a request has two processes less to pass.
+        http = resolve(frontend) if config.api_server_count == 1 else None
+        self._children.append(start_child("router", "router", dataclasses.replace(config.router, http=http)))
         for worker in worker_configs(config, self._worker_address):
             self._children.append(start_child("worker", worker.name, worker))
-        frontend = dataclasses.replace(config.frontend, router=self._client_address)
-        for number in range(config.api_server_count):
+        for number in range(config.api_server_count if http is None else 0):
             self._children.append(start_child("frontend", f"frontend-{number}", frontend))
         self._wait(began + config.ready_timeout)
         if not self._stopping.is_set():
@@ -163,7 +166,7 @@ class Stack:
             for child in [child for child in self._children if not child.alive]:
                 self._bury(child)
             roles = {child.role for child in self._children}
-            wanted = {"router", "worker"} | ({"frontend"} if self._config.api_server_count else set())
+            wanted = {"router", "worker"} | ({"frontend"} if self._config.api_server_count > 1 else set())
             if missing := wanted - roles:
                 log.error("no %s is left: stopping", " and no ".join(sorted(missing)))
                 return 1

@@ -55,9 +55,14 @@ def run_role(role: str, config: Any) -> None:
     """Be the process `role` until SIGTERM or SIGINT. Imports what that role needs, and no more."""
     match role:
         case "router":
-            from radixrt.router import process
+            if config.http:
+                from radixrt.frontend import server
 
-            process.run(config)
+                server.run_with_router(config)
+            else:
+                from radixrt.router import process
+
+                process.run(config)
         case "frontend":
             from radixrt.frontend import server
 
@@ -92,7 +97,7 @@ def make_worker(config: WorkerConfig) -> Worker:
         limits=limits,
         max_model_len=config.max_model_len,
         check=config.check,
-        grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids),
+        grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids, jump_forward=config.jump_forward),
         max_pinned_share=config.max_pinned_share,
     )
 

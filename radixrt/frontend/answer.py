@@ -27,7 +27,7 @@ from radixrt.messages import (
     Usage,
 )
 from radixrt.router.tokens import TextService
-from radixrt.transports import Answer, ZmqTransport
+from radixrt.transports import Answer, RouterTransport
 
 MAX_BACKLOG = 4 << 20
 """Bytes that wait for a client that does not read, before its request is cancelled."""
@@ -50,6 +50,8 @@ class Mailbox:
         self.finished = False
         self.held = False
         """What is there must not be sent yet."""
+        self.settled: Callable[[], Awaitable[None]] | None = None
+        """Waits until all front ends know of the answer: its end is not sent before."""
         self._out: list[bytes] = []
         self._backlog = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -86,12 +88,21 @@ class Mailbox:
         await self._waiter
         self._waiter = None
 
+    async def complete(self) -> None:
+        """Return when all is there. ApiError, Disconnected."""
+        while not self.finished:
+            await self.changed()
+        if self.settled is not None:
+            await self.settled()
+
     async def part(self) -> bytes | None:
         """All that there is to send, at least something; None after the last. ApiError, Disconnected."""
         while self.held or not self._out:
             if self.finished:
                 return None
             await self.changed()
+        if self.finished and self.settled is not None:
+            await self.settled()
         out, self._out, self._backlog = self._out, [], 0
         return out[0] if len(out) == 1 else b"".join(out)
 
@@ -99,7 +110,7 @@ class Mailbox:
 class Exchange(Mailbox):
     """All choices of one HTTP request, which may be several requests of the router's (one a prompt)."""
 
-    def __init__(self, transport: ZmqTransport, service: TextService, reply: Reply, streams: bool, usage: bool) -> None:
+    def __init__(self, transport: RouterTransport, service: TextService, reply: Reply, streams: bool, usage: bool) -> None:
         super().__init__()
         self.reply = reply
         self.names: dict[str, str] = {}
@@ -138,6 +149,26 @@ class Exchange(Mailbox):
     def cancel(self) -> None:
         for request_id in self._ids:
             self._transport.cancel(request_id)
+
+    def fail(self, problem: Exception) -> None:
+        """See Mailbox. Once a stream has begun, an error is its last event."""
+        if isinstance(problem, ApiError):
+            problem = self.own_error(problem)
+            if self._streams and not self.held and self.failure is None and not self.finished:
+                self.put(self.error_event(problem))
+                self.finished = True
+                self.cancel()
+                self.wake()
+                return
+        super().fail(problem)
+
+    def own_error(self, problem: ApiError) -> ApiError:
+        """An error as this API has it."""
+        return problem
+
+    def error_event(self, problem: ApiError) -> bytes:
+        """What a stream says of an error."""
+        return b"data: " + problem.body() + b"\n\n"
 
     @property
     def usages(self) -> list[Usage]:
@@ -193,8 +224,7 @@ class Exchange(Mailbox):
 
     async def whole(self) -> bytes:
         """The body of the answer, when all choices have ended. ApiError, Disconnected."""
-        while not self.finished:
-            await self.changed()
+        await self.complete()
         choices = [
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, 0), c.finish, c.stop)
             for c in self.choices
@@ -205,7 +235,7 @@ class Exchange(Mailbox):
 class NativeExchange(Mailbox):
     """One message of the native protocol, its answers as lines of JSON. A refusal is a line too, and the status."""
 
-    def __init__(self, transport: ZmqTransport, request: ClientRequest) -> None:
+    def __init__(self, transport: RouterTransport, request: ClientRequest) -> None:
         super().__init__()
         self._asked_id = request.id
         self.refusal: ApiError | None = None
@@ -251,10 +281,8 @@ class StreamAnswer:
         except Disconnected:
             return
         except ApiError as error:
-            if not started:
-                await send_error(send, error)
-                return
-            await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": True})
+            await send_error(send, error)
+            return
         finally:
             watcher.cancel()
             self._exchange.cancel()

@@ -27,7 +27,9 @@ from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.guard import MESSAGES_PATH, api_error, key_of, on_crash, on_http_error, origin_of
 from radixrt.frontend.output import TEXT, Formats, Output
+from radixrt.frontend.peers import Peers
 from radixrt.frontend.replies import ChatReply, Reply, encode, native_line, session_json
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.structured import Constraint
@@ -38,7 +40,6 @@ from radixrt.messages import (
     ClientRequest,
     Error,
     Generate,
-    Origin,
     Prompt,
     Sampling,
     TextPrompt,
@@ -48,22 +49,18 @@ from radixrt.router.conversations import Conversations, facts
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
-from radixrt.transports import NATIVE_PATH, ZmqTransport
+from radixrt.transports import NATIVE_PATH, Here, HereTransport, ZmqTransport
 
 ROUTER_SECONDS = 5.0
 """Time that the router has to answer a question about itself."""
 
-_completion = msgspec.json.Decoder(schema.Completion)
 _chat = msgspec.json.Decoder(schema.Chat)
 _messages = msgspec.json.Decoder(Messages)
 _counted = msgspec.json.Decoder(Counted)
 _tokenize = msgspec.json.Decoder(schema.TokenizeBody)
 _detokenize = msgspec.json.Decoder(schema.DetokenizeBody)
 _native = msgspec.json.Decoder(ClientRequest)
-MESSAGES_PATH = "/v1/messages"
-"""Of Anthropic's API: below it errors are told in its format."""
 POLL_SECONDS = 0.02
-DEPTH_DIGITS = 9
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -71,15 +68,18 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 class Frontend:
-    """The handlers of one process. `app` is the ASGI application; its lifespan opens the connection to the router."""
+    """The handlers of one process. `app` is the ASGI application; its lifespan opens the connection to the router: to
+    `here`, on the same event loop, or at `config.router`."""
 
-    def __init__(self, config: FrontendConfig, text: TextService) -> None:
+    def __init__(self, config: FrontendConfig, text: TextService, here: Here | None = None) -> None:
         self._config = config
+        self._here = here
         self._text = text
-        self._conversations = Conversations(text, config)
+        self._peers = Peers(lambda: self._transport) if config.share_sessions else None
+        self._conversations = Conversations(text, config, self._peers)
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._tenants = parse_api_keys(config.api_key)
-        responses = Responses(config.response_bytes, self._generate, self._body, self._tenant)
+        responses = Responses(config.response_bytes, self._peers, self._generate, self._body, self._tenant)
         routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
@@ -97,12 +97,12 @@ class Frontend:
             Route("/metrics", self._guarded(self.metrics)),
             Route("/health", self.health),
         ]
-        handlers = {HTTPException: _on_http_error, Exception: _on_crash}
+        handlers = {HTTPException: on_http_error, Exception: on_crash}
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        self._transport = ZmqTransport(self._config.router)
+        self._transport = HereTransport(self._here) if self._here else ZmqTransport(self._config.router)
         try:
             await self._wait_for_router()
             yield
@@ -131,11 +131,11 @@ class Frontend:
 
         async def guarded(request: Request) -> Any:
             try:
-                key = _key(request)
+                key = key_of(request)
                 self._check(key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
-                error = told(_api_error(problem))
+                error = told(api_error(problem))
                 return Response(error.body(), error.status, error.headers(), "application/json")
 
         return guarded
@@ -145,7 +145,7 @@ class Frontend:
         try:
             return await self.native(request)
         except (ApiError, FieldError, ServerError) as problem:
-            error = _api_error(problem)
+            error = api_error(problem)
             line = native_line(Error(None, error.status, error.message, error.param, error.retry_after))
             return Response(line, error.status, error.headers(), "application/x-ndjson")
 
@@ -177,7 +177,7 @@ class Frontend:
     # ------------------------------------------------------------ OpenAI's API
 
     async def completions(self, request: Request, key: str) -> Any:
-        body = schema.parse(_completion, await self._body(request))
+        body = schema.parse_completion(await self._body(request))
         return await self._generate(request, key, body, Reply)
 
     async def chat(self, request: Request, key: str) -> Any:
@@ -194,14 +194,14 @@ class Frontend:
     ) -> StreamAnswer | WholeAnswer:
         names, use, wanted = body.names(), body.tool_use(), body.constraint()
         sampling, prompts, n, usage = body.sampling(), body.prompts(use), body.choices(), body.wants_usage()
-        origin = _origin(request)
+        origin = origin_of(request)
         try:
             check_choices(n)
             check_sampling(sampling, self._text.vocab_size)
             found = [await self._encode(prompt, key, body.cache_salt) for prompt in prompts]
             samplings = [self._fitted(sampling, encoded.ids) for encoded in found]
         except FieldError as problem:
-            raise _api_error(problem, names) from None
+            raise api_error(problem, names) from None
         outputs = [
             self._output(prompt, encoded.ids, sampling, use, wanted)
             for prompt, encoded in zip(prompts, found, strict=True)
@@ -214,6 +214,7 @@ class Frontend:
         streams = bool(body.stream)
         exchange = exchange_kind(self._transport, self._text, reply, streams, usage)
         exchange.names = names
+        exchange.settled = self._peers.settled if self._peers else None
         echo = isinstance(body, schema.Completion) and body.echo
         try:
             for prompt, encoded, fitted, output, grammar in zip(
@@ -254,7 +255,7 @@ class Frontend:
 
     async def _encode(self, prompt: Prompt, key: str, cache_salt: str | None) -> Encoded:
         """Ids of a prompt; answers in a chat as they were generated for the same caller."""
-        return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "")
+        return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "", key)
 
     def _tenant(self, key: str) -> str:
         """Whose sessions a key may use. Without keys configured nobody is known: whatever callers send keeps them
@@ -272,7 +273,7 @@ class Frontend:
         were generated for it, the one that ended the turn included. `request` has the prompt's ids, the key and the
         cache salt; `prompt` is the chat as it was rendered, `encoded` what became of it. Not called for choices that
         were cut at a stop string or before a second call that was not wanted, whose ids say more than the message."""
-        self._conversations.remember(encoded, message, ids)
+        self._conversations.remember(encoded, message, ids, request.api_key)
 
     def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
         """`sampling` within --max-model-len, if there is one (the router has its own); FieldError without room."""
@@ -303,7 +304,7 @@ class Frontend:
             encoded = await self._encode(prompt, key, body.cache_salt)
             return json_response({"input_tokens": len(encoded.ids) // 4})
         except FieldError as problem:
-            raise _api_error(problem, body.names()) from None
+            raise api_error(problem, body.names()) from None
 
     async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
         """What the breakpoints of a request pin, found in a thread: each renders the chat once more."""
@@ -333,7 +334,7 @@ class Frontend:
 
     async def native(self, request: Request) -> StreamAnswer:
         """One ClientRequest as JSON; its ClientReplies, one a line. A key in the header counts before its own."""
-        key = _key(request)
+        key = key_of(request)
         if key:
             self._check(key)
         message = schema.parse(_native, await self._body(request))
@@ -383,47 +384,3 @@ class Frontend:
         if not health["serving"]:
             return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
         return json_response({"status": "ok", "workers": len(health["workers"])})
-
-
-def _key(request: Request) -> str:
-    """The caller's API key; "" without one."""
-    headers = request.headers
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-
-
-def _origin(request: Request) -> Origin:
-    """Program, branch and fork depth from headers, for the report."""
-    headers = request.headers
-    depth = headers.get("x-radixrt-depth", "0")
-    if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
-        raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
-    return Origin(headers.get("x-radixrt-program", ""), headers.get("x-radixrt-branch", ""), int(depth))
-
-
-def _api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiError:
-    """The same problem as the answer to a caller who calls fields by `names`."""
-    match problem:
-        case FieldError():
-            return ApiError.of(Error(None, 400, str(problem), problem.field), names)
-        case ServerError():
-            error = Error(None, problem.code, problem.message, problem.field, problem.retry_after)
-            return ApiError.of(error, names)
-    assert isinstance(problem, ApiError)
-    return problem
-
-
-def _told(request: Request, error: ApiError) -> ApiError:
-    """The error in the format of the API that the route is of."""
-    return AnthropicError.wrap(error) if request.url.path.startswith(MESSAGES_PATH) else error
-
-
-async def _on_http_error(request: Request, error: HTTPException) -> Response:
-    messages = {404: f"no such route: {request.url.path}", 405: f"{request.method} is not served here"}
-    problem = _told(request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
-    return Response(problem.body(), error.status_code, error.headers, "application/json")
-
-
-async def _on_crash(request: Request, error: Exception) -> Response:
-    problem = _told(request, ApiError(500, "the server failed on this request; its log says why"))
-    return Response(problem.body(), 500, media_type="application/json")

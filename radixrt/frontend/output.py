@@ -151,9 +151,9 @@ class Formats:
                 return wanted.grammar, wanted.field
             return self._tagged(wanted.as_format(), thinking), wanted.field
         strict = [tool for tool in use.tools if tool.strict]
-        if tools is not None and strict:
+        if tools is not None and (strict or use.limited):
             form = tools.free([tool.function(loose=True) for tool in use.tools], use.parallel)
-            return self._tagged(form, thinking), f"{strict[0].field}.strict"
+            return self._tagged(form, thinking), f"{strict[0].field}.strict" if strict else "tool_choice"
         return None, ""
 
     def _tagged(self, form: dict[str, Any], thinking: Thinking) -> Grammar:

@@ -18,11 +18,13 @@ from radixrt.frontend.history import checked_messages
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
-from radixrt.router.tokens import parse_ids
+from radixrt.router.tokens import cut_ids, parse_ids
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use all the room there is."""
 MOST_PROMPTS = 1024
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Of reasoning."""
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -128,12 +130,15 @@ class Completion(Common, kw_only=True):
     """POST /v1/completions."""
 
     prompt: msgspec.Raw = msgspec.Raw(b"null")
+    """A TokenPrompt where `parse_completion` has read it already."""
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Int | None = None
 
     def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
         """Text, a list of texts, token ids, or a list of token ids."""
+        if isinstance(self.prompt, TokenPrompt):
+            return [self.prompt]
         if (ids := parse_ids(self.prompt)) is not None:
             return [TokenPrompt(ids)]
         special = self.add_special_tokens is not False
@@ -177,6 +182,8 @@ class Chat(Common, kw_only=True):
     prompt_cache_key: str | None = None
     """A hint where to route; not needed here, where placement goes by the tokens themselves."""
     service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
@@ -197,7 +204,10 @@ class Chat(Common, kw_only=True):
             refuse("modalities", "only text is served")
         if self.function_call not in (None, "none", "auto"):
             refuse("function_call", "is not served; use tool_choice")
-        return [chat_prompt(self, self.messages, use.shown)]
+        if self.verbosity not in (None, "medium"):
+            refuse("verbosity", "is not served")
+        effort = effort_args(self.reasoning_effort, "reasoning_effort")
+        return [chat_prompt(self, self.messages, use.shown, effort)]
 
     def tool_use(self) -> ToolUse:
         """See Common."""
@@ -237,14 +247,26 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
         return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
 
 
+def effort_args(effort: Any, field: str) -> dict[str, Any]:
+    """What a chat template is told of how much is to be thought; nothing where the request does not say."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        refuse(field, f"must be one of {', '.join(EFFORTS)}, not {effort!r}")
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
 def chat_prompt(
-    body: Chat | TokenizeBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    body: Chat | TokenizeBody,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    effort: dict[str, Any] | None = None,
 ) -> ChatPrompt:
     """The chat of a body. Its template is asked for an answer, or for the last message to go on."""
     partial = bool(body.continue_final_message)
     if body.add_generation_prompt is not None and body.add_generation_prompt == partial:
         refuse("add_generation_prompt", "must be the opposite of continue_final_message")
-    return ChatPrompt(checked_messages(messages), tools, partial, body.chat_template_kwargs or {})
+    return ChatPrompt(checked_messages(messages), tools, partial, (effort or {}) | (body.chat_template_kwargs or {}))
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -261,6 +283,19 @@ def _ids(ids: list[Any], field: str) -> TokenPrompt:
         return TokenPrompt(array("i", ids).tobytes())
     except TypeError:
         refuse(field, "token ids must be integers")
+
+
+_completion = msgspec.json.Decoder(Completion)
+
+
+def parse_completion(body: bytes) -> Completion:
+    """A body of /v1/completions. Token ids, which it mostly consists of, are read once, and not as JSON."""
+    if (cut := cut_ids(body, "prompt")) is None:
+        return parse(_completion, body)
+    rest, ids = cut
+    found = parse(_completion, rest)
+    found.prompt = TokenPrompt(ids)
+    return found
 
 
 def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str = "") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -10,9 +11,11 @@ import threading
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 
-from radixrt.config import FrontendConfig
+from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.frontend.app import Frontend
+from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 
 log = logging.getLogger("radixrt.frontend")
@@ -25,6 +28,34 @@ def run(config: FrontendConfig) -> None:
     """Serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
     with TextService.load(config) as text, listen(config) as sock:
         make_server(config, text).run([sock])
+
+
+def run_with_router(config: RouterConfig) -> None:
+    """A router and its front end, `config.http`, on one event loop, which saves a request two ways between processes.
+    Serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
+    assert config.http is not None
+    router = RouterServer(config)
+    with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve_both(router, Server(Frontend(config.http, router.text, router)), sock))
+
+
+async def _serve_both(router: RouterServer, server: Server, sock: socket.socket) -> None:
+    """Until the front end, which listens to signals, is told to stop, or one of the two has failed."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    routing = asyncio.create_task(router.run(stop, ready.set))
+
+    def end(_: object) -> None:
+        server.should_exit = True
+        ready.set()
+
+    routing.add_done_callback(end)
+    await ready.wait()
+    try:
+        if not routing.done():
+            await server.serve([sock])
+    finally:
+        stop.set()
+        await routing
 
 
 class Server(uvicorn.Server):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from radixrt.frontend.errors import refuse
@@ -44,6 +44,8 @@ class ToolUse:
     """Several calls in one answer."""
     shown: list[dict[str, Any]] | None = None
     """What the chat template is shown."""
+    limited: bool = False
+    """It is shown more tools than the answer may call."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -56,36 +58,71 @@ NO_TOOLS = ToolUse()
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
     """`tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. ApiError (400) names the field."""
     found = read_tools(tools or [], "tools[{}]", _tool)
-    named = _choice(choice)
-    if choice in (None, "auto", "none") or not found:
-        if not found and choice not in (None, "auto", "none"):
+    chosen = _choice(choice)
+    if not found:
+        if chosen.mode == "required" or chosen.names:
             refuse("tool_choice", "there are no tools to choose from")
-        if not found or choice == "none":
-            return NO_TOOLS
-        return ToolUse(found, parallel=parallel is not False, shown=tools)
-    if named is None:
-        return ToolUse(found, found, parallel=parallel is not False, shown=tools)
-    only = tuple(tool for tool in found if tool.name == named)
-    if not only:
-        refuse("tool_choice.function.name", f"there is no tool {named!r}")
-    return ToolUse(found, only, parallel=False, shown=tools)
+        return NO_TOOLS
+    if chosen.mode == "none":
+        return NO_TOOLS
+    known = {tool.name for tool in found}
+    for name, place in chosen.names.items():
+        if name not in known:
+            refuse(place, f"there is no tool {name!r}")
+    usable = tuple(tool for tool in found if tool.name in chosen.names) if chosen.names else found
+    forced = usable if chosen.mode == "required" else ()
+    parallel = parallel is not False and not chosen.single
+    return ToolUse(usable, forced, parallel, tools, limited=len(usable) < len(found))
 
 
-def _choice(choice: Any) -> str | None:
-    """The name of the one function that is to be called."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Of `tool_choice`. `names`: the tools that may be called, and where the request names them; empty: all."""
+
+    mode: str
+    names: dict[str, str] = field(default_factory=dict)
+    single: bool = False
+    """One call, of the one function that is named."""
+
+
+def _choice(choice: Any) -> _Choice:
     if choice is None or choice in CHOICES:
-        return None
+        return _Choice(choice or "auto")
     if not isinstance(choice, dict):
-        refuse("tool_choice", f"must be one of {', '.join(CHOICES)}, or name a function; not {choice!r}")
-    if choice.get("type") != "function":
-        refuse("tool_choice.type", f"must be 'function', not {choice.get('type')!r}")
-    function = choice.get("function")
+        refuse("tool_choice", f"must be one of {', '.join(CHOICES)}, or name functions; not {choice!r}")
+    match choice.get("type"):
+        case "function":
+            name, place = _function_name(choice, "tool_choice")
+            return _Choice("required", {name: place}, single=True)
+        case "allowed_tools":
+            return _allowed(choice.get("allowed_tools"), "tool_choice.allowed_tools")
+        case kind:
+            refuse("tool_choice.type", f"must be 'function' or 'allowed_tools', not {kind!r}")
+
+
+def _allowed(allowed: Any, place: str) -> _Choice:
+    """Some of the tools; the chat template is shown all, so that prompts stay the same when the choice changes."""
+    if not isinstance(allowed, dict):
+        refuse(place, "must be an object with a mode and tools")
+    if allowed.get("mode") not in ("auto", "required"):
+        refuse(f"{place}.mode", f"must be auto or required, not {allowed.get('mode')!r}")
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not tools:
+        refuse(f"{place}.tools", "must be a list of tools, at least one")
+    return _Choice(allowed["mode"], dict(_function_name(tool, f"{place}.tools[{i}]") for i, tool in enumerate(tools)))
+
+
+def _function_name(chosen: Any, place: str) -> tuple[str, str]:
+    """(the name of a function that is chosen, where it stands)."""
+    if not isinstance(chosen, dict) or chosen.get("type") != "function":
+        refuse(f"{place}.type", "must be 'function'")
+    function = chosen.get("function")
     if not isinstance(function, dict):
-        refuse("tool_choice.function", "must be an object with the name of a function")
+        refuse(f"{place}.function", "must be an object with the name of a function")
     name = function.get("name")
     if not isinstance(name, str):
-        refuse("tool_choice.function.name", "must be a string")
-    return name
+        refuse(f"{place}.function.name", "must be a string")
+    return name, f"{place}.function.name"
 
 
 def read_tools(

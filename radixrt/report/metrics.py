@@ -95,6 +95,25 @@ class _Collector(Collector):
                 for cause, count in counts["dropped_turns"].items():
                     dropped.add_metric([tenant, cause], count)
         yield from (kept, dropped)
+        yield from self._pauses()
+
+    def _pauses(self) -> Iterator[Metric]:
+        now = GaugeMetricFamily("radixrt_paused_sessions", "Sessions that wait for a tool.", labels=["tenant"])
+        families = {
+            name: CounterMetricFamily(f"radixrt_{metric}", text, labels=["tenant"])
+            for name, metric, text in (
+                ("ended", "pauses", "Sessions that waited for a tool."),
+                ("seconds", "paused_seconds", "Seconds that they waited."),
+                ("tokens", "resumed_tokens", "Tokens that they had when they went on."),
+                ("kept_tokens", "resumed_cached_tokens", "Of them, those that were still cached."),
+            )
+        }
+        for tenant, waits in self._report.waits.items():
+            if self._tenant in (None, tenant):
+                now.add_metric([tenant], waits.now)
+                for name, family in families.items():
+                    family.add_metric([tenant], getattr(waits, name))
+        yield from (now, *families.values())
 
     def _workers(self) -> Iterator[Metric]:
         serving = {member.name for member in self._core.members}
@@ -117,6 +136,7 @@ class _Collector(Collector):
                 ("plain_keys", "Tokens whose K and V decodes attended to, in a layer."),
                 ("read_keys", "Of them, those read from memory: what a batch shares is read once."),
                 ("busy_seconds", "Seconds that the device spent on steps."),
+                ("forced_tokens", "Generated tokens that a grammar forced, and that were not drawn."),
             )
         }
         for name, state in self._report.workers.items():

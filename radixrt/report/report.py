@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from radixrt.messages import Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
+from radixrt.report.volatile import Decode, Volatile
 from radixrt.tree import RadixTree
 
 VERSION = 1
@@ -20,6 +21,9 @@ MOST_DEPTH = 32
 MOST_NAME = 120
 """Characters of a program's name that are kept."""
 OTHER = "(other)"
+MOST_SPANS = 32
+"""Changing texts that are named."""
+TOKEN_BYTES = 4
 KEPT, RESPELLED = "kept", "respelled"
 """Counted of a tenant's sessions, beside the reasons why answers were dropped."""
 
@@ -75,7 +79,7 @@ class Tally:
 _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 
-SUMMED = ("evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds")
+SUMMED = ("evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens")
 """Counters of a Load."""
 
 
@@ -90,6 +94,7 @@ class WorkerState:
     plain_keys: int = 0
     read_keys: int = 0
     busy_seconds: float = 0.0
+    forced_tokens: int = 0
 
     def update(self, load: Load) -> None:
         before, self.load = self.load, load
@@ -104,6 +109,18 @@ class WorkerState:
             "free_pages": load.free_pages,
             "evictable_pages": load.evictable_pages,
         } | {name: getattr(self, name) for name in SUMMED}
+
+
+@dataclass(slots=True)
+class Waits:
+    """A tenant's sessions that pause while a tool runs. `kept_tokens` of the `tokens` that they had were still cached
+    when they went on."""
+
+    now: int = 0
+    ended: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    kept_tokens: int = 0
 
 
 def _gained(now: float, before: float) -> float:
@@ -123,14 +140,19 @@ class Report:
         self._lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self._workers: dict[str, WorkerState] = defaultdict(WorkerState)
         self._sessions: dict[str, Counter[str]] = defaultdict(Counter)
+        self._volatile = Volatile()
+        self.waits: dict[str, Waits] = defaultdict(Waits)
+        """By tenant."""
         self._started = time.monotonic()
 
     # ------------------------------------------------------------ fed by the router
 
-    def arrived(self, namespace: str, ids: bytes) -> int:
+    def arrived(self, namespace: str, ids: bytes, tenant: str = "") -> int:
         """A prompt came in: the tokens that an infinite cache would give it, which are its leading ones that came in,
         or were generated, before; less one at least, for its last token is computed always. Remembers it."""
-        return min(self._remember(namespace, ids), len(ids) // 4 - 1)
+        known = self._remember(namespace, ids)
+        self._volatile.arrived(tenant, namespace, ids, known)
+        return min(known, len(ids) // TOKEN_BYTES - 1)
 
     def finished(
         self,
@@ -148,9 +170,11 @@ class Report:
         predicted_tokens: int,
         best_tokens: int,
     ) -> None:
-        """A sequence ended. `ids` are prompt and output; `bound_tokens` is what `arrived` said; when it was placed, the
-        index said that its worker held `predicted_tokens` and that no worker held more than `best_tokens`."""
-        self._remember(namespace, ids)
+        """A sequence ended. `ids` are prompt and output, whose last token was drawn but not computed; `bound_tokens` is
+        what `arrived` said; when it was placed, the index said that its worker held `predicted_tokens` and that no
+        worker held more than `best_tokens`."""
+        generated = len(ids) // TOKEN_BYTES - prompt_tokens
+        self._remember(namespace, ids[:-TOKEN_BYTES] if generated else ids)
         misses = explain(
             prompt=prompt_tokens,
             hit=cached_tokens,
@@ -163,7 +187,7 @@ class Report:
         self._tallies[self._place(tenant, origin, worker)].add(
             prompt=prompt_tokens,
             hit=cached_tokens,
-            generated=len(ids) // 4 - prompt_tokens,
+            generated=generated,
             predicted=predicted_tokens,
             misses=misses,
         )
@@ -171,6 +195,20 @@ class Report:
     def session(self, tenant: str, facts: SessionFacts) -> None:
         """A chat came in that holds answers which were generated here."""
         self._sessions[tenant].update({KEPT: facts.kept, RESPELLED: facts.respelled}, **facts.dropped)
+
+    def paused(self, tenant: str) -> None:
+        """A session waits for a tool."""
+        self.waits[tenant].now += 1
+
+    def went_on(self, tenant: str, seconds: float) -> None:
+        """One that had waited so long waits no more."""
+        waits = self.waits[tenant]
+        waits.now, waits.ended, waits.seconds = waits.now - 1, waits.ended + 1, waits.seconds + seconds
+
+    def resumed(self, tenant: str, tokens: int, cached: int) -> None:
+        """It has asked for more: so many of its tokens could be in a cache, so many were."""
+        self.waits[tenant].tokens += tokens
+        self.waits[tenant].kept_tokens += cached
 
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
@@ -196,8 +234,8 @@ class Report:
 
     # ------------------------------------------------------------ read by everybody
 
-    def to_json(self, tenant: str | None = None) -> dict[str, Any]:
-        """The report as JSON-like values; of one tenant alone where one is named.
+    def to_json(self, tenant: str | None = None, decode: Decode | None = None) -> dict[str, Any]:
+        """The report as JSON-like values; of one tenant alone where one is named. `decode` makes text of token ids.
 
             version, seconds (since start), tenant (or null: all)
             total      requests, prompt_tokens, hit_tokens, hit_rate, bound_tokens, bound_rate, generated_tokens,
@@ -206,9 +244,15 @@ class Report:
             programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (forks above it)
             workers    ... with `worker` ("" for none); for all tenants together also total_pages, used_pages (of them
                        evictable_pages), free_pages, evicted_tokens, preemptions, steps, and what decodes attended to
-                       and read of it, plain_keys and read_keys, and busy_seconds (see `messages.Load`)
+                       and read of it, plain_keys and read_keys, busy_seconds and forced_tokens (see `messages.Load`)
             sessions   answers in chats that were generated here: kept_turns (spelled by their ids), respelled_turns (of
                        them, those that the template writes in other words), dropped_turns (ids were lost; by cause)
+            pauses     sessions that wait for a tool: now, ended, the seconds that these took, the tokens that they had
+                       when they went on, and the kept_tokens of them that were still cached
+            volatile   short text near the start of prompts that changed with most requests, so that nothing behind it
+                       was hit, the most lost tokens first: tenant, requests (that changed it), lost_tokens (prompt
+                       tokens behind it that were computed, and had been behind another value), at (tokens before it),
+                       before, values (the latest two) and after: its text and what is around it, null without `decode`
             bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
                        tokens (remembered) and forgotten, else null
 
@@ -235,6 +279,8 @@ class Report:
             "programs": self._group(tallies, lambda place: {"program": place.program, "depth": place.depth}),
             "workers": workers,
             "sessions": self._sessions_of(tenant),
+            "pauses": self._waits_of(tenant),
+            "volatile": sorted(self._volatile.rows(tenant, decode), key=lambda row: -row["lost_tokens"])[:MOST_SPANS],
             "bound": {
                 "exact": not self._forgotten,
                 "tokens": self._seen.tokens if tenant is None else None,
@@ -256,6 +302,10 @@ class Report:
                 total.update(counts)
         kept, respelled = total.pop(KEPT, 0), total.pop(RESPELLED, 0)
         return {"kept_turns": kept, "respelled_turns": respelled, "dropped_turns": dict(sorted(total.items()))}
+
+    def _waits_of(self, tenant: str | None) -> dict[str, Any]:
+        rows = [asdict(waits) for name, waits in self.waits.items() if tenant in (None, name)]
+        return {f.name: sum(row[f.name] for row in rows) for f in fields(Waits)}
 
     @property
     def sessions(self) -> dict[str, dict[str, Any]]:

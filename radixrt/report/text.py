@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 WIDTH = 100
+MOST_VOLATILE = 8
 MOST_ROWS = 24
 """Lines of a group that are shown: those with the most prompt tokens. The JSON has all."""
 CAUSES = {
@@ -38,6 +39,8 @@ def to_text(report: dict[str, Any]) -> str:
     lines += _misses(total)
     lines += _pages(report["workers"])
     lines += _sessions(report["sessions"])
+    lines += _volatile(report["volatile"])
+    lines += _pauses(report["pauses"])
     lines += _drift(total)
     if not report["bound"]["exact"]:
         lines.append("infinite: a lower bound, for the oldest prompts were forgotten (--report-tokens)")
@@ -93,6 +96,40 @@ def _sessions(sessions: dict[str, Any]) -> list[str]:
         return []
     why = "".join(f", {count:,} lost tokens ({cause.replace('_', ' ')})" for cause, count in dropped.items())
     return [f"sessions: {kept:,} answers in prompts kept the ids that were generated{why}", ""]
+
+
+def _pauses(pauses: dict[str, Any]) -> list[str]:
+    if not pauses["now"] and not pauses["ended"]:
+        return []
+    kept, tokens = pauses["kept_tokens"], pauses["tokens"]
+    share = f"; {kept:,} of {tokens:,} tokens were cached when they went on ({kept / tokens:.1%})" if tokens else ""
+    return [f"tools: {pauses['now']:,} sessions wait, {pauses['ended']:,} waited {pauses['seconds']:,.1f} s{share}", ""]
+
+
+def _volatile(rows: list[dict[str, Any]]) -> list[str]:
+    """Each changing text in two lines, its values in brackets."""
+    if not rows:
+        return []
+    lines = []
+    for row in rows[:MOST_VOLATILE]:
+        lines.append(
+            f"  tenant {_cut(_printable(row['tenant']), 40)}: {row['requests']:,} requests changed it, "
+            f"{row['lost_tokens']:,} prompt tokens computed again"
+        )
+        if row["before"] is None:
+            lines.append(f"    after {row['at']:,} tokens")
+            continue
+        values = " | ".join(_cut(_one_line(value), 20) for value in row["values"])
+        room = (WIDTH - len(values) - 10) // 2
+        before, after = _one_line(row["before"]), _one_line(row["after"])
+        lines.append(f"    \u2026{before[max(0, len(before) - room) :]}[{values}]{after[:room]}\u2026")
+    if len(rows) > MOST_VOLATILE:
+        lines.append(f"  and {len(rows) - MOST_VOLATILE} more, see --json")
+    return ["prompts differ near their start with every request, and nothing behind that is hit:", *lines, ""]
+
+
+def _one_line(text: str) -> str:
+    return _printable(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def _drift(total: dict[str, Any]) -> list[str]:

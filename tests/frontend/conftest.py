@@ -24,14 +24,15 @@ def folder(tmp_path_factory) -> Path:
 
 @contextmanager
 def serving(
-    folder: Path | None, fake: str = "0,0", workers: int = 2, context: int = 8192, **settings
+    folder: Path | None, fake: str = "0,0", workers: int = 2, context: int = 8192, jump_forward: bool = True, **settings
 ) -> Iterator[FrontendThread]:
     """A front end; `settings` are fields of its configuration, `api_key` also of the router's; `context` is the
-    workers' max_model_len."""
+    workers' max_model_len, `jump_forward` theirs too."""
     names = {"model": str(folder or ""), "served_model_name": "m", "tokenizer": "" if folder else "none"}
     keys = {"api_key": settings["api_key"]} if "api_key" in settings else {}
     router = resolve(RouterConfig(**names, **keys))
-    worker = WorkerConfig(model=str(folder or ""), served_model_name="m", fake=fake, max_model_len=context)
+    own = {"model": str(folder or ""), "served_model_name": "m", "fake": fake}
+    worker = WorkerConfig(**own, max_model_len=context, jump_forward=jump_forward)
     with LocalStack(StackConfig(router, worker, FrontendConfig(), workers)) as stack:
         frontend = FrontendThread(resolve(FrontendConfig(**names, router=stack.address, port=0, **settings)))
         try:

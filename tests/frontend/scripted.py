@@ -74,7 +74,7 @@ class Script(FakeRunner):
     """Each sequence says the next of `texts`, token by token, then ends; without a text it says what the fake says."""
 
     def __init__(self, **sizes: Any) -> None:
-        super().__init__(num_pages=1 << 16, **sizes)
+        super().__init__(**sizes)
         self.texts: deque[list[int]] = deque()
         self.samplings: list[Sampling] = []
         self._said: dict[int, list[int] | None] = {}
@@ -109,6 +109,10 @@ class Model:
         self.tokenizer = load_tokenizer(folder)
         self.client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)
         self.answers: list[tuple[Generate, ChatPrompt, dict, list[int]]] = []
+        self.attach(frontend)
+
+    def attach(self, frontend: Any) -> None:
+        """Note the answers that a front end gives."""
         remember = frontend.on_answer
 
         def on_answer(request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict, ids: bytes) -> None:
@@ -138,12 +142,12 @@ class Model:
 
 
 @contextmanager
-def scripted(family: str, folder: Path, **settings: Any) -> Iterator[Model]:
+def scripted(family: str, folder: Path, num_pages: int = 1 << 16, **settings: Any) -> Iterator[Model]:
     make_family(folder, family)
-    script = Script(vocab_size=512 + len(FAMILIES[family][1]))
+    script = Script(vocab_size=512 + len(FAMILIES[family][1]), num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(roles, "make_runner", lambda config: script)
-        with serving(folder, workers=1, **settings) as frontend:
+        with serving(folder, workers=1, jump_forward=False, **settings) as frontend:  # a script has every token
             model = Model(frontend.url, folder, script, frontend._server._frontend)
             with model.client:
                 yield model

@@ -20,6 +20,8 @@ from tests.frontend.test_sessions import odd, sequences
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "weather", "description": "Of a city", "parameters": CITY}
 TOOLS = [WEATHER, {"type": "function", "name": "time"}]
+NAMED = {"type": "function", "name": "time"}
+ONLY_TIME = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city":  "Paris"}}\n</tool_call>'
 ROME = PARIS.replace("Paris", "Rome")
 
@@ -46,6 +48,10 @@ def ask(model: Model, *texts: str, key: str = "key-a", **fields: Any) -> Any:
 def rendered(model: Model) -> list[dict[str, Any]]:
     """The chat of the latest request."""
     return model.answers[-1][1].messages
+
+
+def rendered_tools(model: Model) -> list[dict[str, Any]]:
+    return model.answers[-1][1].tools
 
 
 def refused(model: Model, field: str, **fields: Any) -> openai.BadRequestError:
@@ -101,6 +107,15 @@ def test_forced_calls(model, choice, names):
     assert response.output[0].name == "weather"
     assert len(model.grammar[1]["format"]["tags"]) == names
     assert ask(model, PARIS, tools=TOOLS, tool_choice="none").output_text == PARIS
+
+
+def test_some_of_the_tools(model):
+    pytest.importorskip("xgrammar")
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    response = ask(model, call, tools=TOOLS, tool_choice=ONLY_TIME)
+    assert response.output[0].name == "time" and response.tool_choice.to_dict() == ONLY_TIME
+    assert len(model.grammar[1]["format"]["tags"]) == 1
+    assert len(rendered_tools(model)) == 2
 
 
 def test_formats(model):
@@ -371,10 +386,12 @@ def test_a_chain_costs_its_turns_once():
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice.name", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}),
         ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "file_search"}}),
+        ("tool_choice.mode", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [NAMED]}}),
+        ("tool_choice.tools[0].name", {"tools": [WEATHER], "tool_choice": ONLY_TIME}),
         ("text.format.type", {"text": {"format": {"type": "xml"}}}),
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
-        ("truncation", {"truncation": "auto"}),
+        ("truncation", {"truncation": "middle"}),
         ("background", {"background": True}),
         ("conversation", {"conversation": "conv_1"}),
         ("top_logprobs", {"top_logprobs": 3}),
@@ -384,6 +401,7 @@ def test_a_chain_costs_its_turns_once():
         ("temperature", {"temperature": -1}),
         ("top_p", {"top_p": 2}),
         ("input", {"input": "x " * 9000}),
+        ("input", {"input": "x " * 9000, "truncation": "auto"}),
         ("metadata", {"metadata": {"a": 1}}),
     ],
 )  # fmt: skip
@@ -406,4 +424,5 @@ def test_harmless_fields(model):
         include=["reasoning.encrypted_content"], safety_identifier="s", reasoning={"summary": "auto"},
         text={"verbosity": "medium"},
     )  # fmt: skip
-    assert response.output_text == "Hi." and response.user == "u"
+    assert response.output_text == "Hi." and response.user == "u" and response.truncation == "disabled"
+    assert ask(model, "Hi.", truncation="auto").truncation == "auto"

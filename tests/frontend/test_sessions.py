@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -258,60 +256,3 @@ def test_zmq(hermes, streams):
         second = client.generate(ChatPrompt(messages)).usage
         assert second.cached_tokens == first.prompt_tokens + first.completion_tokens - 1
         assert RouterConfig().session_tokens == FrontendConfig().session_tokens == 4_000_000
-
-
-# ---------------------------------------------------------------- recorded conversations
-
-
-def recorded(shared_data: Path, count: int) -> Iterator[list[dict[str, Any]]]:
-    """Conversations of tau_bench in OpenAI's form."""
-    with gzip.open(shared_data / "tau_bench" / "gpt4o_airline_trajectories.jsonl.gz", "rt", encoding="utf-8") as rows:
-        for _, row in zip(range(count), rows, strict=False):
-            names = ("role", "content", "tool_calls", "tool_call_id")
-            yield [
-                {name: message[name] for name in names if message.get(name) or name == "content"}
-                for message in json.loads(row)["messages"]
-            ]
-
-
-def as_written(message: dict[str, Any]) -> str:
-    """What the model wrote for a recorded answer."""
-    text = message.get("content") or ""
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        text += f'\n<tool_call>\n{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}\n</tool_call>'
-    return text
-
-
-def test_recorded_conversations_hit_all_that_was_computed(tmp_path, shared_data):
-    """Replayed through the API, answers as they were recorded, in odd tokens: every prompt hits what a cache that
-    forgets nothing would, and that is all of the prompt before it and of its answer."""
-    tools = json.loads((shared_data / "tau_bench" / "airline_tools.json").read_text())
-    turns = 0
-    with scripted("hermes", tmp_path, context=1 << 15) as model:
-        for chat in recorded(shared_data, 2):
-            sent: list[dict[str, Any]] = []
-            last = None
-            ids: dict[str, str] = {}
-            for message in chat[:24]:
-                if message["role"] != "assistant":
-                    sent.append(
-                        message | ({"tool_call_id": ids[message["tool_call_id"]]} if "tool_call_id" in message else {})
-                    )
-                    continue
-                known = sequences(model)
-                answer = ask(model, sent, as_written(message), tools=tools)
-                prompt = np.frombuffer(model.answers[-1][0].prompt.ids, "<i4")
-                bound = max((common(prompt, one) for one in known), default=0)
-                assert cached(answer) == min(bound, len(prompt) - 1)
-                if last is not None:
-                    turns += 1
-                    assert bound >= len(last)
-                last = sequences(model)[-1]
-                found = answer.choices[0].message
-                ids |= {
-                    old["id"]: new.id
-                    for old, new in zip(message.get("tool_calls") or (), found.tool_calls or (), strict=True)
-                }
-                sent.append(found.model_dump(exclude_none=True))
-    assert turns > 12

@@ -17,6 +17,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": CITY}}
 TIME = {"type": "function", "function": {"name": "time"}}
 TOOLS = [WEATHER, TIME]
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome }"}'
@@ -177,6 +178,27 @@ def test_the_grammar_of_free_calls(family):
     assert [t["content"]["json_schema"] for t in tags] == [CITY, {"type": "object"}]
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools(family, mode):
+    """The answer may call these alone; the template is shown all, so that the prompt stays what it was."""
+    name, model = family
+    choice = {"type": "allowed_tools", "allowed_tools": ALLOWED | {"mode": mode}}
+    call = ONE_CALL[name].replace("weather", "time")
+    found = model.chat(call, tools=TOOLS, tool_choice=choice).choices[0].message
+    assert calls_of(found) == [("time", PARIS)]
+    prompts = [model.answers[0][0].prompt.ids]
+    form = model.grammar[1]["format"]
+    if mode == "auto":
+        assert form["type"] == "triggered_tags"
+    form = form["tags"][0]["content"] if name == "mistral" and mode == "auto" else form
+    form = form["content"] if name == "mistral" and mode == "required" else form
+    assert len(form["tags"]) == 1 and '"time"' in form["tags"][0]["begin"]
+    if mode == "required":
+        assert model.chat(tools=TOOLS, tool_choice=choice, max_tokens=100).choices[0].message.tool_calls
+    model.chat(call, tools=TOOLS)
+    assert model.answers[0][0].prompt.ids == prompts[0]
+
+
 # ---------------------------------------------------------------- one is enough
 
 
@@ -314,6 +336,15 @@ def _template(**arguments: bool) -> dict:
     return {"chat_template_kwargs": arguments}
 
 
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_effort_is_for_the_template(thinking, effort):
+    thinking.chat("Hm.", reasoning_effort=effort, extra_body=_template(opens=True), verbosity="medium")
+    told = {"enable_thinking": effort != "none", "reasoning_effort": effort, "opens": True}
+    assert thinking.answers[-1][1].template_args == told
+    thinking.chat("Hm.")
+    assert thinking.answers[-1][1].template_args == {}
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -357,6 +388,22 @@ BAD = [
         "tool_choice.function.name",
     ),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED | {"mode": "none"}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED | {"tools": []}}},
+        "tool_choice.allowed_tools.tools",
+    ),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+        "tool_choice.allowed_tools.tools[0].function.name",
+    ),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"function_call": {"name": "f"}}, "function_call"),
     (turns({"role": "wizard", "content": "x"}), "messages[1].role"),

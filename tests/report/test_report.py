@@ -98,7 +98,8 @@ def test_sums_and_bound_are_those_of_a_naive_count(requests):
         origin = Origin(program, "", depth)
         changes = {"tenant": tenant, "origin": origin, "worker": worker, "namespace": tenant}
         assert finish(report, prompt, hit, out=out, predicted=predicted, **changes) == held
-        prefixes |= {(prompt + out)[:k] for k in range(1, len(prompt + out) + 1)}
+        computed = prompt + out[:-1]
+        prefixes |= {computed[:k] for k in range(1, len(computed) + 1)}
         figures = Counter(
             requests=1,
             prompt_tokens=len(prompt),

@@ -29,17 +29,13 @@ class MessageExchange(Exchange):
         self.reply.prompt_tokens = len(request.prompt.ids) // 4
         super().submit(request, echo, output, on_answer)
 
-    def fail(self, problem: Exception) -> None:
-        """See Mailbox."""
-        if isinstance(problem, ApiError):
-            problem = AnthropicError.wrap(problem)
-            if self._streams and not self.held and self.failure is None and not self.finished:
-                self.put(event(problem.data()))
-                self.finished = True
-                self.cancel()
-                self.wake()
-                return
-        super().fail(problem)
+    def own_error(self, problem: ApiError) -> AnthropicError:
+        """See Exchange."""
+        return AnthropicError.wrap(problem)
+
+    def error_event(self, problem: AnthropicError) -> bytes:
+        """See Exchange."""
+        return event(problem.data())
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
         events = [one for piece in pieces for one in self.reply.add(piece)]
@@ -55,8 +51,7 @@ class MessageExchange(Exchange):
 
     async def whole(self) -> bytes:
         """See Exchange."""
-        while not self.finished:
-            await self.changed()
+        await self.complete()
         return self.reply.body(*self._how_it_ended(), self.choices[0].usage)
 
     def _how_it_ended(self) -> tuple[str, str | None]:

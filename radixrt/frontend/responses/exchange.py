@@ -26,16 +26,9 @@ class ResponseExchange(Exchange):
         self._keep = keep
         self._body = b""
 
-    def fail(self, problem: Exception) -> None:
-        """See Mailbox."""
-        begun = self._streams and not self.held and self.failure is None and not self.finished
-        if isinstance(problem, ApiError) and begun:
-            self.put(self.reply.error(problem.code or f"{problem.status}", problem.message, problem.param or None))
-            self.finished = True
-            self.cancel()
-            self.wake()
-            return
-        super().fail(problem)
+    def error_event(self, problem: ApiError) -> bytes:
+        """See Exchange."""
+        return self.reply.error(problem.code or f"{problem.status}", problem.message, problem.param or None)
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
         events = [event for piece in pieces for event in self.reply.add(piece)]
@@ -55,6 +48,5 @@ class ResponseExchange(Exchange):
 
     async def whole(self) -> bytes:
         """See Exchange."""
-        while not self.finished:
-            await self.changed()
+        await self.complete()
         return self._body

@@ -179,7 +179,7 @@ class ResponseReply:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": usage,
             "user": body.user,
         }

@@ -13,10 +13,12 @@ from starlette.responses import Response
 from radixrt.frontend import schema
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.peers import Peers
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.frontend.responses.schema import Asked, Create
-from radixrt.frontend.responses.store import ResponseStore, Turn
+from radixrt.frontend.responses.shared import SharedResponses
+from radixrt.frontend.responses.store import LocalResponses
 
 RESPONSES_PATH = "/v1/responses"
 _create = msgspec.json.Decoder(Create)
@@ -36,11 +38,12 @@ class Responses:
     def __init__(
         self,
         max_bytes: int,
+        peers: Peers | None,
         generate: Generate,
         read: Callable[[Request], Awaitable[bytes]],
         tenant: Callable[[str], str],
     ) -> None:
-        self._store = ResponseStore(max_bytes)
+        self._store = SharedResponses(peers) if peers and max_bytes else LocalResponses(max_bytes)
         self._generate = generate
         self._read = read
         self._tenant = tenant
@@ -48,12 +51,12 @@ class Responses:
     async def create(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
         body = schema.parse(_create, await self._read(request))
         namespace = self._namespace(key, body.cache_salt or "")
-        turns, before = self._before(namespace, body.previous_response_id)
+        turns, before = await self._before(namespace, body.previous_response_id, key)
         asked = Asked(body, before)
 
         def keep(response_id: str, data: bytes, message: dict[str, Any]) -> None:
             if body.stores:
-                self._store.put(namespace, response_id, data, turns, [*asked.added, message])
+                self._store.put(namespace, response_id, data, turns, [*asked.added, message], key)
 
         kind = functools.partial(ResponseReply, asked=asked)
         return await self._generate(request, key, asked, kind, functools.partial(ResponseExchange, keep=keep))
@@ -62,28 +65,30 @@ class Responses:
         if request.query_params.get("stream") == "true":
             raise ApiError(400, "stream: a response that is complete is not streamed again", "stream")
         namespace, response_id = self._asked_for(request, key)
-        kept = self._store.get(namespace, response_id)
-        if kept is None:
+        body = await self._store.body(namespace, response_id, key)
+        if body is None:
             raise _unknown(response_id)
-        return Response(kept.body, media_type="application/json")
+        return Response(body, media_type="application/json")
 
     async def delete(self, request: Request, key: str) -> Response:
         namespace, response_id = self._asked_for(request, key)
-        if not self._store.delete(namespace, response_id):
+        if not await self._store.delete(namespace, response_id, key):
             raise _unknown(response_id)
         gone = {"id": response_id, "object": "response", "deleted": True}
         return Response(encode(gone), media_type="application/json")
 
-    def _before(self, namespace: str, response_id: str | None) -> tuple[tuple[Turn, ...], list[dict[str, Any]]]:
+    async def _before(
+        self, namespace: str, response_id: str | None, key: str
+    ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
         """The turns, and the messages, that a request goes on from. One of another tenant is as unknown as any."""
         if response_id is None:
             return (), []
         field = "previous_response_id"
-        kept = self._store.get(namespace, response_id)
-        if kept is None:
+        found = await self._store.before(namespace, response_id, key)
+        if found is None:
             message = f"{field}: there is no response {response_id!r} here, or it is no longer kept"
             raise ApiError(400, message, field, "previous_response_not_found")
-        return kept.turns, kept.messages
+        return found
 
     def _asked_for(self, request: Request, key: str) -> tuple[str, str]:
         """(namespace, id); a salt is given as in the request that made the response."""

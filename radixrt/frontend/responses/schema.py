@@ -14,15 +14,12 @@ import msgspec
 
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
-from radixrt.frontend.schema import Int
+from radixrt.frontend.schema import Int, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
 
 UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt", "top_logprobs")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-NESTED = ".function"
-"""Of the name of a field of a chat's tool; tools of this API are flat."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -69,8 +66,9 @@ class Create(msgspec.Struct, kw_only=True):
         for name in UNSERVED:
             if getattr(self, name):
                 refuse(name, "is not served")
-        if self.truncation not in (None, "disabled"):
-            refuse("truncation", f"must be 'disabled', not {self.truncation!r}: nothing is left out of a prompt here")
+        # What 'auto' would leave out of a prompt that is too long is not left out here: such a prompt is refused.
+        if self.truncation not in (None, "auto", "disabled"):
+            refuse("truncation", f"must be 'auto' or 'disabled', not {self.truncation!r}")
         if LOGPROBS in (self.include or ()):
             refuse("include", f"{LOGPROBS} is not served")
         if (self.text or {}).get("verbosity") not in (None, "medium"):
@@ -81,13 +79,10 @@ class Create(msgspec.Struct, kw_only=True):
     def tool_use(self) -> ToolUse:
         """What an answer may do with tools, which are written flat in this API."""
         tools = [_nested(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or [])]
-        choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
         try:
-            use = tool_use(tools, choice, self.parallel_tool_calls)
+            use = tool_use(tools, _nested_choice(self.tool_choice), self.parallel_tool_calls)
         except ApiError as error:
-            param = error.param.replace(NESTED, "", 1)
+            param = _flat_name(error.param)
             raise ApiError(400, param + error.message.removeprefix(error.param), param) from None
         return dataclasses.replace(use, tools=_flat(use.tools), forced=_flat(use.forced))
 
@@ -113,13 +108,8 @@ class Create(msgspec.Struct, kw_only=True):
                 refuse(f"{field}.type", f"must be text, json_object or json_schema, not {kind!r}")
 
     def template_args(self) -> dict[str, Any]:
-        effort = (self.reasoning or {}).get("effort")
-        if effort is None:
-            return self.chat_template_kwargs or {}
-        if effort not in EFFORTS:
-            refuse("reasoning.effort", f"must be one of {', '.join(EFFORTS)}, not {effort!r}")
-        thinks = {"enable_thinking": effort != "none", "reasoning_effort": effort}
-        return thinks | (self.chat_template_kwargs or {})
+        effort = effort_args((self.reasoning or {}).get("effort"), "reasoning.effort")
+        return effort | (self.chat_template_kwargs or {})
 
 
 class Asked:
@@ -168,9 +158,30 @@ class Asked:
         return Sampling(max_tokens=body.max_output_tokens, **given)
 
 
+def _flat_name(field: str) -> str:
+    """The name in this API of a field of a chat's tools, or of the choice of them: both are flat here."""
+    if field.startswith("tool_choice"):
+        return field.replace(".allowed_tools", "").replace(".function", "")
+    return field.replace(".function", "", 1)
+
+
 def _flat(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     """Tools whose fields are called as in this API."""
-    return tuple(dataclasses.replace(tool, field=tool.field.removesuffix(NESTED)) for tool in tools)
+    return tuple(dataclasses.replace(tool, field=_flat_name(tool.field)) for tool in tools)
+
+
+def _nested_choice(choice: Any) -> Any:
+    """A choice of tools as chats have it."""
+    if not isinstance(choice, dict):
+        return choice
+    match choice.get("type"):
+        case "function":
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "allowed_tools":
+            tools = choice.get("tools")
+            nested = [_nested_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": nested}}
+    return choice
 
 
 def _nested(field: str, tool: dict[str, Any]) -> dict[str, Any]:

@@ -129,3 +129,38 @@ class ResponseStore:
         name = next(iter(self._namespaces), "") if namespace is None else namespace
         if name in self._namespaces and not self._namespaces[name].kept:
             del self._namespaces[name]
+
+
+class LocalResponses:
+    """A ResponseStore that is asked like one that other front ends share."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._store = ResponseStore(max_bytes)
+
+    def put(
+        self,
+        namespace: str,
+        response_id: str,
+        body: bytes,
+        before: Sequence[Turn],
+        new: Sequence[Message],
+        api_key: str,
+    ) -> None:
+        """See ResponseStore."""
+        self._store.put(namespace, response_id, body, before, new)
+
+    async def body(self, namespace: str, response_id: str, api_key: str) -> bytes | None:
+        """The JSON of a response, if it is kept."""
+        kept = self._store.get(namespace, response_id)
+        return kept.body if kept else None
+
+    async def before(
+        self, namespace: str, response_id: str, api_key: str
+    ) -> tuple[tuple[Turn, ...], list[Message]] | None:
+        """(turns, messages) that a request goes on from."""
+        kept = self._store.get(namespace, response_id)
+        return (kept.turns, kept.messages) if kept else None
+
+    async def delete(self, namespace: str, response_id: str, api_key: str) -> bool:
+        """See ResponseStore."""
+        return self._store.delete(namespace, response_id)

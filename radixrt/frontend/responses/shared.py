@@ -1,0 +1,85 @@
+"""Responses that all front ends of a router may go on from: each is kept as its JSON and the names of its turns, each
+turn once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from radixrt.frontend.peers import Peers, key_of
+
+Message = dict[str, Any]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class SharedResponse(msgspec.Struct, array_like=True):
+    """`body` is its JSON; `turns` are called as the responses that they ended with."""
+
+    body: bytes
+    turns: list[str]
+
+
+_response = msgspec.msgpack.Decoder(SharedResponse)
+_turn = msgspec.msgpack.Decoder(list[Message])
+
+
+class SharedResponses:
+    """See ResponseStore, which does the same within one process."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def put(
+        self,
+        namespace: str,
+        response_id: str,
+        body: bytes,
+        before: Sequence[str],
+        new: Sequence[Message],
+        api_key: str,
+    ) -> None:
+        """Keep a response that answers to the messages `new` (it is the last of them) after the turns `before`."""
+        response = SharedResponse(body, [*before, response_id])
+        entries = [
+            (key_of("turn", namespace, response_id), _encode(list(new))),
+            (key_of("response", namespace, response_id), _encode(response)),
+        ]
+        self._peers.share(entries, api_key)
+
+    async def body(self, namespace: str, response_id: str, api_key: str) -> bytes | None:
+        """The JSON of a response, if it is kept."""
+        found = await self._find(namespace, response_id, api_key)
+        return found.body if found else None
+
+    async def before(
+        self, namespace: str, response_id: str, api_key: str
+    ) -> tuple[tuple[str, ...], list[Message]] | None:
+        """(turns, messages) that a request goes on from."""
+        found = await self._find(namespace, response_id, api_key)
+        if found is None:
+            return None
+        keys = [key_of("turn", namespace, turn) for turn in found.turns]
+        values = await self._peers.recall(keys, api_key)
+        if None in values:
+            return None
+        try:
+            return tuple(found.turns), [message for value in values for message in _turn.decode(value)]
+        except msgspec.MsgspecError:
+            return None
+
+    async def delete(self, namespace: str, response_id: str, api_key: str) -> bool:
+        """Whether it was there. Responses that went on from it stay."""
+        if await self._find(namespace, response_id, api_key) is None:
+            return False
+        self._peers.share([(key_of("response", namespace, response_id), None)], api_key)
+        await self._peers.settled()
+        return True
+
+    async def _find(self, namespace: str, response_id: str, api_key: str) -> SharedResponse | None:
+        (value,) = await self._peers.recall([key_of("response", namespace, response_id)], api_key)
+        try:
+            return _response.decode(value or b"")
+        except msgspec.MsgspecError:  # not kept, or another has put something else there
+            return None

@@ -1,0 +1,241 @@
+"""Short text that changes with every request, near the start of prompts that otherwise agree: a nonce in a header, a
+clock in a system prompt. Nothing behind it is ever hit.
+
+    the first prompt of a kind   |......head......|cch=abc12|....... the same for long .......
+    a later one                  |......head......|cch=9f|.......... the same for long .......|more
+                                                  a span
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from radixrt.tree import RadixTree
+
+Decode = Callable[[bytes], str]
+TOKEN_BYTES = 4
+NEAR = 8192
+"""Tokens from the start of a prompt in which spans are looked for."""
+HEAD = NEAR + 4096
+"""Tokens that are kept of a prompt."""
+MOST_SPAN = 128
+"""Tokens of a span."""
+MOST_SPANS = 4
+"""Spans of one prompt."""
+LONG = 256
+"""Tokens that must be the same again behind spans."""
+ANCHOR = 16
+"""Tokens by which prompts are aligned again behind a span, and then so many times LEAST_SAME must be the same."""
+LEAST_SAME = 64
+LEAST_CHANGES = 8
+"""Requests that change a span before it is named, and at least half of those of its kind."""
+MOST_KINDS = 3
+"""Kinds of prompts of a namespace that are remembered with spans, and as many without."""
+MOST_NAMESPACES = 64
+"""With 48 KiB of each kind: 19 MB at most. The tails behind spans take 5 bytes a token more."""
+TAIL_TOKENS = 2_000_000
+SHOWN = 24
+"""Tokens shown on either side of a span."""
+
+
+class Change(NamedTuple):
+    """Tokens `old` to `old_end` of one prompt stand where `new` to `new_end` stand in another."""
+
+    old: int
+    old_end: int
+    new: int
+    new_end: int
+
+
+@dataclass(slots=True)
+class Span:
+    """Where prompts of a kind differ, in tokens of the first one. `lost`: prompt tokens behind it that were computed
+    although they had been computed behind another value of it."""
+
+    start: int
+    end: int
+    tail: int
+    """Where it ended when it was last found to end later: tails are kept from here."""
+    changed: int = 0
+    lost: int = 0
+    values: deque[bytes] = field(default_factory=lambda: deque(maxlen=2))
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Prompts that agree with one of which the `head` is kept. `asked`: since it is known that they differ."""
+
+    number: int
+    head: bytes
+    spans: list[Span] = field(default_factory=list)
+    asked: int = 2
+
+    def has(self, ids: bytes) -> bool:
+        """Whether a prompt is of this kind, which has spans, going by what stands around the first of them."""
+        start, end = self.spans[0].start * TOKEN_BYTES, self.spans[0].end * TOKEN_BYTES
+        behind = self.head[end : end + ANCHOR * TOKEN_BYTES]
+        return ids.startswith(self.head[:start]) and ids.find(behind, start, start + 2 * MOST_SPAN * TOKEN_BYTES) >= 0
+
+    def span(self, change: Change) -> Span:
+        """The span that a change is of, or is next to, grown to hold it."""
+        for span in self.spans:
+            if change.old <= span.end + ANCHOR and change.old_end >= span.start - ANCHOR:
+                span.start, span.end = min(span.start, change.old), max(span.end, change.old_end)
+                return span
+        self.spans.append(span := Span(change.old, change.old_end, change.old_end))
+        self.spans.sort(key=lambda one: one.start)
+        return span
+
+    def named(self) -> list[Span]:
+        return [span for span in self.spans if span.changed >= LEAST_CHANGES and 2 * span.changed >= self.asked]
+
+
+class Volatile:
+    """Fed with each prompt; memory is bounded by the constants above."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[tuple[str, str], list[Kind]] = OrderedDict()
+        self._tails = RadixTree(values=False)
+        self._last_kind = 0
+
+    def arrived(self, tenant: str, namespace: str, ids: bytes, known: int) -> None:
+        """A prompt came in, of which the first `known` tokens had come in before."""
+        if known >= len(ids) // TOKEN_BYTES:  # the next choice of a request, which counts once
+            return
+        key = tenant, namespace
+        kinds = self._kinds.get(key, [])
+        of_kind = [kind for kind in kinds if kind.spans and kind.has(ids)]
+        for kind in of_kind:
+            kind.asked += 1
+        if known > NEAR or len(ids) // TOKEN_BYTES - known < LONG:
+            return
+        if key not in self._kinds:
+            self._kinds[key] = kinds
+            if len(self._kinds) > MOST_NAMESPACES:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(key)
+        before = max(0, known - MOST_SPAN)
+        common = ids[: before * TOKEN_BYTES]
+        for at, kind in enumerate(kinds):
+            if ids.startswith(kind.head):  # it has grown
+                return
+            if kind.head.startswith(common) and (changes := aligned(kind.head, ids, before)):
+                kinds.insert(0, kinds.pop(at))
+                self._count(namespace, kind, ids, changes, known)
+                return
+        if of_kind:  # with a value that it had before
+            return
+        self._last_kind += 1
+        kinds.insert(0, Kind(self._last_kind, ids[: HEAD * TOKEN_BYTES]))
+        for extra in [kind for kind in kinds if not kind.spans][MOST_KINDS:]:
+            kinds.remove(extra)
+        for extra in [kind for kind in kinds if kind.spans][MOST_KINDS:]:
+            kinds.remove(extra)
+
+    def _count(self, namespace: str, kind: Kind, ids: bytes, changes: list[Change], known: int) -> None:
+        spans = [kind.span(change) for change in changes]
+        same_until = self._behind(namespace, kind, ids, spans[-1], changes[-1])
+        for span, change in zip(spans, changes, strict=True):
+            span.changed += 1
+            span.lost += max(0, same_until - max(known, change.new_end))
+            begin, end = change.new - (change.old - span.start), change.new_end + (span.end - change.old_end)
+            span.values.append(ids[begin * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def _behind(self, namespace: str, kind: Kind, ids: bytes, span: Span, change: Change) -> int:
+        """Up to which token a prompt had come in before, but for its spans, of which this is the last."""
+        if change.old_end > span.tail or not span.changed:
+            span.tail = max(span.tail, change.old_end)
+            self._remember(f"{namespace}\n{kind.number}\n{span.tail}", kind.head, span.tail)
+        begin = change.new_end + span.tail - change.old_end
+        return begin + self._remember(f"{namespace}\n{kind.number}\n{span.tail}", ids, begin)
+
+    def _remember(self, tail: str, ids: bytes, at: int) -> int:
+        """Put what follows a span into the tree: how many tokens of it had followed it before."""
+        known = self._tails.insert(tail, memoryview(ids)[at * TOKEN_BYTES :])
+        if (excess := self._tails.tokens - TAIL_TOKENS) > 0:
+            self._tails.evict(excess)
+        return known
+
+    def rows(self, tenant: str | None, decode: Decode | None) -> Iterator[dict[str, Any]]:
+        """Spans that change with the requests, of one tenant or of all; see `Report.to_json`."""
+        for (whose, _), kinds in self._kinds.items():
+            for kind in kinds if tenant in (None, whose) else ():
+                for span in kind.named():
+                    yield {"tenant": whose, "requests": span.changed, "lost_tokens": span.lost, "at": span.start} | (
+                        _text(kind, span, decode) if decode else {"before": None, "values": None, "after": None}
+                    )
+
+
+def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
+    """Where two prompts differ that agree for long behind it; nothing if they do not, or not at all. Their first `same`
+    tokens are known to agree; only the first HEAD tokens are looked at."""
+    changes: list[Change] = []
+    agreed, at, to = 0, same, same
+    while len(changes) <= MOST_SPANS:
+        length = _common(old, new, at, to)
+        agreed += length if changes else 0
+        at, to = at + length, to + length
+        if max(at, to) > NEAR or (found := _realigned(old, new, at, to)) is None:
+            break
+        changes.append(Change(at, found[0], to, found[1]))
+        at, to = found
+    return changes if agreed >= LONG else []
+
+
+def _common(old: bytes, new: bytes, at: int, to: int) -> int:
+    """How many tokens are the same from `at` and `to` on; a difference is looked for where it is likely first."""
+    length = 0
+    for most in (MOST_SPAN, HEAD):
+        size = min(most, len(old) // TOKEN_BYTES - at, len(new) // TOKEN_BYTES - to, HEAD - to)
+        if size <= length:
+            break
+        one = np.frombuffer(old, "<i4", size - length, (at + length) * TOKEN_BYTES)
+        differ = one != np.frombuffer(new, "<i4", size - length, (to + length) * TOKEN_BYTES)
+        first = int(differ.argmax())
+        if differ[first]:
+            return length + first
+        length = size
+    return length
+
+
+def _realigned(old: bytes, new: bytes, at: int, to: int) -> tuple[int, int] | None:
+    """Where both go on alike, of which token `at` of one and `to` of the other differ."""
+    limit = (at + 2 * MOST_SPAN + ANCHOR) * TOKEN_BYTES
+    size = (ANCHOR + LEAST_SAME) * TOKEN_BYTES
+    for skipped in (1, 16, 48, MOST_SPAN):
+        begin = (to + skipped) * TOKEN_BYTES
+        anchor = new[begin : begin + ANCHOR * TOKEN_BYTES]
+        found = old.find(anchor, at * TOKEN_BYTES, limit)
+        while found >= 0 and found % TOKEN_BYTES:
+            found = old.find(anchor, found + 1, limit)
+        if found < 0 or len(anchor) < ANCHOR * TOKEN_BYTES:
+            continue
+        if len(new) >= begin + size and old[found : found + size] == new[begin : begin + size]:
+            ends = _begin(old, new, at, to, found // TOKEN_BYTES, to + skipped)
+            return ends if ends[0] - at <= MOST_SPAN else None
+    return None
+
+
+def _begin(old: bytes, new: bytes, at: int, to: int, old_end: int, new_end: int) -> tuple[int, int]:
+    """The first tokens of what is the same before `old_end` and `new_end`."""
+    one, other = memoryview(old).cast("i"), memoryview(new).cast("i")
+    while old_end > at and new_end > to and one[old_end - 1] == other[new_end - 1]:
+        old_end, new_end = old_end - 1, new_end - 1
+    return old_end, new_end
+
+
+def _text(kind: Kind, span: Span, decode: Decode) -> dict[str, Any]:
+    """What stands around a span, and its latest values."""
+    start, end = span.start * TOKEN_BYTES, span.end * TOKEN_BYTES
+    around = SHOWN * TOKEN_BYTES
+    before, after = kind.head[max(0, start - around) : start], kind.head[end : end + around]
+    return {
+        "before": decode(before) if before else "",
+        "values": [decode(value) if value else "" for value in span.values],
+        "after": decode(after) if after else "",
+    }
