@@ -37,6 +37,7 @@ class FlashInfer:
         size = (tokens, shape.kv_heads, shape.head_dim)
         self.workspace = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
         self._wrappers: dict[tuple[int, int], object] = {}
+        self._planned: dict[object, tuple[object, ...]] = {}
 
     def try_out(self, windows: set[int | None]) -> None:
         """Build the kernels and run them once. Any exception says that they cannot be used."""
@@ -63,7 +64,10 @@ class FlashInfer:
         self, wrapper: object, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool = True
     ) -> None:
         """Sequences with `counts` queries that are the last of `keys` keys (or see all of them, if not `causal`), from
-        host arrays: nothing is waited for."""
+        host arrays: nothing is waited for. What a wrapper was planned for last is not planned again."""
+        asked = counts.tolist(), keys.tolist(), window, causal
+        if self._planned.get(wrapper) == asked:
+            return
         shape = self._shape
         wrapper.plan(  # type: ignore[attr-defined]
             qo_indptr=_starts(counts),
@@ -76,6 +80,7 @@ class FlashInfer:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
+        self._planned[wrapper] = asked
 
 
 def load_flashinfer() -> ModuleType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -46,7 +48,7 @@ class Packer:
         assert values.dtype == np.int32, values.dtype
         assert len(values) <= rows, f"{len(values)} of {rows}"
         shape = (rows, *values.shape[1:])
-        size, begin = int(np.prod(shape)), self._used
+        size, begin = math.prod(shape), self._used
         end = begin + -(-size // ALIGN) * ALIGN
         if end > self._room:
             self._grow(2 * end)
@@ -72,7 +74,7 @@ class Piece:
     def __init__(self, begin: int, shape: tuple[int, ...]) -> None:
         self.begin = begin
         self.shape = shape
-        self.size = int(np.prod(shape))
+        self.size = math.prod(shape)
 
     def of(self, sent: torch.Tensor) -> torch.Tensor:
         """int32, on the device."""
