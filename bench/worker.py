@@ -28,6 +28,7 @@ from bench.grammar import EOS, GRAMMARS, made_vocabulary
 from bench.shapes import LLAMA_8B
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
+from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.plan import Runner
@@ -107,12 +108,13 @@ class Bench:
     def ids(self, count: int) -> np.ndarray:
         return self._rng.integers(1000, self.worker.runner.vocab_size - 300, count, dtype=np.int32)
 
-    def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None) -> None:
+    def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None) -> int:
         self._next += 1
         ends = (EOS,) if grammar else ()
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True, grammar=grammar, stop_token_ids=ends)
         prompt = array("i", ids.tobytes()).tobytes()
         self.worker._add(Run(id=self._next, namespace="", ids=prompt, prompt_len=len(ids), sampling=sampling))
+        return self._next
 
     def step(self) -> int:
         outputs = self.worker._step()
@@ -221,11 +223,13 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
 
 
 def grammar_rows(bench: Bench) -> list[dict[str, Any]]:
-    """64 decodes, free and by a JSON schema over a made vocabulary; nothing where xgrammar is missing."""
+    """64 decodes, free and by a JSON schema over a made vocabulary, every token drawn; nothing where xgrammar is
+    missing."""
     if importlib.util.find_spec("xgrammar") is None:
         print("no xgrammar: decodes by a grammar are left out")
         return []
     worker, rows = bench.worker, []
+    worker._grammars = Grammars("", worker.runner.vocab_size, worker.runner.eos_ids, jump_forward=False)
     worker._grammars._vocabulary = made_vocabulary(worker.runner.vocab_size)
     for what, name in (("free", ""), ("by a JSON schema", "a person"), ("by any JSON", "any JSON")):
         for _ in range(64):

@@ -110,7 +110,9 @@ class Mailbox:
 class Exchange(Mailbox):
     """All choices of one HTTP request, which may be several requests of the router's (one a prompt)."""
 
-    def __init__(self, transport: RouterTransport, service: TextService, reply: Reply, streams: bool, usage: bool) -> None:
+    def __init__(
+        self, transport: RouterTransport, service: TextService, reply: Reply, streams: bool, usage: bool
+    ) -> None:
         super().__init__()
         self.reply = reply
         self.names: dict[str, str] = {}
