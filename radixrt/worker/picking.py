@@ -39,10 +39,10 @@ class Picking:
         positions = (plan.starts + plan.counts)[chosen].tolist()
         finite = logits.amax(-1).isfinite() if len(logits) and not every else None
         free = raw.clone() if self._reported else raw
-        tokens, peaks = choose(free, requests, positions, self._masks(raw))
+        tokens, fine = choose(free, requests, positions, self._masks(raw))
         self.tokens = tokens.int()
-        if finite is None:  # NaN is the largest of all
-            finite = peaks.isfinite()
+        if finite is None:
+            finite = fine
         self._parts = [finite.int(), *scores, self.tokens, *self._logprobs(raw)]
         self.packed = torch.cat([part.flatten() for part in self._parts])
 

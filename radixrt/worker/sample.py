@@ -32,19 +32,29 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def choose(
     logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], masks: Masks | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a request, int64[B], at its position, from float32 logits[B, vocab], which is overwritten; and the
-    largest logit that it could have, [B]."""
+    """One token a request, int64[B], at its position, from float32 logits[B, vocab], which is overwritten; and whether
+    the largest logit that it could have is finite, bool[B]."""
     for row, request in enumerate(requests):
         adjust(logits[row], request)
     if masks is not None:
         apply_masks(logits, masks)
     drawn = [row for row, request in enumerate(requests) if request.draws]
-    peaks, tokens = logits.max(-1)
+    tokens, finite = _largest(logits)
     if drawn:
         at = to_device(np.array(drawn), logits.device)
         arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
         tokens[at] = draw(logits[at], Draws.of({k: to_device(v, at.device) for k, v in arrays.items()}))
-    return tokens, peaks
+    return tokens, finite
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.is_cuda:
+        from radixrt.worker.cuda import kernels
+
+        finite, tokens = kernels.largest(logits).view(2, -1)
+        return tokens.long(), finite != 0
+    peaks, tokens = logits.max(-1)
+    return tokens, peaks.isfinite()  # NaN is the largest of all
 
 
 # ---------------------------------------------------------------- what changes the logits

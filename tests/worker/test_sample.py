@@ -110,9 +110,17 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     best = int(raw[0].argmax())
     plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
     expected = int(raw[0].topk(2).indices[1])
-    found, peaks = choose(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
-    assert peaks.tolist() == [float(raw[0, best]), float(raw[0, expected])]
+    found, finite = choose(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
+    assert finite.tolist() == [True, True]
     assert found.tolist() == [best, expected]
+
+
+def test_logits_that_are_not_finite_are_told():
+    rows = torch.stack([logits(1)[0]] * 4)
+    rows[1, 3], rows[2] = torch.nan, -torch.inf
+    rows[3, 4] = torch.inf
+    _, finite = choose(rows, [request(Sampling(temperature=0.0))] * 4, [3] * 4)
+    assert finite.tolist() == [True, False, False, False]
 
 
 def test_noise_is_gumbel():

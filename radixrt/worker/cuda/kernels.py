@@ -305,6 +305,44 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
 
 
 @triton.jit
+def _largest_kernel(logits_ptr, best_ptr, at_ptr, vocab, stride, blocks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf"))
+    known = tl.where(logits == logits, logits, float("-inf"))
+    nans = tl.max((logits != logits).to(tl.int32), 0)
+    tl.store(best_ptr + row * blocks + tl.program_id(1), tl.where(nans > 0, float("nan"), tl.max(known, 0)))
+    tl.store(at_ptr + row * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(known, 0))
+
+
+@triton.jit
+def _largest_block_kernel(best_ptr, at_ptr, out_ptr, rows, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCKS)
+    best = tl.load(best_ptr + row * blocks + i, mask=i < blocks, other=float("-inf"))
+    known = tl.where(best == best, best, float("-inf"))
+    peak = tl.max(known, 0)
+    finite = (peak > float("-inf")) & (peak < float("inf")) & (tl.max((best != best).to(tl.int32), 0) == 0)
+    tl.store(out_ptr + row, finite.to(tl.int32))
+    tl.store(out_ptr + rows + row, tl.load(at_ptr + row * blocks + tl.argmax(known, 0)))
+
+
+def largest(logits: torch.Tensor) -> torch.Tensor:
+    """int32[2 S] of float32 logits[S, vocab]: whether the largest of each row is finite, with no NaN in the row; then
+    its id, the smallest of equals."""
+    rows, vocab = logits.shape
+    found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        block = 4096
+        blocks = triton.cdiv(vocab, block)
+        best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+        at = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+        _largest_kernel[(rows, blocks)](logits, best, at, vocab, logits.stride(0), blocks, block, num_warps=8)
+        _largest_block_kernel[(rows,)](best, at, found, rows, blocks, triton.next_power_of_2(blocks), num_warps=1)
+    return found
+
+
+@triton.jit
 def _perturbed_kernel(
     logits_ptr, rows_ptr, temperature_ptr, keys_ptr, best_ptr, at_ptr, vocab, stride, blocks, BLOCK: tl.constexpr
 ):

@@ -131,7 +131,7 @@ class CudaRunner(ModelRunner):
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
-        # First in line for the multiprocessors: few large blocks leave room for many small ones, not the other way round.
+        # First in line for the multiprocessors: few large blocks leave room for many small ones, not the reverse.
         self._beside = torch.cuda.Stream(self._device, priority=-1) if BESIDE and self._device.type == "cuda" else None
         self._packers = (Packer(self._device), Packer(self._device))
         self._late: Late | None = None
@@ -309,12 +309,13 @@ class CudaRunner(ModelRunner):
     def _pick(self, logits: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
         """int32[S + n]: whether each of float32 logits[S, vocab] is finite; the likeliest token of those `at` int64[n]
         (None: all), which is noted for the `rows`."""
-        peaks, best = logits.max(-1)
+        found = kernels.largest(logits)
+        finite, best = found[: len(logits)], found[len(logits) :]
         if at is not None:
             best = best[at]
-        best = best.int()
+            found = torch.cat([finite, best])
         self._drawn[rows.long()] = best
-        return torch.cat([peaks.isfinite().int(), best])
+        return found
 
     def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
         """Draw those that are not greedy, and note them in `tokens` and for their rows."""

@@ -47,8 +47,8 @@ class DecodeLists:
 
 class StepAttention:
     """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none; `last` is the
-    last layer and its chunks, where they differ: after it, only tokens whose logits are wanted go on. `beside`: a stream
-    for the tiles of many queries, which wait for the tensor cores while the others wait for memory."""
+    last layer and its chunks, where they differ: after it, only tokens whose logits are wanted go on. `beside`: a
+    stream for the tiles of many queries, which wait for the tensor cores while the others wait for memory."""
 
     def __init__(
         self,

@@ -116,6 +116,26 @@ def test_draw_is_that_of_the_reference(device):
     assert kernels.draw(logits, rows, draws.temperature, draws.keys).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("vocab", [31, 4096, 9000])
+def test_largest(vocab, device):
+    logits = torch.randn(9, vocab, device=device)
+    logits[1, 3] = logits[1, vocab - 2] = 9.0
+    logits[2, 5], logits[3] = torch.nan, torch.nan
+    logits[4], logits[5, 7], logits[6, 8] = -torch.inf, torch.inf, -torch.inf
+    logits[7, vocab - 1] = 99.0
+    found = kernels.largest(logits)
+    assert found.dtype == torch.int32
+    assert found[:9].tolist() == [1, 1, 0, 0, 0, 0, 1, 1, 1]
+    peaks, best = logits.max(-1)
+    right = [0, 1, 6, 7, 8]
+    assert best[1] in (3, vocab - 2)
+    best[1] = 3
+    assert found[9:][right].tolist() == best[right].tolist()
+    assert (found[9:] >= 0).all() and (found[9:] < vocab).all()
+    assert kernels.largest(logits[:0]).tolist() == []
+    assert kernels.largest(logits[2:4, : vocab - 1])[2:].max() < vocab
+
+
 @pytest.mark.parametrize("vocab", [31, 5000])
 def test_mask(vocab, device):
     logits = torch.randn(5, vocab, device=device)
