@@ -1,4 +1,4 @@
-# make demo   environment, installation, a branching agent program on two CPU workers, the hit-rate report
+# make demo   environment, installation, a small agent on two CPU workers, the hit-rate report
 # make test   what the tests need, the linter, all tests
 # make bench  what runs without a GPU, each part beside a reference; JSON in bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
@@ -63,7 +63,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[grammar]'
 	@touch $@
 
 .venv/installed-test: .venv/installed

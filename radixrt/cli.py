@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start everything on this machine")
-    serve.add_argument("model", metavar="MODEL", help="checkpoint folder or hub name")
+    serve.add_argument("model", metavar="MODEL", help="checkpoint folder, hub name, or nano: a small one that is there")
     for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
         add_fields(serve, config, leave_out=INTERNAL)
     serve.set_defaults(run=_serve)

@@ -129,7 +129,9 @@ class StackConfig:
     worker: WorkerConfig
     frontend: FrontendConfig
     workers: int = setting(1, "worker processes, each with a copy of the model (data parallel)")
-    api_server_count: int = setting(1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only")
+    api_server_count: int = setting(
+        1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only"
+    )
     ready_timeout: float = setting(600.0, "seconds until every worker must serve")
 
 

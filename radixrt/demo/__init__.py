@@ -1,1 +1,1 @@
-"""`make demo`: a small model made on the spot, a branching program, a chat over HTTP, the hit-rate report."""
+"""`make demo`: an agent on two CPU workers, a chat over HTTP, the hit-rate report."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 DTYPES = {
@@ -29,7 +32,7 @@ class KVPool:
         # torch indexes bytes on every device, FP8 only on some.
         stored = torch.uint8 if self._quantized else dtype
         self.scales = [(1.0, 1.0)] * layers
-        self._values = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=stored, device=device)
+        self._values = _zeros((layers, 2, slots, kv_heads, head_dim), stored, device)
 
     @property
     def slots(self) -> int:
@@ -71,3 +74,10 @@ class KVPool:
         if not self._quantized:
             return x.to(dtype)
         return (x.view(self.dtype).float() * scale).to(dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As torch.zeros; on a CPU the memory is taken as it is touched, so that a large pool is there at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
