@@ -1,9 +1,8 @@
 """Where the time of a load goes: the loads of `bench.serve` in a worker alone, no router, no HTTP, step by step.
 
-    python -m bench.steps [--loads sessions,tot] [--serial] [--quick]
+    python -m bench.steps [--loads sessions,tot] [--quick]
 
-Steps are put in kinds by the new prompt tokens in them. `--serial` computes the attention of few and of many queries
-one after the other, for comparison. Random weights in the shape of Llama 3.1 8B.
+Steps are put in kinds by the new prompt tokens in them. Random weights in the shape of Llama 3.1 8B.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from bench.serve.loads import Ask, Load, make_load, segment_ids
 from bench.shapes import LLAMA_8B
 from bench.worker import Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.cuda import runner as cuda_runner
 from radixrt.worker.loading import load_runner
 from radixrt.worker.plan import Plan, Result, Runner
 
@@ -113,12 +111,10 @@ def run(bench: Bench, load: Load, repetition: int) -> tuple[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", default="sessions,tot")
-    parser.add_argument("--serial", action="store_true")
     parser.add_argument(
         "--quick", action="store_true", help="a small model and little of each load, to see that it runs"
     )
     args = parser.parse_args()
-    cuda_runner.BESIDE = not args.serial
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         config = LLAMA_8B | ({"num_hidden_layers": 2} if args.quick else {})
@@ -135,7 +131,7 @@ def main() -> None:
             rows += watch.rows(name)
             print(table(rows), flush=True)
     if not args.quick:
-        save("steps_serial" if args.serial else "steps", rows, device=torch.cuda.get_device_name())
+        save("steps", rows, device=torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

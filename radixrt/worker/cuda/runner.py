@@ -43,8 +43,6 @@ log = logging.getLogger("radixrt.cuda")
 
 EXACT_PART = 1024
 """Keys of a part where results must not depend on the batch."""
-BESIDE = True
-"""Graphs compute tiles of many queries and of few at once."""
 DRAW_INTEGERS = 16
 """A request, at most, for its sampling."""
 
@@ -131,8 +129,6 @@ class CudaRunner(ModelRunner):
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
-        # First in line for the multiprocessors: few large blocks leave room for many small ones, not the reverse.
-        self._beside = torch.cuda.Stream(self._device, priority=-1) if BESIDE and self._device.type == "cuda" else None
         self._packers = (Packer(self._device), Packer(self._device))
         self._late: Late | None = None
         self._answers = (Answer(self._device), Answer(self._device))
@@ -366,8 +362,7 @@ class CudaRunner(ModelRunner):
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = kernels.resolve(inputs.tokens.of(integers), rows, self._drawn)
         lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
-        slots = inputs.slots.of(integers)
-        attention = StepAttention(self._pages, slots, self._compiled, lists, scratch, [], beside=self._beside)
+        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, scratch, [])
         self._model.forward(tokens, inputs.positions.of(integers), attention, out=logits)
         return self._pick(logits, rows)
 

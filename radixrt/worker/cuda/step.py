@@ -47,8 +47,7 @@ class DecodeLists:
 
 class StepAttention:
     """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none; `last` is the
-    last layer and its chunks, where they differ: after it, only tokens whose logits are wanted go on. `beside`: a
-    stream for the tiles of many queries, which wait for the tensor cores while the others wait for memory."""
+    last layer and its chunks, where they differ: after it, only tokens whose logits are wanted go on."""
 
     def __init__(
         self,
@@ -59,9 +58,7 @@ class StepAttention:
         scratch: Scratch | None,
         chunks: list[ChunkStep],
         last: tuple[int, list[ChunkStep]] | None = None,
-        beside: torch.cuda.Stream | None = None,
     ) -> None:
-        self._beside = beside
         self._pages = pages
         self._slots = slots
         self._compiled = compiled
@@ -90,8 +87,7 @@ class StepAttention:
         assert self._scratch is not None
         compiled, scratch = self._compiled, self._scratch
         window = pages.window if compiled.exact else None
-
-        def compute(number: int, items: torch.Tensor, variant: Variant) -> None:
+        for number, (items, variant) in enumerate(((lists.many, compiled.many), (lists.few, compiled.few))):
             # Items hold only keys that all their queries see, windows and all: nothing is masked. Exact ones are masked
             # as those of chunks are, by the same compilation.
             attend.attend(
@@ -99,15 +95,6 @@ class StepAttention:
                 order=lists.order, window=window, causal=compiled.exact, scales=pages.scales,
                 again=self._again[pages.window, number],
             )  # fmt: skip
-
-        beside = self._beside if len(lists.many) and len(lists.few) else None
-        if beside is not None:
-            beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # None: nothing changes
-            compute(0, lists.many, compiled.many)
-        compute(1, lists.few, compiled.few)
-        if beside is not None:
-            torch.cuda.current_stream().wait_stream(beside)
         more = lists.trunks.run(q, pages) if lists.trunks else None
         again = self._again[pages.window, 0]
         attend.merge(scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, again=again)
