@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,6 +30,8 @@ from radixrt.messages import (
     Scored,
     Tokens,
 )
+
+log = logging.getLogger("radixrt.transports")
 
 CONNECT_SECONDS = 5.0
 FAREWELL_SECONDS = 0.3
@@ -163,7 +166,13 @@ class RouterTransport:
             if pending := self._pending.get(delta.id):
                 if delta.finish is not None and pending.open == 1:
                     del self._pending[delta.id]
-                pending.give_delta(delta)
+                try:
+                    pending.give_delta(delta)
+                except Exception:  # of one answer: the others of this message are not to be lost
+                    log.exception("an answer could not be taken in")
+                    self.cancel(delta.id)
+                    with contextlib.suppress(Exception):
+                        pending.on_answer(Error(delta.id, 500, "the answer could not be read; the log says why"))
 
     def _fail_all(self, message: str) -> None:
         pending, self._pending = self._pending, {}

@@ -110,7 +110,8 @@ class RouterCore:
             request = self._admission.admit(client, message, self.runs_in_flight)
         except Refused as refused:
             self.counters.refused += 1
-            return [Reply(client, refused.error(message.id))]
+            over = self.resume(state, now) if resumes and state else []  # it went on all the same
+            return [Reply(client, refused.error(message.id)), *over]
         self.counters.requests += 1
         if isinstance(message, Generate):
             self._recorder.session(request.tenant, message.session)
@@ -164,10 +165,11 @@ class RouterCore:
         return request.namespace if request else None
 
     def stop_choice(self, client: Client, request_id: int, index: int) -> tuple[Usage | None, list[Effect]]:
-        """End one choice where a stop string was found: its usage (None if it has ended already) and an Abort."""
+        """End one choice where a stop string was found: its usage (None if it has ended already, or is a Score's) and
+        an Abort."""
         request = self._requests.get(client, {}).get(request_id)
         run = request.runs[index] if request and 0 <= index < len(request.runs) else None
-        if run is None or run.finished:
+        if run is None or run.finished or request.scores:
             return None, []
         self._close(run)
         self.counters.finished += not request.open

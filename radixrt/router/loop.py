@@ -171,8 +171,10 @@ class RouterServer:
                         self._shared.put(tenant, key, value)
                     self._answer(client, Done(message.id))
                 case Recall():
-                    tenant = self.core.tenant(message.api_key)
-                    self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in message.keys]))
+                    tenant, keys = self.core.tenant(message.api_key), message.keys
+                    if len(set(keys)) < len(keys):  # the answer could be of any size
+                        raise Refused("keys", "keys must not hold one twice")
+                    self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
                 case Ask():
                     self._answer(client, Info(message.id, self._ask(message)))
         except FieldError as problem:
@@ -209,7 +211,7 @@ class RouterServer:
             await check_aside(request.sampling.grammar)
         try:
             ids, saving = await self.programs.prompt(tenant, request)
-        except FieldError:
+        except BaseException:  # cancelled, or refused
             if prompt.resumes:  # it went on all the same
                 self._perform(self.core.resume(self.programs.key(tenant, prompt), self._now()))
             raise
@@ -311,10 +313,14 @@ class RouterServer:
             case "models":
                 return status.models(self.core)
             case "report":
-                decode = self.text.decode_now if self.text.has_tokenizer else None
+                decode = self._decode if self.text.has_tokenizer else None
                 return self.report.to_json(self._visible(message.api_key), decode)
             case "metrics":
                 return render(self.report, self.core, self._visible(message.api_key))
+
+    def _decode(self, ids: bytes) -> str:
+        """Text of any ids that workers take, also those that the tokenizer does not have."""
+        return self.text.tokenizer.decode(memoryview(ids).cast("i").tolist())
 
     def _visible(self, api_key: str) -> str | None:
         """The tenant whose figures a key may see; None, all of them, where no keys are configured."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LONGEST_SECONDS = 3600.0
 """A session that was not heard of for so long has ended without a word."""
+MOST_PAUSES = 16384
+"""That are known at once; those of the state that paused first go for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,22 @@ class Pauses:
         self._report = report
         self._paused: dict[Key, list[Paused]] = {}
         self._names = itertools.count(1)
+        self._count = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._paused.values()))
+        return self._count
 
     def begin(self, state: Key, namespace: str, ids: bytes, seconds: float, worker: str, now: float) -> list[Effect]:
         """A session pauses; the worker that holds its ids, if any does, is to keep them for so many seconds."""
+        effects: list[Effect] = []
+        while self._count >= MOST_PAUSES and (first := self.end(next(iter(self._paused)), now)):
+            effects += first.unpin()
         paused = Paused(next(self._names), state.tenant, len(ids) // 4, now, worker)
         self._paused.setdefault(state, []).append(paused)
+        self._count += 1
         if self._report:
             self._report.paused(state.tenant)
-        return [Order(worker, Pin(paused.name, namespace, ids, seconds))] if worker else []
+        return effects + ([Order(worker, Pin(paused.name, namespace, ids, seconds))] if worker else [])
 
     def end(self, state: Key, now: float) -> Paused | None:
         """One that has paused there goes on; None if nobody has."""
@@ -57,6 +64,7 @@ class Pauses:
         if not waiting:
             return None
         paused = waiting.pop()
+        self._count -= 1
         if not waiting:
             del self._paused[state]
         if self._report:

@@ -16,6 +16,9 @@ from radixrt.router.tokens import TextService
 from radixrt.router.tokens.text import INLINE_CHARS, INLINE_MESSAGES
 from radixrt.router.validate import Refused
 
+INLINE_CHAT_CHARS = 32_768
+"""Up to this many of a chat, which its template may write anew from some answer on."""
+
 Work = Callable[[State, Sequence[Said], TextService], tuple[Draft, bytes]]
 
 
@@ -121,13 +124,15 @@ def _draft_and_prompt(state: State, said: Sequence[Said], text: TextService) -> 
 def _is_short(state: State, said: Sequence[Said]) -> bool:
     """Little is to be decoded, rendered and encoded."""
     answer = state.answer
-    if len(state.turns) > INLINE_MESSAGES or (
+    if len(state.turns) + len(said) > INLINE_MESSAGES or (
         answer and isinstance(answer.stop, str) and len(answer.ids) > INLINE_CHARS
     ):
+        return False
+    if state.turns and sum(len(part.text) for part in state.parts) > INLINE_CHAT_CHARS:
         return False
     chars = sum(len(part.text) for part in state.parts[state.encoded :])
     for one in said:
         if isinstance(one, SaidAnswer):
             return False
-        chars += len(getattr(one, "text", "")) + len(getattr(one, "content", ""))
+        chars += sum(len(getattr(one, name, "")) for name in ("text", "role", "content"))
     return chars <= INLINE_CHARS

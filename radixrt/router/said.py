@@ -28,6 +28,8 @@ from radixrt.router.tokens import TextService
 
 FIELD = "prompt.said"
 TOKEN_BYTES = 4
+MOST_DECODED = 1 << 20
+"""Tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
 OVERHEAD = 160
 """Bytes of an object and of what refers to it, about."""
 
@@ -284,7 +286,8 @@ def ids_of_text(
         return ids, len(text)
     if sampling.skip_special_tokens:  # as decoding does
         fewest = 0 if sampling.include_stop else 1
-        for cut in range(fewest, len(stop.encode()) + 2):
+        tries = min(len(stop.encode()) + 2 - fewest, MOST_DECODED * TOKEN_BYTES // max(1, len(ids)))
+        for cut in range(fewest, fewest + tries):
             kept = ids[: max(0, len(ids) - TOKEN_BYTES * cut)]
             said = service.decode_now(kept) if kept else ""
             if text.startswith(said):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 ENTRY_BYTES = 256
-"""That an entry costs beside its value, its key included."""
+"""That an entry costs beside its key and value."""
 
 
 class _Values:
@@ -18,7 +18,7 @@ class _Values:
     def pop(self, key: bytes) -> int:
         """Bytes freed; 0 if it is not there."""
         value = self.entries.pop(key, None)
-        freed = 0 if value is None else len(value) + ENTRY_BYTES
+        freed = 0 if value is None else len(key) + len(value) + ENTRY_BYTES
         self.size -= freed
         return freed
 
@@ -48,8 +48,9 @@ class SharedMemory:
         self._size -= values.pop(key)
         if value is not None:
             values.entries[key] = value
-            values.size += len(value) + ENTRY_BYTES
-            self._size += len(value) + ENTRY_BYTES
+            size = len(key) + len(value) + ENTRY_BYTES
+            values.size += size
+            self._size += size
         while self._size > self._max_bytes:
             most = max(self._tenants.values(), key=lambda one: one.size)
             self._size -= most.pop(next(iter(most.entries)))

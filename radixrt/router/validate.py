@@ -19,6 +19,8 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_PINS = 4
 MAX_PIN_SECONDS = 3600.0
+MAX_NUMBER = (1 << 31) - 1
+"""Workers count in int32."""
 TOKEN_BYTES = 4
 
 
@@ -47,11 +49,11 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
     """Refused (400) unless every field is in range. `vocab_size` 0: token ids are only checked to be >= 0."""
     s = sampling
     _require(s.max_tokens is None or s.max_tokens >= 0, "max_tokens", "must be at least 0")
-    _require(s.min_tokens >= 0, "min_tokens", "must be at least 0")
+    _require(0 <= s.min_tokens <= MAX_NUMBER, "min_tokens", f"must be in [0, {MAX_NUMBER}]")
     _require(s.max_tokens is None or s.min_tokens <= s.max_tokens, "min_tokens", "must not exceed max_tokens")
     _require(s.temperature >= 0 and _finite(s.temperature), "temperature", "must be at least 0 and finite")
     _require(0 < s.top_p <= 1, "top_p", "must be in (0, 1]")
-    _require(s.top_k >= -1, "top_k", "must be at least 1; 0 and -1 switch it off")
+    _require(-1 <= s.top_k <= MAX_NUMBER, "top_k", f"must be in [1, {MAX_NUMBER}]; 0 and -1 switch it off")
     _require(0 <= s.min_p <= 1, "min_p", "must be in [0, 1]")
     _require(s.repetition_penalty > 0 and _finite(s.repetition_penalty), "repetition_penalty", "must be above 0")
     _require(-2 <= s.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from radixrt.messages import Grammar
-from radixrt.worker.jump import SHORTEST, Spelling, certain_text, on_one_line
+from radixrt.worker.jump import SHORTEST, Spelling, certain_text, is_bounded, on_one_line
 from radixrt.worker.request import Request
 from radixrt.worker.schema import with_safe_patterns
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
@@ -147,7 +147,10 @@ class Grammars:
             compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
             schemas = grammar.kind in ("json_schema", "structural_tag")
             text = with_safe_patterns(grammar.kind, grammar.text) if schemas else grammar.text
-            return Compiled(compile(text), -(-self._vocab_size // 32), ends, self._eos_ids, spelling)
+            compiled = compile(text)
+            if spelling and not _forces_little(grammar.kind, text):
+                spelling = None
+            return Compiled(compiled, -(-self._vocab_size // 32), ends, self._eos_ids, spelling)
         except Exception as error:  # of many types, none of them promised
             text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
             raise ValueError(f"grammar: {text[:500]}") from error
@@ -199,6 +202,28 @@ def _compile_by(compiler: Any, one_line: bool) -> dict[str, Callable[[str], Any]
         "ebnf": compiler.compile_grammar,
         "structural_tag": tag,
     }
+
+
+def _forces_little(kind: str, text: str) -> bool:
+    """Whether xgrammar may be asked for what a grammar that compiles forces."""
+    try:
+        return is_bounded(_parsed(kind, text).serialize_json())
+    except Exception:  # a tag that names a token is not parsed without the tokenizer
+        return False
+
+
+def _parsed(kind: str, text: str) -> Any:
+    """The same grammar before it is compiled, on one line."""
+    import xgrammar
+
+    make = xgrammar.Grammar
+    return {
+        "json": lambda _: make.builtin_json_grammar(),
+        "json_schema": lambda text: make.from_json_schema(text, any_whitespace=False),
+        "regex": make.from_regex,
+        "ebnf": make.from_ebnf,
+        "structural_tag": lambda text: make.from_structural_tag(on_one_line(text, _ebnf_on_one_line)),
+    }[kind](text)
 
 
 def _ebnf_on_one_line(schema: str) -> str:

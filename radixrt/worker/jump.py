@@ -11,8 +11,10 @@ What is appended depends on the tokens before alone: not on the batch, on chunks
 
 from __future__ import annotations
 
+import heapq
 import json
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,10 @@ SHORTEST = 3
 """Tokens. A run saves as many steps of its request less one; but the step with its chunk is not the graph of a batch
 of decodes and takes a millisecond or more longer for all the others. At the beginning of a text, where a chunk is
 computed anyway, any run will do."""
+LONGEST = 2048
+"""Characters that are appended at once; what is forced beyond them comes after the next token."""
+MOST_FORCED = 1 << 16
+"""Bytes: a grammar with a part of which every text is longer is drawn, as xgrammar looks for all that is forced."""
 REMEMBERED = 4096
 """Texts whose tokens are kept."""
 ANCHOR = "\n"
@@ -51,7 +57,7 @@ class Spelling:
     def _cut(self, text: bytes, ids: Sequence[int]) -> tuple[int, ...]:
         at = 0
         for count, i in enumerate(ids):
-            if self._begins_longer(text[at:]):
+            if self._begins_longer(text[at : at + self._longest]):
                 return tuple(ids[:count])
             at += self._size(i)
         return tuple(ids)
@@ -96,11 +102,51 @@ class Spelling:
 
 
 def certain_text(matcher: Any) -> str:
-    """The text that must come next by an xgrammar matcher, without a part of a character at its end."""
+    """The text that must come next by an xgrammar matcher, LONGEST at most, without a part of a character at its
+    end. Only for a grammar that `is_bounded`: else it may not return."""
     try:
-        return matcher.find_jump_forward_string()
+        return matcher.find_jump_forward_string()[:LONGEST]
     except UnicodeDecodeError as error:
-        return error.object[: error.start].decode()
+        return error.object[: error.start].decode()[:LONGEST]
+
+
+BYTES, CLASS, REF, SEQUENCE, CHOICES, REPEAT = 0, 1, 4, 5, 6, 8
+"""Kinds of expressions in xgrammar's JSON; of the others, the empty text is one, or free text that may be empty."""
+
+
+def is_bounded(grammar: str) -> bool:
+    """Whether every part of an xgrammar Grammar, given as JSON, has a text of at most MOST_FORCED bytes. What is
+    forced is part of every text that can follow: then it has an end, and soon. `root ::= "ab" root` has none.
+
+    The shortest text of each part in order of length: D. E. Knuth, A Generalization of Dijkstra's Algorithm, 1977."""
+    parsed = json.loads(grammar)
+    data, begins = parsed["grammar_expr_data"], parsed["grammar_expr_indptr"]
+    parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in begins]
+    bodies = [rule[1] for rule in parsed["rules"]]
+    users: dict[int, list[int]] = defaultdict(list)
+    missing, length, found, ready = [0] * len(parts), [0] * len(parts), set(), []
+    for i, (kind, values) in enumerate(parts):
+        inner = values if kind in (SEQUENCE, CHOICES) else [bodies[values[0]]] if kind in (REF, REPEAT) else []
+        missing[i] = len(inner)
+        for one in inner:
+            users[one].append(i)
+        if not missing[i]:
+            ready.append((len(values) if kind == BYTES else int(kind == CLASS), i))
+    heapq.heapify(ready)
+    while ready:
+        size, i = heapq.heappop(ready)
+        if i in found or size > MOST_FORCED:
+            continue
+        found.add(i)
+        for user in users[i]:
+            kind, values = parts[user]
+            length[user] += size * values[1] if kind == REPEAT else size
+            missing[user] -= 1
+            if kind == CHOICES:
+                heapq.heappush(ready, (size, user))
+            elif not missing[user]:
+                heapq.heappush(ready, (length[user], user))
+    return len(found) == len(parts)
 
 
 def on_one_line(tag: str, write: Callable[[str], str]) -> str:

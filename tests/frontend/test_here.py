@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,18 +16,18 @@ from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, resolve
 from radixrt.frontend.app import Frontend
 from radixrt.frontend.server import Server, _serve_both, listen
-from radixrt.messages import Deltas, Error, Generate, Sampling, TokenPrompt
+from radixrt.messages import Cancel, ClientRequest, Delta, Deltas, Error, Generate, Sampling, TokenPrompt
 from radixrt.roles import make_worker
 from radixrt.router.loop import RouterServer
-from radixrt.transports import HereTransport
+from radixrt.transports import HereTransport, RouterTransport
 
 NAMES = {"tokenizer": "none", "served_model_name": "m"}
 ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
 
 
 @contextmanager
-def together(**settings) -> Iterator[tuple[str, RouterServer, Server]]:
-    """(URL of the front end, the router, the server that both end with), with a fake worker."""
+def together(**settings) -> Iterator[tuple[str, RouterServer, Callable[[], None]]]:
+    """(URL of the front end, the router, what tells both to stop), with a fake worker."""
     name = uuid.uuid4().hex
     addresses = {"client_address": f"inproc://c-{name}", "worker_address": f"inproc://w-{name}"}
     router = RouterServer(resolve(RouterConfig(**NAMES, **addresses)))
@@ -42,6 +42,12 @@ def together(**settings) -> Iterator[tuple[str, RouterServer, Server]]:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_both(router, server, sock))
 
+    def stop() -> None:
+        worker.stop()
+        if threads[1].ident is not None:  # first: without a router it would wait for one
+            threads[1].join(10)
+        server.should_exit = True
+
     threads = [threading.Thread(target=serve), threading.Thread(target=worker.run)]
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
@@ -52,13 +58,10 @@ def together(**settings) -> Iterator[tuple[str, RouterServer, Server]]:
         with Client(url) as client:
             while not client.health()["serving"]:
                 time.sleep(0.01)
-        yield url, router, server
+        yield url, router, stop
     finally:
-        worker.stop()
-        server.should_exit = True
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join(10)
+        stop()
+        threads[0].join(10)
         router.text.close()
         sock.close()
     assert not any(thread.is_alive() for thread in threads)
@@ -77,6 +80,16 @@ def test_it_serves_and_counts():
         assert router.core.runs_in_flight == 0
 
 
+@pytest.mark.parametrize("field", ["top_k", "min_tokens"])
+def test_a_number_that_no_worker_takes_is_refused(field):
+    """It would be placed, and could not be sent: nobody would ever end it."""
+    with together() as (url, router, _), Client(url) as client:
+        for number in (1 << 31, 1 << 70):
+            with pytest.raises(ServerError, match=f"{field} must be in"):
+                client.generate([1, 2, 3], Sampling(**{"max_tokens": 3 if field == "top_k" else None, field: number}))
+        assert router.core.runs_in_flight == 0
+
+
 def test_a_client_that_leaves_is_cancelled():
     with together() as (url, router, _), Client(url) as client:
         stream = client.stream([1, 2, 3], ENDLESS)
@@ -90,10 +103,10 @@ def test_a_client_that_leaves_is_cancelled():
 
 
 def test_what_is_in_flight_ends_with_an_error_when_it_stops():
-    with together() as (url, _, server), Client(url) as client:
+    with together() as (url, _, stop), Client(url) as client:
         stream = client.stream([1, 2, 3], ENDLESS)
         next(stream)
-        server.should_exit = True
+        stop()
         with pytest.raises(ServerError, match="shutting down|ended before"):
             for _ in stream:
                 pass
@@ -139,3 +152,28 @@ def test_each_front_end_hears_of_its_own():
         router.text.close()
 
     asyncio.run(run())
+
+
+def test_an_answer_that_cannot_be_taken_in_harms_no_other():
+    sent: list[object] = []
+
+    class Sent(RouterTransport):
+        def _post(self, message: ClientRequest) -> bool:
+            sent.append(message)
+            return True
+
+    heard: dict[str, list[object]] = {"broken": [], "whole": []}
+
+    def broken(answer: object) -> None:
+        heard["broken"].append(answer)
+        raise RecursionError
+
+    transport = Sent()
+    prompt = TokenPrompt(b"\1\0\0\0")
+    first = transport.submit(Generate(id=0, prompt=prompt), broken)
+    second = transport.submit(Generate(id=0, prompt=prompt), heard["whole"].append)
+    transport._take(Deltas([Delta(first, 0, b"\1\0\0\0"), Delta(second, 0, b"\1\0\0\0", finish="stop")]))
+    transport._take(Deltas([Delta(first, 0, b"\2\0\0\0")]))
+    assert [answer.finish for answer in heard["whole"]] == ["stop"]
+    assert [type(answer) for answer in heard["broken"]] == [Delta, Error] and heard["broken"][1].code == 500
+    assert sent[2:] == [Cancel(first)] and not transport._pending

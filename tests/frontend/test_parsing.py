@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
 
@@ -325,3 +326,9 @@ def test_calls_by_mistral_s_own_tokenizer(tmp_path, shared_data, version, cuts):
     service.close()
     assert choice.message.content == "Wait." and choice.finish == "tool_calls"
     assert [(c.name, c.arguments) for c in choice.message.calls] == [("f", F_CALL[1].text), ("g", G_CALL[1].text)]
+
+
+def test_arguments_nested_too_deeply_are_no_object():
+    deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+    text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep)}}}</tool_call>'
+    assert parse("hermes", text) == [Content(text)]

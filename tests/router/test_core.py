@@ -114,6 +114,7 @@ def test_score_collects_choices_and_sums_usage():
     orders = core.submit(b"c", Score(id=4, prompt=TokenPrompt(PROMPT), choices=choices), 1.0)
     first, second = (order.message for order in orders)
     assert first.score_from == 4 and first.sampling.max_tokens == 0 and first.ids == PROMPT + ids(1, 2)
+    assert core.end_choice(b"c", 4, 0) == [], "choices of a Generate alone are ended"
     assert (
         core.step("w0", step(Output(first.id, scores=[-1.0]), Output(second.id, [], "length", 3, None, [-3.0])), 1.1)
         == []

@@ -89,6 +89,22 @@ def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
     assert core.pauses.expire(2.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(4))] and len(core.pauses) == 0
 
 
+def test_there_are_only_so_many(core, monkeypatch):
+    monkeypatch.setattr(pauses, "MOST_PAUSES", 3)
+    for number in (1, 1, 2):
+        core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
+    effects = core.pause(STATE._replace(number=3), "n", SAID, None, 2.0)
+    assert effects == [Order("w1", Unpin(2)), Order("w1", Pin(4, "n", SAID, 60.0))] and len(core.pauses) == 3
+    assert waits(core)["now"] == 3
+
+
+def test_a_request_that_is_refused_goes_on_all_the_same(core):
+    core.pause(STATE, "n", SAID, None, 1.0)
+    message = Generate(id=1, prompt=TokenPrompt(SAID), sampling=Sampling(temperature=-1.0))
+    refusal, unpin = core.submit(b"c", message, 2.0, STATE, resumes=True)
+    assert refusal.message.code == 400 and unpin == Order("w1", Unpin(1)) and len(core.pauses) == 0
+
+
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", "error"])
 def test_an_answer_is_kept_if_it_ended_well(finish):
     kept, said = [], _Said([], [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from array import array
 
@@ -9,6 +11,7 @@ import pytest
 from sim_workers import continuation
 from stack import Client, stack
 
+from radixrt.config import RouterConfig
 from radixrt.messages import (
     Ask,
     Cancel,
@@ -19,16 +22,23 @@ from radixrt.messages import (
     Fork,
     Generate,
     Pause,
+    Recall,
     SaidAnswer,
     SaidChoice,
+    SaidMessage,
     SaidText,
     Sampling,
     Score,
     Scored,
+    Share,
     StatePrompt,
     TextPrompt,
     Tokenize,
+    TurnBegins,
 )
+from radixrt.router import programs, said
+from radixrt.router.loop import RouterServer
+from radixrt.router.said import NOTHING, Draft
 from radixrt.router.states import Key
 from radixrt.router.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
@@ -204,3 +214,66 @@ def test_ids_alone_have_no_states():
     with stack() as (_, _, client):
         assert ask(client, 1, say("x", save=1)).field == "prompt"
         assert client.ask(Generate(id=2, prompt=StatePrompt(SCOPE, said=[SaidText("")]))).field == "prompt"
+
+
+def test_much_that_is_said_holds_up_nobody(text):
+    """Each choice that was taken renders the chat once more: that is not done on the event loop."""
+    short = [SaidMessage("user", "hi"), TurnBegins()]
+    assert programs._is_short(NOTHING, short)
+    assert not programs._is_short(NOTHING, [*short, *[SaidChoice("")] * 1000])
+    assert not programs._is_short(NOTHING, [SaidMessage("x" * 1000, ""), TurnBegins()])
+    draft = Draft(NOTHING, text)
+    draft.add([SaidMessage("user", "hi " * 12_000), TurnBegins()])
+    draft.prompt()
+    assert not programs._is_short(draft.state(), [SaidText("x")]), "the template may write it anew"
+
+
+def test_a_stop_string_that_no_answer_has_costs_little(running, text, monkeypatch):
+    _, client = running
+    decoded = []
+    decode = TextService.decode_now
+    monkeypatch.setattr(TextService, "decode_now", lambda self, ids: decoded.append(len(ids) // 4) or decode(self, ids))
+    monkeypatch.setattr(said, "MOST_DECODED", 5000)
+    ids = text.encode_now(TextPrompt("The quick brown fox. " * 50))
+    answer = SaidAnswer(ids, "something else", "z" * 100_000, Sampling())
+    delta = ask(client, 1, StatePrompt(SCOPE, 0, [SaidText("x"), answer]))
+    parts = [text.encode_now(TextPrompt("x")), text.encode_part(TextPrompt("something else"))]
+    assert delta.usage.prompt_tokens == sum(map(len, parts)) // 4, "its text is encoded anew"
+    assert 4000 < sum(decoded) <= 5000
+
+
+def test_a_pause_ends_also_where_the_request_is_cancelled_while_it_is_encoded(running, monkeypatch):
+    server, client = running
+    ask(client, 1, say("x", save=1))
+    client.ask(Pause(id=2, scope=SCOPE, state=1))
+    began = threading.Event()
+
+    async def never(tenant, request) -> None:
+        began.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(server.programs, "prompt", never)
+    client.send(Generate(id=3, prompt=say(state=1, resumes=True)))
+    assert began.wait(5)
+    client.send(Cancel(3))
+    deadline = time.monotonic() + 5
+    while len(server.core.pauses) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(server.core.pauses) == 0
+
+
+def test_a_value_that_is_shared_is_recalled_once(running):
+    _, client = running
+    assert isinstance(client.ask(Share(id=1, entries=[(b"k", b"v" * 1000)])), Done)
+    assert client.ask(Recall(id=2, keys=[b"k", b"x"])).data == [b"v" * 1000, None]
+    assert client.ask(Recall(id=3, keys=[b"k"] * 2)).field == "keys"
+
+
+def test_ids_that_the_tokenizer_does_not_have_do_not_break_the_report(text):
+    """A model may take more than the tokenizer makes."""
+    server = RouterServer(RouterConfig(), text)
+    for i in range(20):
+        ids = array("i", [600, 601 + i, *range(3, 500)])
+        server.report.arrived("default\nm\n", ids.tobytes(), "default")
+    (row,) = server._ask(Ask(id=1, what="report"))["volatile"]
+    assert row["before"] == "" and row["after"] and row["values"] == ["", ""]

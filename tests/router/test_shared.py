@@ -12,14 +12,14 @@ def test_values_are_of_a_tenant():
     memory.put("a", b"k", b"1")
     assert memory.get("a", b"k") == b"1" and memory.get("b", b"k") is None
     memory.put("a", b"k", b"22")
-    assert memory.get("a", b"k") == b"22" and memory.num_bytes == 2 + ENTRY_BYTES
+    assert memory.get("a", b"k") == b"22" and memory.num_bytes == 3 + ENTRY_BYTES
     memory.put("b", b"k", None)
     memory.put("a", b"k", None)
     assert memory.get("a", b"k") is None and memory.num_bytes == 0
 
 
 def test_the_tenant_with_most_loses_its_oldest():
-    memory = SharedMemory(5 * (100 + ENTRY_BYTES))
+    memory = SharedMemory(5 * (101 + ENTRY_BYTES))
     for key in (b"1", b"2", b"3", b"4"):
         memory.put("a", key, b"x" * 100)
     memory.put("b", b"1", b"x" * 100)
@@ -33,6 +33,8 @@ def test_more_than_there_is_room_for_is_not_kept():
     memory = SharedMemory(1000)
     memory.put("a", b"k", b"x" * 2000)
     assert memory.get("a", b"k") is None and memory.num_bytes == 0
+    memory.put("a", b"k" * 2000, b"")
+    assert memory.get("a", b"k" * 2000) is None and memory.num_bytes == 0, "nor a key"
     off = SharedMemory(0)
     off.put("a", b"k", b"")
     assert off.get("a", b"k") is None
@@ -48,4 +50,4 @@ def test_sizes_add_up():
         kept[tenant, key] = value
         kept = {place: memory.get(*place) for place, last in kept.items() if memory.get(*place) is not None}
         assert value is None or kept.get((tenant, key), value) == value
-        assert memory.num_bytes == sum(len(v) + ENTRY_BYTES for v in kept.values()) <= 6000
+        assert memory.num_bytes == sum(1 + len(v) + ENTRY_BYTES for v in kept.values()) <= 6000

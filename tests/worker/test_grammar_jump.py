@@ -404,3 +404,17 @@ def test_schemas_of_a_structural_tag_are_on_one_line(by_bytes):
     said = engine.say([9], Sampling(max_tokens=90, grammar=Grammar("structural_tag", json.dumps(tag))))
     text = bytes(t - 3 for t in said[:-1]).decode()
     assert re.fullmatch(r'<call>\{"name": "(Ada|Alan|Grace)", "age": -?\d+\}</call>', text)
+
+
+def test_text_that_is_forced_without_end_is_drawn(by_bytes):
+    """xgrammar would look for all of it, and never come back."""
+    for grammar in (Grammar("ebnf", 'root ::= "ab" root'), Grammar("regex", "(ab){300000}")):
+        compiled = by_bytes.get(grammar).result()
+        assert compiled.spelling is None
+    assert by_bytes.get(ZONE).result().spelling is not None
+
+
+def test_a_tag_that_names_a_token_is_drawn(by_words):
+    name = next(iter(by_words.get(RECORD).result() and by_words._vocabulary.special.values())).decode()
+    tag = {"type": "structural_tag", "format": {"type": "token", "token": name}}
+    assert by_words.get(Grammar("structural_tag", json.dumps(tag))).result().spelling is None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import json
 
 import pytest
 
-from radixrt.worker.jump import Spelling
+from radixrt.worker.grammar import _parsed
+from radixrt.worker.jump import LONGEST, MOST_FORCED, Spelling, certain_text, is_bounded
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 from tests.checkpoints import make_tokenizer
 
@@ -82,3 +84,56 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     spelling = Spelling([b"a", b"b"])
     for n in range(1, 9):
         assert spelling.before("ab" * n) == (0, 1) * n and len(spelling._known) <= 3
+
+
+def _schema(**properties) -> tuple[str, str]:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return "json_schema", json.dumps(schema)
+
+
+def _tag(content: dict) -> tuple[str, str]:
+    part = {"begin": "<f=a>", "content": content, "end": "</f>"}
+    form = {"type": "triggered_tags", "triggers": ["<f="], "tags": [part]}
+    return "structural_tag", json.dumps({"type": "structural_tag", "format": form})
+
+
+DOUBLED = "".join(f"r{i} ::= r{i - 1} r{i - 1}\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "grammar, bounded",
+    [
+        (_schema(a={"anyOf": [{"$ref": "#"}, {"type": "null"}]}), True),
+        (_schema(a={"$ref": "#"}), False),
+        (_schema(**{f"property {i}": {"enum": ["one", "two"]} for i in range(200)}), True),
+        (("json_schema", json.dumps({"type": "array", "items": {"const": "x"}, "minItems": 10**6})), False),
+        (("json", ""), True),
+        (("regex", "(ab){3000}"), True),
+        (("regex", "(ab){300000}"), False),
+        (("ebnf", 'root ::= "ab" root'), False),
+        (("ebnf", 'root ::= "ab" root | "b"'), True),
+        (("ebnf", 'root ::= "a" | x\nx ::= "b" x'), False),
+        (("ebnf", f'r0 ::= "xxxxxxxx"\n{DOUBLED}root ::= r39'), False),
+        (("ebnf", f'r0 ::= "xxxxxxxx"\n{DOUBLED}root ::= "a" | r5'), False),
+        (_tag({"type": "json_schema", "json_schema": {"type": "object"}}), True),
+        (_tag({"type": "any_text"}), True),
+        (_tag({"type": "json_schema", "json_schema": json.loads(_schema(a={"$ref": "#"})[1])}), False),
+    ],
+)
+def test_what_forces_text_without_end_is_known_beforehand(grammar, bounded):
+    assert is_bounded(_parsed(*grammar).serialize_json()) is bounded
+
+
+def test_the_shortest_text_counts():
+    def bounded(size: int) -> bool:
+        return is_bounded(_parsed("ebnf", f'root ::= "{"x" * size}" | y\ny ::= "{"x" * 200}" [a-z]').serialize_json())
+
+    assert bounded(MOST_FORCED) and not bounded(MOST_FORCED + 1)
+
+
+def test_long_text_comes_in_parts():
+    class Matcher:
+        def find_jump_forward_string(self) -> str:
+            return "ab" * LONGEST
+
+    assert certain_text(Matcher()) == "ab" * (LONGEST // 2)

@@ -115,5 +115,5 @@ def begins_object(reader: Reader) -> Steps[bool]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

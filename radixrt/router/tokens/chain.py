@@ -101,13 +101,13 @@ def bare(text: str, call_ids: Sequence[str] = ()) -> str:
             break
         out.append(_WHITE_SPACE.sub("", text[at:brace]))
         try:
-            value, at = _decoder.raw_decode(text, brace)
+            value, end = _decoder.raw_decode(text, brace)
+            if value.get("id") in call_ids:
+                del value["id"]
+            out.append(json.dumps(value, sort_keys=True))
+            at = end
         except (ValueError, RecursionError):
             out.append("{")
             at = brace + 1
-            continue
-        if value.get("id") in call_ids:
-            del value["id"]
-        out.append(json.dumps(value, sort_keys=True))
     out.append(_WHITE_SPACE.sub("", text[at:]))
     return "".join(out)

@@ -69,6 +69,7 @@ class FlashInfer:
         if self._planned.get(wrapper) == asked:
             return
         shape = self._shape
+        self._planned.pop(wrapper, None)  # should this fail
         wrapper.plan(  # type: ignore[attr-defined]
             qo_indptr=_starts(counts),
             kv_indptr=_starts(keys),
