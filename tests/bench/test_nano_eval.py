@@ -151,6 +151,7 @@ def test_items_of_training_are_refused():
 # ---------------------------------------------------------------- quality
 
 
+@pytest.mark.slow
 def test_both_passes_of_a_setting():
     """The second finds all prompts in the cache; of the copies one counts."""
     setting = Setting("float32", {"kv_cache_dtype": "float32"}, copies=2)

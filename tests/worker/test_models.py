@@ -135,7 +135,7 @@ class TestGreedyTokens:
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
     folder, asked, answers = expected(family)
     cold = [Engine(load(folder, kv_cache_dtype=kv_dtype)).generate([prompt])[0] for prompt in asked]
@@ -145,7 +145,10 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
     assert cold != answers or kv_dtype == "bfloat16", "quantized pages are in use"
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("float32", "fp8_e5m2"), ("bfloat16", "auto")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "auto"), pytest.param("float32", "fp8_e5m2", marks=pytest.mark.slow), ("bfloat16", "auto")],
+)
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 16}), ("qwen3", {})])
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deterministic_to_the_last_bit(checkpoint, family, changes, dtype, kv_dtype, threads):
