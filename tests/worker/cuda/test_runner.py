@@ -35,7 +35,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow), "mistral", "qwen3_moe"])
 def folder(request, tmp_path_factory):
     changes = {
         "mistral": {"sliding_window": 16},
