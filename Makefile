@@ -39,6 +39,8 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --deterministic
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
+	PYTHONPATH=.gpu/site:. python3 -m bench.steps
+	PYTHONPATH=.gpu/site:. python3 -m bench.nano.quality
 	python3 -m bench.shapes .gpu/llama-8b
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
 	  --ceilings bench/results/worker.json -- --load-format dummy --tokenizer none
