@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -99,7 +100,7 @@ class _Pending:
             self.give(Error(request_id, 503, message, retry_after=1.0))
 
 
-class RouterTransport:
+class RouterTransport(ABC):
     """Any number of requests in flight at a router, whose replies come all together. `_post` sends it a message."""
 
     ordered = True
@@ -115,11 +116,12 @@ class RouterTransport:
         """Whether the router is there now; without it, requests wait for it."""
         return True
 
+    @abstractmethod
     def _post(self, message: ClientRequest) -> bool:
         """False when the router does not read."""
-        raise NotImplementedError
 
-    def _disconnect(self) -> None: ...
+    def _disconnect(self) -> None:  # noqa: B027
+        """Nothing more will be sent."""
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
         """See Transport. ServerError (503) when the router does not read."""
