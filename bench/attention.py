@@ -35,7 +35,7 @@ from radixrt.worker.cuda.runner import sharing_cost
 from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
-from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -61,9 +61,10 @@ def graph_ms(run: Callable[[], object]) -> float:
 
 
 class Forest:
-    """Decodes of sequences that share prefixes: a tree of (tokens, fan-out) levels over own tokens, on random pages."""
+    """Decodes of sequences that share prefixes: a tree of (tokens, fan-out) levels over own tokens, on random pages.
+    With `least`, each has from so many to `own` tokens of its own."""
 
-    def __init__(self, levels: list[tuple[int, int]], leaves: int, own: int, kv_dtype: str) -> None:
+    def __init__(self, levels: list[tuple[int, int]], leaves: int, own: int, kv_dtype: str, least: int = 0) -> None:
         self.shape = Shape(HEADS, KV_HEADS, DIM, 1)
         paths: list[list[tuple[int, int]]] = [[]]
         names = itertools.count(1)
@@ -78,12 +79,15 @@ class Forest:
         self.batch = len(paths)
         shared = paths[0][-1][1]
         self.length = shared + own
-        self.unique += self.batch * own
+        owns = np.random.default_rng(0).integers(least or own, own + 1, self.batch)
+        self.unique += int(owns.sum())
         pages = torch.randperm(self.unique, device=DEVICE).int()
-        self.table = torch.empty((self.batch, self.length), dtype=torch.int32, device=DEVICE)
+        # Rows as wide as a runner's: aligned.
+        width = -(-self.length // 16) * 16
+        self.table = torch.empty((self.batch, width), dtype=torch.int32, device=DEVICE)
         taken: dict[int, tuple[int, int]] = {}
         used = 0
-        for row, path in enumerate(paths):
+        for row, (path, own) in enumerate(zip(paths, owns.tolist(), strict=True)):
             begin = 0
             for name, end in path:
                 if name not in taken:
@@ -91,7 +95,7 @@ class Forest:
                     used += end - begin
                 self.table[row, begin:end] = pages[slice(*taken[name])]
                 begin = end
-            self.table[row, shared:] = pages[used : used + own]
+            self.table[row, shared : shared + own] = pages[used : used + own]
             used += own
         dtype = DTYPES[kv_dtype]
         self.keys, self.values = (
@@ -100,19 +104,19 @@ class Forest:
         self.q = torch.randn(self.batch, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         self.requests = [SimpleNamespace(lease=SimpleNamespace(path=partial(tuple, path))) for path in paths]
         self.rows = np.arange(self.batch, dtype=np.int32)
-        self.positions = np.full(self.batch, self.length - 1, dtype=np.int32)
+        self.positions = (shared + owns - 1).astype(np.int32)
         self.out = torch.empty_like(self.q)
 
     def limit_ms(self, limits: dict[str, float]) -> float:
         moved = 2 * self.unique * KV_HEADS * DIM * self.keys.element_size()
-        flops = 4 * self.batch * self.length * HEADS * DIM
+        flops = 4 * int(self.positions.sum()) * HEADS * DIM
         return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
 
     def error(self) -> float:
         """Of the first and the last request."""
         worst = 0.0
         for row in (0, self.batch - 1):
-            slots = self.table[row].long()
+            slots = self.table[row, : self.positions[row] + 1].long()
             k, v = (x[slots].float().transpose(0, 1)[None] for x in (self.keys, self.values))
             q = self.q[row : row + 1].float().transpose(0, 1)[None]
             expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
@@ -120,14 +124,15 @@ class Forest:
             worst = max(worst, float((found - expected).norm() / expected.norm()))
         return worst
 
-    def runner(self, many: Variant | None, waves: int = 4, flashinfer: FlashInfer | None = None) -> Callable[[], None]:
+    def runner(self, many: Variant | None, flashinfer: FlashInfer | None = None) -> Callable[[], None]:
         """By tree attention, large segments by FlashInfer if given, or plain without a variant for many queries."""
         itemsize = self.keys.element_size()
         few = attend.decode_variant(self.shape, itemsize)
         wide = many or attend.shared_variant(self.shape, itemsize)
+        kinds = self.shape, self.keys.dtype, torch.bfloat16, DEVICE
         cuts = Cuts(
-            attend.tiling(few, self.shape, 132, decode=True),
-            Tiling(wide.queries(self.shape.group), wide.keys, 2 * wide.keys, max(1, 132 * waves // KV_HEADS)),
+            attend.best_tiling(few, *kinds, causal=False),
+            attend.best_tiling(wide, *kinds, causal=False),
             sharing_cost(self.shape, itemsize, wide) if many else None,
             Trunks(CHIP, flashinfer.tokens) if flashinfer else None,
         )
@@ -141,7 +146,7 @@ class Forest:
         elif flashinfer:
             raise ValueError("FlashInfer gets nothing")
         there = DecodeLists.of(lists, packer.send(), trunks)
-        scratch = Scratch.make(int(work.few[:, 1].sum() + work.many[:, 1].sum()), self.shape, DEVICE)
+        scratch = Scratch.make(work.few.partials + work.many.partials, self.shape, DEVICE)
         pages = Pages(self.keys, self.values, self.table, (1.0, 1.0), None)
         step = StepAttention(lambda _: pages, self.q, Kernels(self.shape, few, wide), {None: there}, scratch, [])
         return lambda: step.over_pages(0, self.q, self.out)
@@ -153,7 +158,12 @@ FORESTS = {
     "128, 2048, 1024": ([(2048, 1)], 128, 1024),
     "3k > 8 x 1k > 8 x 200 > 4, 128": ([(3000, 1), (1000, 8), (200, 8)], 4, 128),
     "8 pairs, 4096, 512": ([(4096, 8)], 2, 512),
+    "3 x 6000 > 21, 2800": ([(6000, 3)], 21, 2800),
+    "3 x 6000 > 21, 200 to 5000": ([(6000, 3)], 21, 5000, 200),
     "no sharing, 64 x 4096": ([(16, 64)], 1, 4080),
+    "no sharing, 256 x 1024": ([(16, 256)], 1, 1008),
+    "no sharing, 64 x 100 to 5000": ([(16, 64)], 1, 4984, 84),
+    "no sharing, 200 x 100 to 3000": ([(16, 200)], 1, 2984, 84),
 }
 
 
@@ -185,8 +195,8 @@ def tail_rows(limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str
 
 def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -> list[dict[str, Any]]:
     rows = []
-    for (name, (levels, leaves, own)), kv_dtype in product(FORESTS.items(), ("fp8_e4m3", "bfloat16")):
-        forest = Forest(levels, leaves, own, kv_dtype)
+    for (name, (levels, leaves, own, *least)), kv_dtype in product(FORESTS.items(), ("fp8_e4m3", "bfloat16")):
+        forest = Forest(levels, leaves, own, kv_dtype, *least)
         row: dict[str, Any] = {"tree": name, "pages": kv_dtype, "limit_ms": forest.limit_ms(limits)}
         chosen = attend.shared_variant(forest.shape, forest.keys.element_size())
         ways = {"plain": forest.runner(None), "tree": forest.runner(chosen)}
@@ -201,14 +211,14 @@ def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -
         row["of_limit"] = row.get("trunk_fa3_ms", row["tree_ms"]) / row["limit_ms"]
         if sweep and "no" not in name and kv_dtype == "fp8_e4m3":
             found = []
-            for rows_, keys, warps, stages, waves in product((64, 128, 256), (64, 128), (4, 8), (2, 3), (1, 2, 4)):
+            for rows_, keys, warps, stages in product((64, 128, 256), (64, 128), (4, 8), (2, 3)):
                 variant = Variant(rows_, keys, warps, stages)
                 try:
-                    found.append((graph_ms(forest.runner(variant, waves)), variant, waves))
+                    found.append((graph_ms(forest.runner(variant)), variant))
                 except Exception:  # too much shared memory
                     continue
             found.sort(key=lambda one: one[0])
-            print(name, kv_dtype, *(f"\n    {ms:.4f} {v} waves {w}" for ms, v, w in found[:6]), flush=True)
+            print(name, kv_dtype, *(f"\n    {ms:.4f} {v}" for ms, v in found[:6]), flush=True)
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -256,22 +266,24 @@ class Case:
         found = self.out[self.new - last : self.new].float()
         return float((found - expected).norm() / expected.norm())
 
-    def triton(self, variant: Variant, cut: Tiling, decode: bool) -> Callable[[], None]:
+    def triton(self, variant: Variant, decode: bool) -> Callable[[], None]:
         packer = Packer(DEVICE)
+        tiling = attend.best_tiling(variant, self.shape, self.keys.dtype, torch.bfloat16, DEVICE, causal=not decode)
         if not decode:
-            step = PagedStep(self.sequences, {None}, packer, self.shape, variant, cut)
+            step = PagedStep(self.sequences, {None}, packer, self.shape, variant, tiling)
             step.sent(packer.send())
             return lambda: step.run(self.q, self.pages, self.out)
-        items, _ = make_items(sequence_tiles(self.rows, self.starts, self.counts, self.rows, None, 1), cut)
-        merges = make_merges([items])
-        pieces = [packer.add(x) for x in (items, merges.queries, merges.entries)]
+        items, _ = make_items(sequence_tiles(self.rows, self.starts, self.counts, self.rows, None, 1), tiling)
+        merges = make_merges([items.items])
+        pieces = [packer.add(x) for x in (items.items, items.starts, merges.queries, merges.entries)]
         sent = packer.send()
         scratch = Scratch.make(merges.partials, self.shape, DEVICE)
-        there, queries, entries = (piece.of(sent) for piece in pieces)
+        there, starts, queries, entries = (piece.of(sent) for piece in pieces)
+        work = there, starts
 
         def run() -> None:
             attend.attend(
-                self.q, self.keys, self.values, self.table, there, self.out, scratch, self.shape, variant, causal=False
+                self.q, self.keys, self.values, self.table, work, self.out, scratch, self.shape, variant, causal=False
             )
             attend.merge(scratch.partials, queries, entries, self.out, self.shape)
 
@@ -378,8 +390,7 @@ def main() -> None:
         }
         pick = attend.decode_variant if decode else attend.chunk_variant
         chosen = pick(case.shape, case.keys.element_size())
-        cut = attend.tiling(chosen, case.shape, 132, decode)
-        measure(case, limit, "triton", case.triton(chosen, cut, decode), row)
+        measure(case, limit, "triton", case.triton(chosen, decode), row)
         ways: dict[str, Callable[[], Callable[[], object]]] = {"fa2": case.fa2}
         if not decode:
             ways["fa3"] = partial(case.gathered, flashinfer)
@@ -391,17 +402,13 @@ def main() -> None:
                 row[f"{name}_ms"] = f"{type(problem).__name__}"
         if args.sweep and page_size == 1:
             found = []
-            for variant, waves in product(variants(decode), (4, 8, 16) if decode else (2, 4)):
-                cut = Tiling(
-                    1 if decode else variant.queries(HEADS // KV_HEADS), variant.keys, 2 * variant.keys,
-                    max(1, 132 * waves // KV_HEADS),
-                )  # fmt: skip
+            for variant in variants(decode):
                 try:
-                    found.append((graph_ms(case.triton(variant, cut, decode)), variant, waves))
+                    found.append((graph_ms(case.triton(variant, decode)), variant))
                 except Exception:  # too much shared memory
                     continue
             found.sort(key=lambda one: one[0])
-            print(row["phase"], row["pages"], *(f"\n    {ms:.4f} {v} waves {w}" for ms, v, w in found[:5]), flush=True)
+            print(row["phase"], row["pages"], *(f"\n    {ms:.4f} {v}" for ms, v in found[:5]), flush=True)
             row["best_ms"] = found[0][0]
         rows.append(row)
         print(row, flush=True)

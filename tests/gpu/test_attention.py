@@ -54,22 +54,23 @@ def test_as_torch(way, kv_dtype, page_size, window):
     first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
     if way == "decode":
         variant = attend.decode_variant(shape, pool.dtype.itemsize)
-        cut = attend.tiling(variant, shape, 132, decode=True)
+        cut = attend.tiling(variant, shape, 8 * 132)
         items, _ = make_items(sequence_tiles(plan.rows, plan.starts, plan.counts, first, window, 1), cut)
-        merges = make_merges([items])
-        lists = [packer.add(x) for x in (items, merges.queries, merges.entries)]
+        merges = make_merges([items.items])
+        lists = [packer.add(x) for x in (items.items, items.starts, merges.queries, merges.entries)]
         sent = packer.send()
-        on_device, queries, entries = (x.of(sent) for x in lists)
+        there, starts, queries, entries = (x.of(sent) for x in lists)
         scratch = Scratch.make(merges.partials, shape, DEVICE)
         attend.attend(
-            q, keys, values, pages.table, on_device, out, scratch, shape, variant, causal=False, scales=pages.scales
-        )
+            q, keys, values, pages.table, (there, starts), out, scratch, shape, variant, causal=False,
+            scales=pages.scales,
+        )  # fmt: skip
         attend.merge(scratch.partials, queries, entries, out, shape)
     else:
         sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
         if way == "chunk":
             variant = attend.chunk_variant(shape, pool.dtype.itemsize)
-            cut = attend.tiling(variant, shape, 132, decode=False)
+            cut = attend.tiling(variant, shape, 2 * 132)
             step = PagedStep(sequences, {window}, packer, shape, variant, cut)
         elif way == "split":
             flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 4096, "fa3")

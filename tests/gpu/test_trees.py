@@ -51,7 +51,7 @@ def test_decodes(page_size, kv_dtype, flashinfer, monkeypatch):
         size = batch.pool.dtype.itemsize
         few, many = attend.decode_variant(batch.shape, size), attend.shared_variant(batch.shape, size)
         cuts = Cuts(
-            attend.tiling(few, batch.shape, 132, True), attend.tiling(many, batch.shape, 132, False),
+            attend.tiling(few, batch.shape, 8 * 132), attend.tiling(many, batch.shape, 2 * 132),
             sharing_cost(batch.shape, size, many), Trunks(Chip(8, 132), 1 << 16),
         )  # fmt: skip
         out, _, trunks = batch.decode(cuts, Kernels(batch.shape, few, many), flashinfer[page_size])

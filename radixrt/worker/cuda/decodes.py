@@ -14,7 +14,16 @@ import numpy as np
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.segments import FA3_QUERIES, Chip, cut_segments
 from radixrt.worker.cuda.staging import Packer, Piece
-from radixrt.worker.cuda.work import FIELDS, Tiles, Tiling, make_items, make_merges, segment_tiles, sequence_tiles
+from radixrt.worker.cuda.work import (
+    FIELDS,
+    Items,
+    Tiles,
+    Tiling,
+    make_items,
+    make_merges,
+    segment_tiles,
+    sequence_tiles,
+)
 from radixrt.worker.request import Request
 from radixrt.worker.sharing import Cost, Sharing, find_sharing, path_before
 
@@ -80,11 +89,11 @@ class Room:
 
 @dataclass(slots=True)
 class DecodeWork:
-    """Of one kind of layer: int32 items of both kernels (see `work.FIELDS`), merges and their entries, and the order
-    in which their queries are places."""
+    """Of one kind of layer: the items of both kernels, merges and their entries, int32, and the order in which their
+    queries are places."""
 
-    few: np.ndarray
-    many: np.ndarray
+    few: Items
+    many: Items
     merges: np.ndarray
     entries: np.ndarray
     order: np.ndarray
@@ -143,8 +152,9 @@ class DecodePlanner:
                 and np.array_equal(positions, kept.positions + grown)
                 and np.array_equal(positions // fixed, kept.positions // fixed)
             ):
-                kept.work.few[kept.work.growing, 4] = positions + 1
-                kept.work.few[kept.work.growing, 5] = positions
+                items = kept.work.few.items
+                items[kept.work.growing, 4] = positions + 1
+                items[kept.work.growing, 5] = positions
                 self._count(positions, kept.sharing)
                 return kept.work
         sharing = self._share(requests, positions)
@@ -168,9 +178,10 @@ class DecodePlanner:
         own = sequence_tiles(rows, positions, np.ones_like(rows), places, window, 1)
         if sharing is None:
             few, ends = make_items(own, self._cuts.few)
-            merges = make_merges([few])
+            merges = make_merges([few.items])
             order = places.astype(np.int32)
-            return DecodeWork(few, few[:0], merges.queries, merges.entries, order, ends, False, _NONE)
+            many = Items.none(self._cuts.many.programs)
+            return DecodeWork(few, many, merges.queries, merges.entries, order, ends, False, _NONE)
         order = sharing.order
         own = Tiles(places, own.size, own.row[order], sharing.own[order], own.end[order], own.position[order])
         begin, end, _, count = sharing.segments.T
@@ -180,8 +191,8 @@ class DecodePlanner:
         small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big & ~trunk))
         few, ends = make_items(_joined(own, small), self._cuts.few)
         large = segment_tiles(sharing, rows, self._cuts.many.queries, np.flatnonzero(big))
-        many, _ = make_items(large, self._cuts.many, int(few[:, 1].sum()))
-        lists = [few, many, _trunk_items(trunks)] if len(trunks) else [few, many]
+        many, _ = make_items(large, self._cuts.many, few.partials)
+        lists = [few.items, many.items, _trunk_items(trunks)] if len(trunks) else [few.items, many.items]
         merges = make_merges(lists, order)
         growing = np.empty(len(rows), dtype=np.int64)
         growing[order] = ends[: len(rows)]
@@ -222,10 +233,10 @@ def _joined(a: Tiles, b: Tiles) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Where the integers of a DecodeWork lie."""
+    """Where the integers of a DecodeWork lie; items and their starts."""
 
-    few: Piece
-    many: Piece
+    few: tuple[Piece, Piece]
+    many: tuple[Piece, Piece]
     merges: Piece
     entries: Piece
     order: Piece
@@ -234,14 +245,10 @@ class Lists:
     @classmethod
     def pack(cls, packer: Packer, work: DecodeWork, room: Room | None = None, size: int | None = None) -> Lists:
         """With `room`, each list takes all of it, and the order `size`."""
-        if room is None:
-            pieces = [packer.add(x) for x in (work.few, work.many, work.merges, work.entries, work.order)]
-        else:
-            pieces = [
-                packer.add(work.few, room.few),
-                packer.add(work.many, room.many),
-                packer.add(work.merges, room.merges),
-                packer.add(work.entries, room.entries),
-                packer.add(work.order, size),
-            ]
-        return cls(*pieces, work.shared)
+        few, many = (
+            (packer.add(x.items, most), packer.add(x.starts))
+            for x, most in ((work.few, room and room.few), (work.many, room and room.many))
+        )
+        merges = packer.add(work.merges, room and room.merges)
+        entries = packer.add(work.entries, room and room.entries)
+        return cls(few, many, merges, entries, packer.add(work.order, size), work.shared)

@@ -154,10 +154,10 @@ def same_bits(
     tiles = sequence_tiles(np.zeros_like(places), lengths - 1, ones, places, None, 1)
     found = []
     for variant in (few, chunk):
-        cut = attend.tiling(variant, shape, 1, decode=False)
+        cut = attend.tiling(variant, shape, 1)
         items, _ = make_items(tiles, dataclasses.replace(cut, fixed=1 << 20))
         scratch = Scratch.make(len(items), shape, device)
-        there = torch.from_numpy(items).to(device)
+        there = torch.from_numpy(items.items).to(device), torch.from_numpy(items.starts).to(device)
         attend.attend(q, keys, values, table, there, q, scratch, shape, variant)
         found.append(scratch)
     return all(torch.equal(a, b) for a, b in zip(*(scratch.partials for scratch in found), strict=True))

@@ -15,15 +15,16 @@ the same kinds: without asking what kinds they are (10 to 20 µs each time), the
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: Any, **options: Any) -> None:
-    """A kernel over `grid`; see Again."""
+def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: Any, **options: Any) -> Any:
+    """A kernel over `grid`; see Again. Gives the compiled kernel; None where it is interpreted."""
     known = again.get(kernel.__name__) if again is not None else None
     if known is not None:
         known[grid](*args)
-        return
+        return known
     compiled = kernel[grid](*args, **options)
     if again is not None and compiled is not None:  # the interpreter compiles nothing
         again[kernel.__name__] = compiled
+    return compiled
 
 
 # ---------------------------------------------------------------- norm

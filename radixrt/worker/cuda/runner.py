@@ -30,7 +30,7 @@ from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
-from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS
+from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.picking import Picking
@@ -113,7 +113,8 @@ class CudaRunner(ModelRunner):
         itemsize = pool.dtype.itemsize
         few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
         chunk = attend.chunk_variant(shape, itemsize)
-        chunk_cut = attend.tiling(chunk, shape, processors, decode=False)
+        kinds = pool.dtype, model.dtype, self._device
+        chunk_cut = attend.best_tiling(chunk, shape, *kinds, causal=True)
         if exact:
             few = few if same_bits(few, chunk, shape, pool.dtype, model.dtype, self._device) else chunk
             chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
@@ -122,8 +123,8 @@ class CudaRunner(ModelRunner):
         chip = Chip(shape.heads, processors)
         shares = tree_attention and None in self._windows
         self._cuts = Cuts(
-            chunk_cut if exact else attend.tiling(few, shape, processors, decode=True),
-            attend.tiling(many, shape, processors, decode=False),
+            chunk_cut if exact else attend.best_tiling(few, shape, *kinds, causal=False),
+            attend.best_tiling(many, shape, *kinds, causal=False),
             sharing_cost(shape, itemsize, many) if shares else None,
             Trunks(chip, flashinfer.tokens) if shares and flashinfer else None,
         )
@@ -284,7 +285,7 @@ class CudaRunner(ModelRunner):
         kernels.scatter(writes.of(sent), self._table)
         for chunk in chunks + (last[1] if last else []):
             chunk.sent(sent)
-        partials = max((int(w.few[:, 1].sum() + w.many[:, 1].sum()) for w in works.values()), default=0)
+        partials = max((w.few.partials + w.many.partials for w in works.values()), default=0)
         scratch = Scratch.make(partials, self._shape, self._device) if decodes else None
         decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
         tokens, positions_there, slots, rows_there = inputs.of(sent)
@@ -339,7 +340,7 @@ class CudaRunner(ModelRunner):
         for size, shared in tqdm(wanted_graphs, desc="capturing graphs", unit="graph"):
             packer.clear()
             none = np.zeros(0, dtype=np.int32)
-            works = {window: _nothing(shared and window is None) for window in self._windows}
+            works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
             inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((0, 3), dtype=np.int32))
             integers = torch.zeros(packer.used + DRAW_INTEGERS * size + 1024, dtype=torch.int32, device=self._device)
             packer.send(integers)
@@ -380,11 +381,11 @@ def _shared(works: dict[int | None, DecodeWork]) -> bool:
     return any(work.shared for work in works.values())
 
 
-def _nothing(shared: bool) -> DecodeWork:
+def _nothing(cuts: Cuts, shared: bool) -> DecodeWork:
     """The work of no decodes."""
-    items, none = np.zeros((0, FIELDS), dtype=np.int32), np.zeros(0, dtype=np.int32)
-    merges = np.zeros((0, MERGE_FIELDS), dtype=np.int32)
-    return DecodeWork(items, items, merges, none, none, none, shared, np.zeros((0, 5), dtype=np.int64))
+    few, many = Items.none(cuts.few.programs), Items.none(cuts.many.programs)
+    none, merges = np.zeros(0, dtype=np.int32), np.zeros((0, MERGE_FIELDS), dtype=np.int32)
+    return DecodeWork(few, many, merges, none, none, none, shared, np.zeros((0, 5), dtype=np.int64))
 
 
 def _leading_decodes(plan: Plan) -> int:

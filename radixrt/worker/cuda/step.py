@@ -30,8 +30,8 @@ class Kernels:
 class DecodeLists:
     """Those of `decodes.Lists` on the device, for one kind of layer."""
 
-    few: torch.Tensor
-    many: torch.Tensor
+    few: attend.Work
+    many: attend.Work
     merges: torch.Tensor
     entries: torch.Tensor
     order: torch.Tensor | None
@@ -39,7 +39,8 @@ class DecodeLists:
 
     @classmethod
     def of(cls, lists: Lists, sent: torch.Tensor, trunks: SharedKeys | None = None) -> DecodeLists:
-        few, many, merges, entries = (x.of(sent) for x in (lists.few, lists.many, lists.merges, lists.entries))
+        few, many = ((items.of(sent), starts.of(sent)) for items, starts in (lists.few, lists.many))
+        merges, entries = lists.merges.of(sent), lists.entries.of(sent)
         if trunks is not None:
             trunks.sent(sent)
         return cls(few, many, merges, entries, lists.order.of(sent) if lists.shared else None, trunks)

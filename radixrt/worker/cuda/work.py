@@ -1,20 +1,22 @@
 """Attention as a list of work items, planned on the host. Integers only.
 
-A tile is some queries that read the same keys: neighbours of one sequence, or the sequences under a shared prefix. Its
-keys are cut into parts of about the same length everywhere, so that all multiprocessors have work whatever the lengths
-are. A query gets a partial result of every part of every tile that it is in, and these are merged:
+A tile is some queries that read the same keys: neighbours of one sequence, or the sequences under a shared prefix. The
+tiles' keys, one tile after the other, are cut evenly among as many programs as run at once, so that all have the same
+to do and end together, whatever the lengths are (the idea of Stream-K, arXiv 2301.03598, for keys). A query gets a
+partial result of every part of every tile that it is in, and these are merged:
 
-    tile 0, queries 0 1 2 3   |--- part ---|--- part ---|        shared prefix
-    tile 1, query 0                                     |-|      what is its own
-    tile 2, query 1                                     |----|   ...
+    tile 0, queries 0 1 2 3   |-------------------------------|          shared prefix
+    tile 1, query 0                                           |---|      what is its own
+    tile 2, query 1                                               |----------|
+    programs                  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |
 
 A query with a single part needs no merge: its result is written directly.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,21 +28,27 @@ first partial result, whether the result is written directly."""
 MERGE_FIELDS = 3
 """Of a query that is merged: itself, where its entries in the list of partial results begin, and how many there are."""
 
+BEGINNING = 1
+"""What it costs to begin with a tile, in blocks of keys."""
+UNEVEN = 1 / 16
+"""By so much a program may have more than its share where no tile is cut then, and nothing is merged."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel wants its work: at most `queries` a tile, parts in multiples of `keys`, `shortest` keys at least,
-    about `items` items. With `fixed`, parts are the same whatever the batch is: keys 0 to `fixed`, and so on."""
+    """How a kernel wants its work: at most `queries` a tile, parts in multiples of `keys`, evenly for `programs`, each
+    of which gets `shortest` keys at least. With `fixed`, parts are the same whatever the batch is, keys 0 to `fixed`
+    and so on, and each has a program of its own."""
 
     queries: int
     keys: int
     shortest: int
-    items: int
+    programs: int
     fixed: int = 0
 
     def most_items(self, tiles: int) -> int:
-        """No more items come of so many tiles (`fixed`: if none is longer than `items` parts)."""
-        return tiles * self.items if self.fixed else tiles + self.items
+        """No more items come of so many tiles, unless they are `fixed`."""
+        return tiles + self.programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,27 @@ class Tiles:
 
     def __len__(self) -> int:
         return len(self.query)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What a kernel computes."""
+
+    items: np.ndarray
+    """int32[W, FIELDS]."""
+    starts: np.ndarray
+    """int32[P + 1]: program p computes items starts[p] to starts[p + 1], one after the other."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def partials(self) -> int:
+        return int(self.items[:, 1].sum())
+
+    @classmethod
+    def none(cls, programs: int) -> Items:
+        return cls(np.zeros((0, FIELDS), dtype=np.int32), np.zeros(programs + 1, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +134,27 @@ def segment_tiles(sharing: Sharing, rows: np.ndarray, most: int, chosen: np.ndar
 # ---------------------------------------------------------------- items
 
 
-def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[W, FIELDS] of the parts of tiles, none direct; the last item of each tile)."""
+def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[Items, np.ndarray]:
+    """(The parts of tiles, none direct; the last item of each tile)."""
     # Fixed parts are counted from key 0 also where a window begins later: a result is merged from the same places.
     first = np.zeros_like(tiles.begin) if tiling.fixed else tiles.begin
-    length, parts = _split(tiles.end - first, tiling)
-    tile = np.repeat(np.arange(len(tiles)), parts)
-    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
-    begin = first[tile] + part * length[tile]
+    tile, begin, end, starts = (_fixed if tiling.fixed else _even)(tiles.end - first, tiling)
     size = tiles.size[tile]
     items = np.empty((len(tile), FIELDS), dtype=np.int32)
     items[:, 0] = tiles.query[tile]
     items[:, 1] = size
     items[:, 2] = tiles.row[tile]
-    items[:, 3] = begin
-    items[:, 4] = np.minimum(begin + length[tile], tiles.end[tile])
+    items[:, 3] = first[tile] + begin
+    items[:, 4] = first[tile] + end
     items[:, 5] = tiles.position[tile]
     items[:, 6] = first_partial + np.cumsum(size) - size
     items[:, 7] = 0
-    return items, np.cumsum(parts) - 1
+    return Items(items, starts), np.cumsum(np.bincount(tile, minlength=len(tiles))) - 1
 
 
 def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Merges:
-    """Of all items of a step, which may be several launches; marks those that are direct. `order`: queries are places
-    in it."""
+    """Of all items of a step, int32[W, FIELDS], which may be several launches; marks those that are direct. `order`:
+    queries are places in it."""
     items = np.concatenate(lists) if len(lists) > 1 else lists[0]
     size = items[:, 1].astype(np.int64)
     of = np.repeat(np.arange(len(items)), size)
@@ -152,16 +178,46 @@ def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Mer
     return Merges(queries, entries, int(size.sum()))
 
 
-def _split(keys: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
-    """(length of a part, parts) of tiles with so many keys: parts of about the same length everywhere."""
-    if tiling.fixed:
-        return np.full_like(keys, tiling.fixed), -(-keys // tiling.fixed)
-    goal = max(tiling.shortest, _rounded_up(-(-int(keys.sum()) // tiling.items), tiling.keys))
-    parts = -(-keys // goal)
-    length = _rounded_up(_rounded_up(keys, parts) // parts, tiling.keys)
-    return length, -(-keys // length)
+_Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of tiles: which tile each is of, its first key and the one after the last, of the tile's; `Items.starts`."""
 
 
-def _rounded_up(x: Any, unit: Any) -> Any:
-    """The next multiple of `unit`, of integers or arrays."""
-    return -(-x // unit) * unit
+def _fixed(keys: np.ndarray, tiling: Tiling) -> _Parts:
+    """Of tiles with so many keys, int64[T]."""
+    parts = -(-keys // tiling.fixed)
+    tile = np.repeat(np.arange(len(keys)), parts)
+    begin = (np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)) * tiling.fixed
+    starts = np.arange(len(tile) + 1, dtype=np.int32)
+    return tile, begin, np.minimum(begin + tiling.fixed, keys[tile]), starts
+
+
+def _even(keys: np.ndarray, tiling: Tiling) -> _Parts:
+    """Of tiles with so many keys, int64[T]: programs differ by one block of keys at most, BEGINNING included."""
+    blocks = -(-keys // tiling.keys)
+    end = np.cumsum(blocks + BEGINNING)
+    begin = end - blocks
+    total = int(end[-1]) if len(keys) else 0
+    busy = min(tiling.programs, max(1, total * tiling.keys // tiling.shortest))
+    cuts = _between(end, total, busy)
+    if cuts is None:
+        cuts = np.arange(busy + 1) * total // busy
+    first = np.searchsorted(cuts, begin, side="right") - 1
+    parts = np.searchsorted(cuts, end - 1, side="right") - first
+    tile = np.repeat(np.arange(len(keys)), parts)
+    program = first[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+    low = np.maximum(cuts[program], begin[tile]) - begin[tile]
+    high = np.minimum(cuts[program + 1], end[tile]) - begin[tile]
+    starts = np.searchsorted(program, np.arange(tiling.programs + 1)).astype(np.int32)
+    return tile, low * tiling.keys, np.minimum(high * tiling.keys, keys[tile]), starts
+
+
+def _between(ends: np.ndarray, total: int, programs: int) -> np.ndarray | None:
+    """int64[P + 1] of the `ends` of tiles that leave no program more than UNEVEN allows; None if there are none."""
+    most = int((1 + UNEVEN) * total / programs)
+    found, tiles = [0], ends.tolist()
+    while found[-1] < total:
+        last = bisect_right(tiles, found[-1] + most) - 1
+        if last < 0 or tiles[last] == found[-1] or len(found) > programs:
+            return None
+        found.append(tiles[last])
+    return np.array(found)

@@ -103,7 +103,7 @@ class Forest:
         if len(work.trunks):
             trunks = SharedKeys(work.trunks, work.order, self.sequences, packer, flashinfer, 0, self.shape)
         there = {None: DecodeLists.of(lists, packer.send(), trunks)}
-        scratch = Scratch.make(int(work.few[:, 1].sum() + work.many[:, 1].sum()), self.shape, self.q.device)
+        scratch = Scratch.make(work.few.partials + work.many.partials, self.shape, self.q.device)
         out = torch.full_like(self.q, torch.nan)
         StepAttention(lambda _: self.pages, self.q, kernels, there, scratch, []).over_pages(0, self.q, out)
         return out, planner, trunks is not None

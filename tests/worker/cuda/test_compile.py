@@ -66,7 +66,7 @@ for pages, dot, size in ((fp8, tl.float16, 1), ("*bf16", tl.bfloat16, 2)):
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=128, ITEM=8, HALF_TYPE=dot,
             STAGES=variant.stages,
         )
-        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
         build(attend._attend_kernel, pointers, {"stride": i, "scale": f, "v_scale": f}, constants, variant.warps)
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*bf16"]

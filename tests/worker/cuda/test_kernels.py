@@ -201,7 +201,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
         (Variant(16, 16, 2, 2), np.flatnonzero(plan.counts == 1), 132),
     ):
         decode = variant.rows == 16
-        cut = tiling(variant, shape, processors, decode)
+        cut = tiling(variant, shape, processors)
         mine = [int(plan.counts[:i].sum()) + j for i in chosen for j in range(plan.counts[i])]
         counts = plan.counts[chosen]
         first = 2 + np.cumsum(counts) - counts
@@ -209,12 +209,13 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
             plan.rows[chosen], plan.starts[chosen], counts, first, window, 1 if decode else cut.queries
         )
         items, _ = make_items(tiles, cut)
-        merges = make_merges([items])
+        merges = make_merges([items.items])
+        work = tuple(torch.from_numpy(x).to(device) for x in (items.items, items.starts))
         out = torch.full((len(mine) + 2, heads, dim), torch.nan, device=device)
         scratch = Scratch.make(merges.partials, shape, device)
         attend.attend(
-            torch.cat((q[:2], q[mine])), keys, values, on_device, torch.from_numpy(items).to(device), out, scratch,
-            shape, variant, window=window, causal=not decode,
+            torch.cat((q[:2], q[mine])), keys, values, on_device, work, out, scratch, shape, variant,
+            window=window, causal=not decode,
         )  # fmt: skip
         lists = (torch.from_numpy(x).to(device) for x in (merges.queries, merges.entries))
         attend.merge(scratch.partials, *lists, out, shape)

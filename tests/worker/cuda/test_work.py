@@ -57,7 +57,7 @@ def test_every_key_once(tokens, window, queries, items):
     first = 5 + np.cumsum(counts) - counts
     tiles = sequence_tiles(rows, starts, counts, first, window, queries)
     work, ends = make_items(tiles, tiling)
-    found = reads([work], make_merges([work]), None)
+    found = reads([work.items], make_merges([work.items]), None)
     assert len(work) <= tiling.most_items(len(tiles)) and ends[-1] == len(work) - 1
     query = 5
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
@@ -72,14 +72,28 @@ def test_every_key_once(tokens, window, queries, items):
     assert not found
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 100_000), (256, 1024), (3, 5000)])
-def test_work_is_even(batch, length):
+@pytest.mark.parametrize("lengths", [[1], [100_000], [1024] * 256, [5000] * 3, list(range(40, 3000, 17))])
+def test_work_is_even(lengths):
     tiling = Tiling(1, 64, 128, 132)
-    rows = np.arange(batch, dtype=np.int32)
-    tiles = sequence_tiles(rows, np.full(batch, length - 1), np.ones(batch, dtype=np.int32), rows, None, 1)
+    ends = np.array(lengths)
+    rows = np.arange(len(ends), dtype=np.int32)
+    tiles = sequence_tiles(rows, ends - 1, np.ones_like(rows), rows, None, 1)
     work, _ = make_items(tiles, tiling)
-    sizes = work[:, 4] - work[:, 3]
-    assert sizes.max() <= max(128, 2 * batch * length / 132 + 64)
+    assert len(work.starts) == 133 and work.starts[0] == 0 and work.starts[-1] == len(work)
+    blocks = -(-(work.items[:, 4] - work.items[:, 3]) // 64)
+    done = np.diff(np.concatenate([[0], np.cumsum(blocks)])[work.starts])
+    everything = int((-(-ends // 64) + 1).sum())
+    busy = max(1, min(132, everything // 2))
+    assert 15 / 16 * busy <= (done > 0).sum() <= busy
+    assert done.max() <= 17 / 16 * everything / busy + 1
+
+
+def test_what_divides_evenly_is_not_cut():
+    """Two of 256 equal sequences to each of 128 programs, though there are 132: nothing is merged."""
+    rows = np.arange(256, dtype=np.int32)
+    tiles = sequence_tiles(rows, np.full(256, 1023), np.ones_like(rows), rows, None, 1)
+    work, _ = make_items(tiles, Tiling(1, 64, 128, 132))
+    assert len(work) == 256 and not len(make_merges([work.items]).queries)
 
 
 @settings(deadline=None, max_examples=150)
@@ -97,7 +111,7 @@ def test_decodes_read_their_pages_once(batch: list[Leased], data: st.DataObject)
         work = planner.plan(running, rows, positions, room)[None]
         assert room.holds(work)
         merges = Merges(work.merges, work.entries, 1 << 30)
-        found = reads([work.few, work.many], merges, work.order)
+        found = reads([work.few.items, work.many.items], merges, work.order)
         by_row = {r.row: r for r in batch}
         for place, request in enumerate(running):
             seen = [page for row, b, e, _ in found.pop(place) for page in pages_of(by_row[row])[b:e]]
