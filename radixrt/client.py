@@ -12,11 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Any, Self, TypeVar
-
-import msgspec
 
 from radixrt.messages import (
     Ask,
@@ -25,70 +22,26 @@ from radixrt.messages import (
     Delta,
     Detokenize,
     Error,
-    FinishReason,
     Forget,
     Fork,
     Generate,
     Info,
     Origin,
-    PartsPrompt,
     Pause,
-    Prompt,
     Sampling,
     Score,
     Scored,
-    StatePrompt,
     TextPrompt,
     Tokenize,
-    TokenLogprob,
     TokenPrompt,
     Tokens,
     Usage,
 )
 from radixrt.portal import Portal
+from radixrt.prompts import Completion, PromptLike, as_prompt, token_bytes, token_list
 from radixrt.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 
-PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt | StatePrompt
 T = TypeVar("T")
-
-
-class Completion(msgspec.Struct):
-    """One finished choice. `ids` are the generated token ids, int32 little-endian; `logprobs` go with them."""
-
-    text: str = ""
-    ids: bytes = b""
-    finish: FinishReason = "stop"
-    stop: str | int | None = None
-    usage: Usage = Usage()
-    logprobs: list[TokenLogprob] | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        return token_list(self.ids)
-
-
-def token_bytes(ids: Sequence[int]) -> bytes:
-    """Token ids as they travel: int32, little-endian. OverflowError for what is no int32."""
-    return array("i", ids).tobytes()
-
-
-def token_list(ids: bytes) -> list[int]:
-    """The inverse of `token_bytes`."""
-    return array("i", ids).tolist()
-
-
-def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt:
-    """Text, token ids or chat messages as the message that says which. TypeError for anything else."""
-    match prompt:
-        case str():
-            return TextPrompt(prompt)
-        case TextPrompt() | TokenPrompt() | ChatPrompt() | PartsPrompt() | StatePrompt():
-            return prompt
-        case [dict(), *_]:
-            return ChatPrompt(list(prompt))
-        case [*ids] if all(isinstance(i, int) for i in ids):
-            return TokenPrompt(token_bytes(ids))
-    raise TypeError(f"a prompt is text, token ids, or chat messages, not {type(prompt).__name__}")
 
 
 # ---------------------------------------------------------------- the async client
@@ -163,7 +116,7 @@ class AsyncClient:
         cache_salt: str = "",
     ) -> list[Completion]:
         """`n` continuations of one prompt, which is computed once; choice i draws with seed + i."""
-        request = self._generate(prompt, n, sampling, False, model, origin, cache_salt)
+        request = self._generate(prompt, n, sampling, False, model=model, origin=origin, cache_salt=cache_salt)
         completions: list[Completion | None] = [None] * n
         async with self._answers(request) as answers:
             while None in completions:
@@ -185,33 +138,16 @@ class AsyncClient:
     ) -> AsyncIterator[Delta]:
         """Deltas as they come; the last one of a choice has `finish` and `usage`. Closing the iterator cancels."""
         open_choices = n
-        async with self._answers(self._generate(prompt, n, sampling, True, model, origin, cache_salt)) as answers:
+        request = self._generate(prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt)
+        async with self._answers(request) as answers:
             while open_choices:
                 delta = _expect(Delta, await answers.get())
                 open_choices -= delta.finish is not None
                 yield delta
 
-    def _generate(
-        self,
-        prompt: PromptLike,
-        n: int,
-        sampling: Sampling,
-        stream: bool,
-        model: str,
-        origin: Origin,
-        cache_salt: str,
-    ) -> Generate:
-        return Generate(
-            id=0,
-            prompt=as_prompt(prompt),
-            sampling=sampling,
-            model=model,
-            n=n,
-            stream=stream,
-            origin=origin,
-            api_key=self._api_key,
-            cache_salt=cache_salt,
-        )
+    def _generate(self, prompt: PromptLike, n: int, sampling: Sampling, stream: bool, **options: Any) -> Generate:
+        prompt, key = as_prompt(prompt), self._api_key
+        return Generate(id=0, prompt=prompt, sampling=sampling, n=n, stream=stream, api_key=key, **options)
 
     async def score(
         self,

@@ -4,7 +4,7 @@
     Link         (worker's thread)    --tcp/ipc/inproc-->  RouterSocket (router, workers' side)
 
 A ROUTER/DEALER message is `[identity,] payload`; a payload is the msgpack of one tagged union of
-`messages.py`. Every process has one ZMQ context, so that `inproc://` joins threads of a process.
+`radixrt.messages`. Every process has one ZMQ context, so that `inproc://` joins threads of a process.
 
 An address may end in `#` and 64 hex digits: the CURVE public key of the server to connect to
 (`tcp://10.0.0.7:5555#0a1b...`). `radixrt keygen` makes the keys. Nobody who does not know that key can

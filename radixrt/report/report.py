@@ -252,7 +252,9 @@ class Report:
             volatile   short text near the start of prompts that changed with most requests, so that nothing behind it
                        was hit, the most lost tokens first: tenant, requests (that changed it), lost_tokens (prompt
                        tokens behind it that were computed, and had been behind another value), at (tokens before it),
-                       before, values (the latest two) and after: its text and what is around it, null without `decode`
+                       length (tokens of its latest value), masked (the requests had a cache_salt, behind which nobody
+                       looks), before, values (the latest two) and after: its text and what is around it, null where it
+                       is masked and without `decode`
             bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
                        tokens (remembered) and forgotten, else null
 

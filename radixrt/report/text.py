@@ -117,7 +117,8 @@ def _volatile(rows: list[dict[str, Any]]) -> list[str]:
             f"{row['lost_tokens']:,} prompt tokens computed again"
         )
         if row["before"] is None:
-            lines.append(f"    after {row['at']:,} tokens")
+            why = ", not shown: they have a cache_salt" if row["masked"] else ""
+            lines.append(f"    {row['length']:,} tokens after {row['at']:,} tokens{why}")
             continue
         values = " | ".join(_cut(_one_line(value), 20) for value in row["values"])
         room = (WIDTH - len(values) - 10) // 2

@@ -41,6 +41,7 @@ MOST_NAMESPACES = 64
 TAIL_TOKENS = 2_000_000
 SHOWN = 24
 """Tokens shown on either side of a span."""
+NO_TEXT = {"before": None, "values": None, "after": None}
 
 
 class Change(NamedTuple):
@@ -163,12 +164,24 @@ class Volatile:
 
     def rows(self, tenant: str | None, decode: Decode | None) -> Iterator[dict[str, Any]]:
         """Spans that change with the requests, of one tenant or of all; see `Report.to_json`."""
-        for (whose, _), kinds in self._kinds.items():
+        for (whose, namespace), kinds in self._kinds.items():
+            masked = has_salt(namespace)
             for kind in kinds if tenant in (None, whose) else ():
                 for span in kind.named():
-                    yield {"tenant": whose, "requests": span.changed, "lost_tokens": span.lost, "at": span.start} | (
-                        _text(kind, span, decode) if decode else {"before": None, "values": None, "after": None}
-                    )
+                    yield {
+                        "tenant": whose,
+                        "requests": span.changed,
+                        "lost_tokens": span.lost,
+                        "at": span.start,
+                        "length": len(span.values[-1]) // TOKEN_BYTES,
+                        "masked": masked,
+                    } | (_text(kind, span, decode) if decode and not masked else NO_TEXT)
+
+
+def has_salt(namespace: str) -> bool:
+    """Whether requests of a namespace, which is a tenant, a model and a cache_salt, a line each, have a salt: a wall
+    inside the tenant, behind which a reader of the report may not look."""
+    return any(namespace.split("\n", 2)[2:])
 
 
 def aligned(old: bytes, new: bytes, same: int) -> list[Change]:

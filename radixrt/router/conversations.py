@@ -55,12 +55,12 @@ class Conversations:
         FieldError on bad input."""
         if self._sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt), "")
-        # As JSON, so that no tenant and salt run together into another's.
-        namespace = _to_json([tenant, cache_salt]).decode()
+        # The tenant as JSON, which has no line feeds, so that no tenant and salt run together into another's.
+        namespace = f"{_to_json(tenant).decode()}\n{cache_salt}"
         if self._peers is not None and (missing := self._sessions.missing(namespace, prompt)):
             for key, value in zip(missing, await self._peers.recall(missing, api_key), strict=True):
                 if value is not None:
-                    self._sessions.learn(key, value)
+                    self._sessions.learn(namespace, key, value)
         return await self._text.encode_chat(self._sessions, namespace, prompt)
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:

@@ -9,10 +9,10 @@ than `MOST_MEMBERS` sequences of a fork: nobody starves.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from typing import NamedTuple
 
+from radixrt.router.numbers import fresh_numbers
 from radixrt.router.placement import Candidate
 from radixrt.router.states import Key
 
@@ -61,7 +61,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: OrderedDict[Key, Group] = OrderedDict()
-        self._ids = itertools.count(1)
+        self._ids = fresh_numbers()
 
     def __len__(self) -> int:
         return len(self._groups)

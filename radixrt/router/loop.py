@@ -94,6 +94,8 @@ class RouterServer:
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._resuming: dict[asyncio.Task[None], Key] = {}
+        """Tasks that end a pause of a state, unless they have handed that on to the core."""
         self._owed: dict[bytes, list[Error]] = {}
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
@@ -108,6 +110,7 @@ class RouterServer:
                 self._perform(self.core.tick(self._now()))
                 self._pay_owed()
         finally:
+            self._resuming.clear()
             for task in self._tasks.values():
                 task.cancel()
             self._clients.close()
@@ -209,17 +212,12 @@ class RouterServer:
         prompt, tenant = request.prompt, self.core.tenant(request.api_key)
         if isinstance(request, Generate) and request.sampling.grammar:
             await check_aside(request.sampling.grammar)
-        try:
-            ids, saving = await self.programs.prompt(tenant, request)
-        except BaseException:  # cancelled, or refused
-            if prompt.resumes:  # it went on all the same
-                self._perform(self.core.resume(self.programs.key(tenant, prompt), self._now()))
-            raise
+        ids, saving = await self.programs.prompt(tenant, request)
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
             request = await encode(request, self.text)
         del self._tasks[client, request.id]
-        self._submit(client, request, saving, self.programs.key(tenant, prompt), resumes=prompt.resumes)
+        self._submit(client, request, saving, self.programs.key(tenant, prompt))
 
     def _submit(
         self,
@@ -227,8 +225,6 @@ class RouterServer:
         request: Generate | Score,
         keep: Keep | None = None,
         state: Key | None = None,
-        *,
-        resumes: bool = False,
     ) -> None:
         """Place a request of ids, which follow a state if one is named; `keep` is told of its answers."""
         if self._in_flight(client, request.id):
@@ -238,6 +234,7 @@ class RouterServer:
             if request.sampling.stop and request.text and not self.text.has_tokenizer:
                 raise Refused("stop", "stop strings need a tokenizer, and there is none here")
             wanted = msgspec.structs.replace(request, stream=core_streams(request, self.text))
+        resumes = self._resuming.pop(asyncio.current_task(), None) is not None
         effects = self.core.submit(client, wanted, self._now(), state, resumes=resumes)
         if (namespace := self.core.namespace(client, request.id)) is not None:
             if isinstance(keep, Saving):
@@ -253,18 +250,39 @@ class RouterServer:
 
     def _start(self, work: Work, client: bytes, message: Any) -> None:
         """Do `work` in a task that answers with an Error if it fails, and that a Cancel ends."""
-        self.core.tenant(message.api_key)
-        if self._in_flight(client, message.id):
-            raise Refused("id", f"request id {message.id} is in flight already")
-        if self.core.runs_in_flight + len(self._tasks) >= self.config.max_queued_requests:
-            raise Refused("", "too many requests in flight", 429, retry_after=1.0)
+        paused = self._resumed_by(message)
+        try:
+            if self._in_flight(client, message.id):
+                raise Refused("id", f"request id {message.id} is in flight already")
+            if self.core.runs_in_flight + len(self._tasks) >= self.config.max_queued_requests:
+                raise Refused("", "too many requests in flight", 429, retry_after=1.0)
+        except Refused:
+            if paused:
+                self._perform(self.core.resume(paused, self._now()))
+            raise
         task = asyncio.get_running_loop().create_task(self._guard(work, client, message))
         self._tasks[client, message.id] = task
+        if paused:
+            self._resuming[task] = paused
+            task.add_done_callback(self._resume)  # for one that is cancelled before it has begun
+
+    def _resumed_by(self, message: Any) -> Key | None:
+        """The state in which a pause is over with a message, whatever becomes of that. Refused (401)."""
+        tenant, prompt = self.core.tenant(message.api_key), getattr(message, "prompt", None)
+        return self.programs.key(tenant, prompt) if isinstance(prompt, StatePrompt) and prompt.resumes else None
+
+    def _resume(self, task: asyncio.Task[None]) -> None:
+        """End the pause that a task ends, if it has not been ended."""
+        if (paused := self._resuming.pop(task, None)) is not None:
+            self._perform(self.core.resume(paused, self._now()))
 
     async def _guard(self, work: Work, client: bytes, message: Any) -> None:
         request_id = message.id
         try:
-            await work(client, message)
+            try:
+                await work(client, message)
+            finally:
+                self._resume(asyncio.current_task())
         except FieldError as problem:
             self._answer(client, _error(request_id, problem))
         except Exception:
@@ -277,8 +295,7 @@ class RouterServer:
     async def _fork(self, client: bytes, message: Fork) -> None:
         tenant = self.core.tenant(message.api_key)
         state = await self.programs.fork(tenant, message)
-        if message.prompt.resumes:
-            self._perform(self.core.resume(self.programs.key(tenant, message.prompt), self._now()))
+        self._resume(asyncio.current_task())
         self.core.groups.open(state, message.count + 1, self._now())  # with the one that they were forked off
         self._answer(client, Done(message.id))
 

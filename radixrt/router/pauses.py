@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from radixrt.messages import Pin, Unpin
 from radixrt.router.effects import Effect, Order
+from radixrt.router.numbers import fresh_numbers
 from radixrt.router.states import Key
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Pauses:
     def __init__(self, report: Report | None) -> None:
         self._report = report
         self._paused: dict[Key, list[Paused]] = {}
-        self._names = itertools.count(1)
+        self._names = fresh_numbers()
         self._count = 0
 
     def __len__(self) -> int:

@@ -128,7 +128,7 @@ def _is_short(state: State, said: Sequence[Said]) -> bool:
         answer and isinstance(answer.stop, str) and len(answer.ids) > INLINE_CHARS
     ):
         return False
-    if state.turns and sum(len(part.text) for part in state.parts) > INLINE_CHAT_CHARS:
+    if state.turns and state.chars > INLINE_CHAT_CHARS:
         return False
     chars = sum(len(part.text) for part in state.parts[state.encoded :])
     for one in said:

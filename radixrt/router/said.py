@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from radixrt.messages import (
-    ChatPrompt,
     PartsPrompt,
     Said,
     SaidAnswer,
@@ -24,6 +23,7 @@ from radixrt.messages import (
     TurnEnds,
 )
 from radixrt.router.errors import FieldError
+from radixrt.router.outline import as_chat, outline
 from radixrt.router.tokens import TextService
 
 FIELD = "prompt.said"
@@ -34,29 +34,51 @@ OVERHEAD = 160
 """Bytes of an object and of what refers to it, about."""
 
 
-class Part:
-    """A stretch of the prompt: its text, and its ids once it has been in a prompt. Neither changes. `users` counts the
-    states that are kept and hold it."""
+class Piece:
+    """What states share; it never changes. In every state that has it the same one is `before` it, which is set when
+    the first of them is made. `users` counts the kept states that end with it and the pieces of kept states that
+    follow it."""
 
-    __slots__ = ("ids", "size", "special", "text", "users")
+    __slots__ = ("before", "chars", "size", "users")
+
+    def __init__(self, chars: int, size: int) -> None:
+        self.before: Piece | None = None
+        self.chars = chars
+        """Of its text, and once it is in a state, of all before it too."""
+        self.size = OVERHEAD + size
+        self.users = 0
+
+    @staticmethod
+    def link(pieces: Sequence[Piece]) -> None:
+        """Say of the new ones, at the end, what is before them."""
+        new = len(pieces) - 1
+        while new > 0 and pieces[new].before is not pieces[new - 1]:
+            new -= 1
+        for before, piece in itertools.pairwise(pieces[new:]):
+            piece.before = before
+            piece.chars += before.chars
+
+
+class Part(Piece):
+    """A stretch of the prompt: its text, and its ids once it has been in a prompt."""
+
+    __slots__ = ("ids", "special", "text")
 
     def __init__(self, text: str, ids: bytes | None = None, special: bool = False) -> None:
+        super().__init__(len(text), sys.getsizeof(text) + len(ids or b""))
         self.text = text
         self.ids = ids
         self.special = special
-        self.users = 0
-        self.size = OVERHEAD + sys.getsizeof(text) + len(ids or b"")
 
 
-class Turn:
-    """A complete message of a chat; `users` as a Part's."""
+class Turn(Piece):
+    """A complete message of a chat."""
 
-    __slots__ = ("message", "size", "users")
+    __slots__ = ("message",)
 
     def __init__(self, message: dict[str, Any]) -> None:
+        super().__init__(0, sum(map(sys.getsizeof, message.values())))
         self.message = message
-        self.users = 0
-        self.size = OVERHEAD + sum(map(sys.getsizeof, message.values()))
 
 
 class State:
@@ -74,6 +96,8 @@ class State:
         namespace: str,
         answer: SaidAnswer | None = None,
     ) -> None:
+        Piece.link(parts)
+        Piece.link(turns)
         self.parts = parts
         self.turns = turns
         self.encoded = encoded
@@ -93,8 +117,14 @@ class State:
             self.size += OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text)
 
     @property
-    def pieces(self) -> Iterable[Part | Turn]:
-        return (*self.parts, *self.turns)
+    def ends(self) -> Iterable[Piece]:
+        """The last part and the last turn, before which are the others."""
+        return (*self.parts[-1:], *self.turns[-1:])
+
+    @property
+    def chars(self) -> int:
+        """Of all parts."""
+        return self.parts[-1].chars if self.parts else 0
 
     @property
     def ids(self) -> bytes:
@@ -125,27 +155,35 @@ class Draft:
     def __init__(self, state: State, text: TextService) -> None:
         self._text = text
         self._parts, self._turns = state.parts.copy(), state.turns.copy()
-        self._encoded, self._open, self._asked = state.encoded, state.open, state.asked
+        self._encoded, self._asked = state.encoded, state.asked
+        self._open = None if state.open is None else [state.open]
+        """What the assistant has said of a message that goes on, in pieces."""
         self._namespace = state.namespace
+        self._followed = ("", 0, 0)
+        """A rendered chat, so many characters of which so many parts are known to say."""
         if state.answer is not None:
             self._add_answer(state.answer)
 
     def state(self, namespace: str = "", answer: SaidAnswer | None = None) -> State:
         """All that was said; the draft must not be used any more."""
         namespace = namespace or self._namespace
-        return State(self._parts, self._turns, self._encoded, self._open, self._asked, namespace, answer)
+        open = None if self._open is None else "".join(self._open)
+        return State(self._parts, self._turns, self._encoded, open, self._asked, namespace, answer)
 
     # ------------------------------------------------------------ what is said
 
-    def add(self, said: Iterable[Said]) -> None:
-        """Say more."""
+    def add(self, said: Sequence[Said]) -> None:
+        """Say more. It takes as long as what is said, where the template leaves what it wrote (see `outline`)."""
+        open = None if self._open is None else "".join(self._open)
+        found = outline(self._text, [turn.message for turn in self._turns], open, said)
+        prompts = iter([(found.text, end) for end in found.ends] if found else ())
         for i, one in enumerate(said):
             try:
-                self._add(one)
+                self._add(one, next(prompts, None) if isinstance(one, SaidChoice | SaidAnswer) else None)
             except _Unsayable as problem:
                 raise FieldError(f"{FIELD}[{i}]", f"{FIELD}[{i}]: {problem}") from None
 
-    def _add(self, said: Said) -> None:
+    def _add(self, said: Said, rendered: tuple[str, int] | None) -> None:
         match said:
             case SaidText(text=text):
                 self._say(text)
@@ -154,24 +192,24 @@ class Draft:
                 self._turns.append(Turn({"role": role, "content": content}))
             case TurnBegins():
                 self._check_chat()
-                self._open = ""
+                self._open = []
             case TurnEnds():
                 if self._open is None:
                     raise _Unsayable("no turn has begun")
-                self._turns.append(Turn({"role": "assistant", "content": self._open}))
+                self._turns.append(Turn({"role": "assistant", "content": "".join(self._open)}))
                 self._open = None
             case SaidChoice(text=text):
-                self._ask()
+                self._ask(rendered)
                 self._parts.append(self._encode(len(self._parts), Part(text)))
                 self._encoded = len(self._parts)
                 self._continue(text)
             case SaidAnswer():
-                self._add_answer(said)
+                self._add_answer(said, rendered)
         self._asked = False
 
     def _say(self, text: str) -> None:
         if self._open is not None:
-            self._open += text
+            self._open.append(text)
         elif self._turns:
             raise _Unsayable("text outside of a role, after messages")
         else:
@@ -185,15 +223,15 @@ class Draft:
 
     def _continue(self, text: str) -> None:
         if self._open is not None:
-            self._open += text
+            self._open.append(text)
 
-    def _add_answer(self, answer: SaidAnswer) -> None:
+    def _add_answer(self, answer: SaidAnswer, rendered: tuple[str, int] | None = None) -> None:
         """Its token ids, as far as they are what its text says, and the rest as text."""
         if self._turns and self._open is None:
             raise _Unsayable("an answer outside of the assistant's turn")
         if len(answer.ids) % TOKEN_BYTES:
             raise _Unsayable(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
-        self._ask()
+        self._ask(rendered)
         ids, kept = ids_of_text(self._text, answer.ids, answer.text, answer.stop, answer.sampling)
         if ids:
             self._append_ids(ids, answer.text[:kept])
@@ -225,30 +263,35 @@ class Draft:
         self._ask()
         return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
 
-    def _ask(self) -> None:
-        """A prompt ends here: what is not encoded yet is encoded now."""
+    def _ask(self, rendered: tuple[str, int] | None = None) -> None:
+        """A prompt ends here: what is not encoded yet is encoded now. `rendered` is a text that begins with it, if that
+        is known, and its length."""
         if self._asked:
             return
         if self._open is not None:
-            messages = [turn.message for turn in self._turns]
-            if self._open:
-                messages.append({"role": "assistant", "content": self._open})
-            self._follow(self._text.render(ChatPrompt(messages, partial=bool(self._open))))
+            if rendered is None:
+                text = self._text.render(as_chat([turn.message for turn in self._turns], "".join(self._open)))
+                rendered = text, len(text)
+            self._follow(*rendered)
         for i in range(self._encoded, len(self._parts)):
             self._parts[i] = self._encode(i, self._parts[i])
         self._encoded, self._asked = len(self._parts), True
 
-    def _follow(self, rendered: str) -> None:
-        """Keep the parts that `rendered` begins with; the rest of it becomes one."""
-        at = kept = 0
-        for part in self._parts:
-            if not rendered.startswith(part.text, at):
+    def _follow(self, rendered: str, end: int) -> None:
+        """Keep the parts that the text `rendered[:end]` begins with; the rest of it becomes one."""
+        text, at, kept = self._followed
+        if text is not rendered:
+            at = kept = 0
+        for part in self._parts[kept:]:
+            if not rendered.startswith(part.text, at, end):
                 break
             at += len(part.text)
             kept += 1
         del self._parts[kept:]
         self._encoded = min(self._encoded, kept)
-        self._append_text(rendered[at:])
+        self._append_text(rendered[at:end])
+        # The last part may grow.
+        self._followed = rendered, end - len(self._parts[-1].text if self._parts else ""), max(0, len(self._parts) - 1)
 
     def _encode(self, index: int, part: Part) -> Part:
         if part.ids is not None:

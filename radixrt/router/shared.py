@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from radixrt.router.shares import Shares
+
 ENTRY_BYTES = 256
 """That an entry costs beside its key and value."""
-
-
-class _Values:
-    """Of one tenant, the latest used last."""
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[bytes, bytes] = OrderedDict()
-        self.size = 0
-
-    def pop(self, key: bytes) -> int:
-        """Bytes freed; 0 if it is not there."""
-        value = self.entries.pop(key, None)
-        freed = 0 if value is None else len(key) + len(value) + ENTRY_BYTES
-        self.size -= freed
-        return freed
 
 
 class SharedMemory:
@@ -28,31 +15,40 @@ class SharedMemory:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._tenants: dict[str, _Values] = {}
-        self._size = 0
+        self._tenants: dict[str, OrderedDict[bytes, bytes]] = {}
+        """The latest used last."""
+        self._shares = Shares()
 
     @property
     def num_bytes(self) -> int:
-        return self._size
+        return self._shares.total
 
     def get(self, tenant: str, key: bytes) -> bytes | None:
-        found = self._tenants.get(tenant)
-        if found is None or key not in found.entries:
+        own = self._tenants.get(tenant, {})
+        if key not in own:
             return None
-        found.entries.move_to_end(key)
-        return found.entries[key]
+        own.move_to_end(key)
+        return own[key]
 
     def put(self, tenant: str, key: bytes, value: bytes | None) -> None:
         """Keep a value in place of the one before; None: forget that one."""
-        values = self._tenants.setdefault(tenant, _Values())
-        self._size -= values.pop(key)
+        self._drop(tenant, key)
         if value is not None:
-            values.entries[key] = value
-            size = len(key) + len(value) + ENTRY_BYTES
-            values.size += size
-            self._size += size
-        while self._size > self._max_bytes:
-            most = max(self._tenants.values(), key=lambda one: one.size)
-            self._size -= most.pop(next(iter(most.entries)))
-        if not values.entries:
+            self._tenants.setdefault(tenant, OrderedDict())[key] = value
+            self._shares.add(tenant, _size(key, value))
+        while self.num_bytes > self._max_bytes:
+            most = self._shares.largest()
+            self._drop(most, next(iter(self._tenants[most])))
+
+    def _drop(self, tenant: str, key: bytes) -> None:
+        own = self._tenants.get(tenant, {})
+        value = own.pop(key, None)
+        if value is None:
+            return
+        self._shares.add(tenant, -_size(key, value))
+        if not own:
             del self._tenants[tenant]
+
+
+def _size(key: bytes, value: bytes) -> int:
+    return len(key) + len(value) + ENTRY_BYTES

@@ -1,6 +1,7 @@
 """States of programs, kept by number, and sessions that are paused: what lets a program send only what is new.
 
-    (tenant, scope, number) --> State      least recently used ones go when all have more than `limit` bytes
+    (tenant, scope, number) --> State      when all have more than `limit` bytes, the tenant that has most loses those
+                                           that it has not used for longest
 
 A scope is a secret of the client that chose it; with the tenant in the key nobody reaches another's states even by one
 that leaked.
@@ -8,10 +9,12 @@ that leaked.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+from collections import Counter, OrderedDict, defaultdict
 from typing import NamedTuple
 
-from radixrt.router.said import NOTHING, State
+from radixrt.router.said import NOTHING, Piece, State
+from radixrt.router.shares import Shares
 from radixrt.router.validate import Refused
 
 GONE = 410
@@ -27,58 +30,58 @@ class Key(NamedTuple):
 
 
 class States:
-    """Keeps states within `limit` bytes, all that they share counted once."""
+    """Keeps states within `limit` bytes, all that they share counted once. States of different tenants share nothing.
+
+    Keeping and dropping one takes as long as it has pieces that no other has."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._states: OrderedDict[Key, State] = OrderedDict()
-        """The latest used last."""
+        self._states: dict[str, OrderedDict[Key, State]] = {}
+        """By tenant, the latest used last."""
         self._scopes: dict[tuple[str, str], set[int]] = {}
-        self._bytes = 0
+        self._shares = Shares()
 
     def __len__(self) -> int:
-        return len(self._states)
+        return sum(map(len, self._states.values()))
 
     @property
     def bytes(self) -> int:
         """Memory of all states, about."""
-        return self._bytes
+        return self._shares.total
 
     def get(self, key: Key, field: str = "prompt.state") -> State:
         """A state, which is then the latest used; Refused (410) for one that is not known."""
         if key.number == 0:
             return NOTHING
-        state = self._states.get(key)
-        if state is None:
+        own = self._states.get(key.tenant, {})
+        if key not in own:
             raise Refused(field, f"{field}: state {key.number} is not known (any more)", GONE)
-        self._states.move_to_end(key)
-        return state
+        own.move_to_end(key)
+        return own[key]
 
     def put(self, key: Key, state: State) -> None:
         """Keep a state, in place of what has its key; others may go for it, or itself if it is too large."""
+        added = state.size + sum(map(_use, state.ends))  # before the old one goes, which may hold the same pieces
+        self._shares.add(key.tenant, added)
         self.drop(key)
-        self._states[key] = state
+        self._states.setdefault(key.tenant, OrderedDict())[key] = state
         self._scopes.setdefault(key[:2], set()).add(key.number)
-        self._bytes += state.size
-        for piece in state.pieces:
-            self._bytes += 0 if piece.users else piece.size
-            piece.users += 1
-        while self._bytes > self._limit:
-            self.drop(next(iter(self._states)))
+        while self._shares.total > self._limit:
+            self.drop(next(iter(self._states[self._shares.largest()])))
 
     def drop(self, key: Key) -> None:
         """Forget a state, if it is known."""
-        state = self._states.pop(key, None)
+        own = self._states.get(key.tenant, {})
+        state = own.pop(key, None)
         if state is None:
             return
+        if not own:
+            del self._states[key.tenant]
         numbers = self._scopes[key[:2]]
         numbers.remove(key.number)
         if not numbers:
             del self._scopes[key[:2]]
-        self._bytes -= state.size
-        for piece in state.pieces:
-            piece.users -= 1
-            self._bytes -= 0 if piece.users else piece.size
+        self._shares.add(key.tenant, -state.size - sum(map(_leave, state.ends)))
 
     def forget(self, tenant: str, scope: str) -> None:
         """Drop all states of a scope."""
@@ -87,11 +90,53 @@ class States:
 
     def check(self) -> None:
         """Assert that bytes and users are what they say."""
-        pieces = [piece for state in self._states.values() for piece in state.pieces]
-        unique = {id(piece): piece for piece in pieces}
-        sizes = sum(piece.size for piece in unique.values()) + sum(s.size for s in self._states.values())
-        assert self._bytes == sizes <= self._limit, "bytes are those of all states, and bounded"
-        for piece in unique.values():
-            assert piece.users == sum(one is piece for one in pieces), "a piece knows how many states hold it"
-        known = {(t, s): {k.number for k in self._states if k[:2] == (t, s)} for t, s, _ in self._states}
+        self._shares.check()
+        users: Counter[Piece] = Counter()
+        sizes: defaultdict[str, int] = defaultdict(int)
+        owners: dict[Piece, str] = {}
+        for tenant, own in self._states.items():
+            assert own, "a tenant without states is not known"
+            for state in own.values():
+                sizes[tenant] += state.size
+                users.update(state.ends)
+                assert state.chars == sum(len(part.text) for part in state.parts), "a state knows how long it is"
+                for pieces in (state.parts, state.turns):
+                    assert all(after.before is before for before, after in itertools.pairwise(pieces)), "a chain each"
+                    for piece in pieces:
+                        if piece not in owners:
+                            sizes[tenant] += piece.size
+                            users.update([piece.before] if piece.before else [])
+                        assert owners.setdefault(piece, tenant) == tenant, "tenants share nothing"
+        assert all(self._shares[tenant] == size for tenant, size in sizes.items()), "bytes are those of all states"
+        assert self.bytes == sum(sizes.values()) <= self._limit, "and bounded"
+        assert all(piece.users == users[piece] for piece in owners), "a piece knows how many use it"
+        known = {
+            (t, s): {k.number for k in self._states[t] if k.scope == s}
+            for t in self._states
+            for _, s, _ in self._states[t]
+        }
         assert known == self._scopes, "scopes name their states"
+
+
+def _use(piece: Piece | None) -> int:
+    """One more ends with a piece, or follows it: bytes of those that nobody used before."""
+    size = 0
+    while piece is not None:
+        piece.users += 1
+        if piece.users > 1:
+            break
+        size += piece.size
+        piece = piece.before
+    return size
+
+
+def _leave(piece: Piece | None) -> int:
+    """The inverse of `_use`: bytes of those that nobody uses any more."""
+    size = 0
+    while piece is not None:
+        piece.users -= 1
+        if piece.users:
+            break
+        size += piece.size
+        piece = piece.before
+    return size

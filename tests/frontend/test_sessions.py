@@ -148,6 +148,9 @@ def test_tenants_and_salts_do_not_run_together(tmp_path):
         chat = ChatPrompt([user("x"), {"role": "assistant", "content": "y"}, user("z")])
         assert encode(chat, "a", 'b", "c').kept_turns == 1
         assert encode(chat, 'a", "b', "c").kept_turns == encode(chat, "ab", '", "c').kept_turns == 0
+        encoded = encode(ChatPrompt([user("x")]), "a", "b\nc")
+        talks.remember(encoded, {"role": "assistant", "content": "y"}, token_bytes(text.tokenizer.encode("y")))
+        assert encode(chat, "a", "b\nc").kept_turns == 1 and encode(chat, "a\nb", "c").kept_turns == 0
 
 
 def test_answers_cut_at_a_stop_string_are_not_remembered(hermes):

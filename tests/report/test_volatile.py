@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from array import array
 from collections.abc import Iterator
 from itertools import islice
@@ -369,11 +370,31 @@ def test_a_tenant_sees_its_own_text_and_no_other(folder):
             assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("salt", ["alice", "\n", " ", "\nm\n", "0"])
+def test_what_is_behind_a_salt_is_not_shown(salt):
+    """Not to others of the tenant, nor to who asks for all tenants: how much of it changes, and where."""
+    rng, feed = random.Random(17), Feed()
+    for namespace, secret in (("t\nm\n", 0), (f"t\nm\n{salt}", 7_000_000)):
+        head, trunk = some(rng, 30), some(rng, 600)
+        asked = [[secret + token for token in head + some(rng, 4) + trunk] for _ in range(12)]
+        feed.ask(*asked, namespace=namespace)
+    for tenant in ("t", None):
+        report = feed.report.to_json(tenant, numbers)
+        plain, masked = sorted(report["volatile"], key=lambda row: row["masked"])
+        assert (plain["masked"], plain["length"]) == (False, 4) and plain["values"] and plain["before"]
+        shown = {"before": None, "values": None, "after": None, "masked": True, "at": 30, "length": 4}
+        assert masked | shown == masked and (masked["requests"], masked["lost_tokens"]) == (11, 11 * 600)
+        assert re.search(r"\b\d{4,5}\b", str(report)) and not re.search(r"\b70\d{5}\b", str(report))
+        assert "    4 tokens after 30 tokens, not shown: they have a cache_salt" in to_text(report).splitlines()
+
+
 def test_without_a_tokenizer_there_is_no_text():
     rng, feed = random.Random(10), Feed()
     trunk = some(rng, 600)
     feed.ask(*[[1, 2, 3, *some(rng, 4), *trunk] for _ in range(12)])
     report = feed.report.to_json()
     (row,) = report["volatile"]
-    assert (row["at"], row["before"], row["values"]) == (3, None, None) and "after 3 tokens" in to_text(report)
+    assert (row["at"], row["before"], row["values"]) == (3, None, None) and "4 tokens after 3 tokens\n" in to_text(
+        report
+    )
     assert feed.report.to_json("someone else")["volatile"] == []

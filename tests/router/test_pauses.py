@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from sim_workers import ids, register
 
@@ -39,6 +41,12 @@ def core() -> RouterCore:
         core.register(register(name), 0.0)
         core.step(name, StepDone([], Load(), 0, [Stored("n", 1, 0, 0, 0, held)]), 0.0)
     return core
+
+
+@pytest.fixture(autouse=True)
+def numbered(monkeypatch):
+    """Pauses are called 1, 2, 3."""
+    monkeypatch.setattr(pauses, "fresh_numbers", lambda: itertools.count(1))
 
 
 def waits(core: RouterCore) -> dict:

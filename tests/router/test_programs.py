@@ -262,6 +262,44 @@ def test_a_pause_ends_also_where_the_request_is_cancelled_while_it_is_encoded(ru
     assert len(server.core.pauses) == 0
 
 
+@pytest.mark.parametrize("message", ["generate", "score", "fork"])
+@pytest.mark.parametrize("ends", ["cancel", "drop", "unknown", "same id", "too many", "choices"])
+def test_a_pause_ends_once_whatever_becomes_of_the_message(text, message, ends):
+    """Also where a Cancel comes with it, before anything of it was done. Of two that pause, the other one waits on."""
+    with stack(text) as (router, _, client):
+        server = router.server
+        ask(client, 1, say("x", save=1))
+        for id in (2, 3):
+            assert isinstance(client.ask(Pause(id=id, scope=SCOPE, state=1)), Done)
+        waiting = server.core.pauses._paused
+        if ends == "unknown":
+            server.programs.states.drop(Key("default", SCOPE, 1))
+        prompt = say("y" * (1000 if ends == "cancel" else 1), state=1, save=2, resumes=True)
+        messages = {
+            "generate": Generate(id=4, prompt=prompt, sampling=Sampling(top_p=3.0) if ends == "choices" else EIGHT),
+            "score": Score(id=4, prompt=prompt, choices=[TextPrompt("" if ends == "choices" else "z")]),
+            "fork": Fork(id=4, prompt=prompt, count=3),
+        }
+
+        async def all_at_once() -> None:
+            here = server.attach(lambda _: None)
+            if ends == "same id":
+                server.take(here, Tokenize(id=4, prompt=TextPrompt("x")))
+            if ends == "too many":
+                server.core._waiting.update(dict.fromkeys(range(server.config.max_queued_requests)))
+            server.take(here, messages[message])
+            server.core._waiting.clear()
+            if ends == "cancel":
+                server.take(here, Cancel(4))
+            if ends == "drop":
+                server._perform(server._drop(here))
+            await asyncio.sleep(0.05)
+
+        asyncio.run_coroutine_threadsafe(all_at_once(), router._loop).result(5)
+        assert len(server.core.pauses) == 1 and len(waiting[Key("default", SCOPE, 1)]) == 1
+        assert not server._resuming
+
+
 def test_a_value_that_is_shared_is_recalled_once(running):
     _, client = running
     assert isinstance(client.ask(Share(id=1, entries=[(b"k", b"v" * 1000)])), Done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from array import array
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from radixrt.messages import (
     TurnBegins,
     TurnEnds,
 )
+from radixrt.router import outline
 from radixrt.router.errors import FieldError
 from radixrt.router.said import NOTHING, Draft, ids_of_text
 from radixrt.router.tokens import TextService, load_tokenizer
@@ -42,6 +44,45 @@ class Rewriting(TextService):
     def _turn(self, message: dict) -> str:
         words = message["content"].split(" ")
         return f"<{message['role']}>{words[-1] if message['role'] == 'assistant' else message['content'].strip()}"
+
+
+class Changing(TextService):
+    """With a template that writes a message in another way for those that follow. Messages end with a token of their
+    own, as those of models do."""
+
+    def render(self, prompt: ChatPrompt) -> str:
+        users = [at for at, message in enumerate(prompt.messages) if message["role"] == "user"]
+        said = "".join(
+            f"<{message['role']}>{self.written(prompt.messages, at, max(users, default=-1))}<|im_end|>"
+            for at, message in enumerate(prompt.messages)
+        )
+        return said.removesuffix("<|im_end|>") if prompt.partial else f"{said}<assistant>"
+
+    def written(self, messages: list[dict], at: int, user: int) -> str:
+        """The content of a message; the user has spoken last in the one at `user`."""
+        raise NotImplementedError
+
+
+class Trimming(Changing):
+    """It trims all of them."""
+
+    def written(self, messages: list[dict], at: int, user: int) -> str:
+        return messages[at]["content"].strip()
+
+
+class Moving(Changing):
+    """It writes the first one before the user's last one."""
+
+    def written(self, messages: list[dict], at: int, user: int) -> str:
+        return (messages[0]["content"] if at == user else "") + messages[at]["content"]
+
+
+class Dropping(Changing):
+    """It drops what was said up to a mark, once the user has spoken again."""
+
+    def written(self, messages: list[dict], at: int, user: int) -> str:
+        said = messages[at]["content"]
+        return said.split("Thought:")[-1] if at < user else said
 
 
 class Marking(TextService):
@@ -67,7 +108,8 @@ class Direct:
 @functools.cache
 def services(folder: str) -> list[TextService]:
     tokenizer = load_tokenizer(folder, "")
-    return [TextService(tokenizer), Rewriting(tokenizer), Marking(tokenizer)]
+    kinds = (TextService, Rewriting, Marking, Trimming, Moving, Dropping)
+    return [kind(tokenizer) for kind in kinds]
 
 
 @pytest.fixture(scope="module")
@@ -177,21 +219,70 @@ def test_any_program_makes_the_prompts_of_the_reference(folder, data):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_chat_makes_the_prompts_of_the_reference(folder, data):
-    """Also where the template rewrites what was said."""
+    """Also where the template rewrites what was said, and with outlines of any list."""
     text = data.draw(st.sampled_from(services(folder)))
-    teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
-    for role, content, steps in data.draw(st.lists(TURN, min_size=1, max_size=4)):
-        teller.say(SaidMessage(role, content))
-        teller.cut()
-        teller.say(TurnBegins())
-        for kind, what in steps:
-            teller.step(kind, what)
-        teller.ask()
-        teller.say(TurnEnds())
+    with mock.patch.object(outline, "LEAST_ANSWERS", data.draw(st.sampled_from([1, 8]))):
+        teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
+        for role, content, steps in data.draw(st.lists(TURN, min_size=1, max_size=4)):
+            teller.say(SaidMessage(role, content))
+            teller.cut()
+            teller.say(TurnBegins())
+            for kind, what in steps:
+                teller.step(kind, what)
+            teller.ask()
+            teller.say(TurnEnds())
+
+
+@pytest.mark.parametrize("shape", ["turns", "one turn"])
+def test_what_is_said_takes_as_long_as_it_is(folder, shape):
+    """Characters that the template writes for a list, and parts that are looked at, double with it. It is rendered ten
+    times at most, whatever its length."""
+    rendered, looked = {}, {}
+
+    class Counting(TextService):
+        def render(self, prompt: ChatPrompt) -> str:
+            text = super().render(prompt)
+            rendered.setdefault(count, []).append(len(text))
+            return Watched(text)
+
+    class Watched(str):
+        def startswith(self, prefix: str, *at: int) -> bool:
+            looked[count] = looked.get(count, 0) + 1
+            return super().startswith(prefix, *at)
+
+    text = Counting(services(folder)[0].tokenizer)
+    for count in (100, 200):
+        said = [SaidMessage("system", "Be brief."), *([TurnBegins()] if shape == "one turn" else [])]
+        for number in range(count):
+            asked, answered = f"What is {number}?", f"It is {number}."
+            ids = array("i", text.tokenizer.encode_continuation(answered)).tobytes()
+            answer = SaidAnswer(ids, answered, None, Sampling())
+            said += (
+                [SaidText(asked), answer]
+                if shape == "one turn"
+                else [SaidMessage("user", asked), TurnBegins(), answer, TurnEnds()]
+            )
+        said += [] if shape == "one turn" else [SaidMessage("user", "Well?"), TurnBegins()]
+        draft = Draft(NOTHING, text)
+        draft.add(said)
+        prompt = draft.prompt()
+        assert all(one.ids in prompt for one in said if isinstance(one, SaidAnswer))
+        assert len(rendered[count]) <= 10 and looked[count] < 8 * count
+    assert sum(rendered[200]) < 2.2 * sum(rendered[100]) and looked[200] < 2.2 * looked[100]
+    state, turns = NOTHING, 0
+    for at, one in enumerate(said):  # the same, answer by answer
+        if isinstance(one, SaidAnswer):
+            single = Draft(state, services(folder)[0])
+            single.add(said[turns:at])
+            single.prompt()
+            state, turns = single.state("n", one), at + 1
+    single = Draft(state, services(folder)[0])
+    single.add(said[turns:])
+    assert single.prompt() == prompt
 
 
 def test_what_was_generated_keeps_its_ids_where_the_template_leaves_it(folder):
-    plain, rewriting, _ = services(folder)
+    plain, rewriting, *_ = services(folder)
     ids = array("i", [70, 71, 300]).tobytes()
     for text, kept in ((plain, True), (rewriting, " " not in plain.decode_now(ids))):
         draft = Draft(NOTHING, text)

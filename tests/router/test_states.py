@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radixrt.messages import SaidAnswer, Sampling
-from radixrt.router.said import NOTHING, Generated, Part, State, Turn
+from radixrt.router.said import NOTHING, Generated, Part, Piece, State, Turn
 from radixrt.router.states import GONE, Key, States
 from radixrt.router.validate import Refused
 
@@ -26,12 +26,12 @@ def known(states: States, key: Key) -> State | None:
 
 
 def size_of(all_states: list[State]) -> int:
-    pieces = {id(piece): piece.size for one in all_states for piece in one.pieces}
+    pieces = {id(piece): piece.size for one in all_states for piece in (*one.parts, *one.turns)}
     return sum(one.size for one in all_states) + sum(pieces.values())
 
 
 class Kept(RuleBasedStateMachine):
-    """Against a list, the latest used last, that is cut from the front until its pieces fit."""
+    """Against a list, the latest used last: the tenant whose states have most loses the first of his until all fit."""
 
     LIMIT = 6000
 
@@ -40,10 +40,14 @@ class Kept(RuleBasedStateMachine):
         self.states = States(self.LIMIT)
         self.model: list[tuple[Key, State]] = []
 
-    keys = st.builds(Key, st.sampled_from("ab"), st.sampled_from(["s" * 16, "t" * 16]), st.integers(1, 6))
+    keys = st.builds(Key, st.sampled_from("abc"), st.sampled_from(["s" * 16, "t" * 16]), st.integers(1, 6))
+
+    def of(self, tenant: str) -> int:
+        return size_of([one for key, one in self.model if key.tenant == tenant])
 
     @rule(key=keys, parent=keys, tokens=st.integers(0, 400), chars=st.integers(0, 300), answer=st.booleans())
     def put(self, key, parent, tokens, chars, answer):
+        parent = parent._replace(tenant=key.tenant)
         before = next((one for k, one in self.model if k == parent), NOTHING)
         parts = [*before.parts, Generated("x" * chars, bytes(4 * tokens))] if tokens else before.parts
         turns = [*before.turns, Turn({"role": "user", "content": "y" * chars})] if chars else before.turns
@@ -52,7 +56,8 @@ class Kept(RuleBasedStateMachine):
         self.states.put(key, new)
         self.model = [(k, one) for k, one in self.model if k != key] + [(key, new)]
         while size_of([one for _, one in self.model]) > self.LIMIT:
-            self.model.pop(0)
+            most = min("abc", key=lambda tenant: (-self.of(tenant), tenant))
+            self.model.remove(next((k, one) for k, one in self.model if k.tenant == most))
 
     @rule(key=keys)
     def get(self, key):
@@ -90,6 +95,56 @@ def test_what_states_share_is_counted_once():
     for number in range(2, 102):
         states.put(key._replace(number=number), state([trunk, Part("own", bytes(8))]))
     assert alone > 50_000 and states.bytes < alone + 100 * 1000
+
+
+def test_a_burst_of_one_tenant_costs_another_nothing():
+    states, large = States(100_000), bytes(4000)
+    quiet = [Key("quiet", "s" * 16, number) for number in range(1, 6)]
+    for key in quiet:
+        states.put(key, state([Part("", large)]))
+    for number in range(1, 500):
+        states.put(Key("loud", "t" * 16, number), state([Part("", large)]))
+    assert all(known(states, key) for key in quiet) and states.bytes > 95_000
+    # Nobody keeps more than a share because he came first, either.
+    for number in range(1, 500):
+        states.put(Key("third", "u" * 16, number), state([Part("", large)]))
+    left = {tenant: len(own) for tenant, own in states._states.items()}
+    assert left["quiet"] == 5 and abs(left["loud"] - left["third"]) <= 1
+
+
+def test_keeping_a_state_costs_what_is_new_in_it():
+    """Pieces of a session that are looked at a turn: as many in the thousandth as in the tenth."""
+    looked = 0
+
+    class Counting(Part):
+        __slots__ = ()
+
+        @property
+        def users(self) -> int:
+            nonlocal looked
+            looked += 1
+            return Piece.users.__get__(self)
+
+        @users.setter
+        def users(self, value: int) -> None:
+            Piece.users.__set__(self, value)
+
+        before = property(lambda self: self._look(), lambda self, value: Piece.before.__set__(self, value))
+
+        def _look(self) -> Piece | None:
+            nonlocal looked
+            looked += 1
+            return Piece.before.__get__(self)
+
+    states, key, parts, counts = States(1 << 30), Key("t", "s" * 16, 1), [], []
+    for number in range(1000):
+        parts = [*parts, Counting("said"), Counting("answered", bytes(8))]
+        before = looked
+        states.put(key._replace(number=number + 1), state(parts))
+        states.drop(key._replace(number=number))
+        counts.append(looked - before)
+    assert counts[10] == counts[999] < 30
+    states.check()
 
 
 def test_text_that_grows_when_it_is_encoded_counts_as_it_did():

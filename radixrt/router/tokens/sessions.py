@@ -10,6 +10,7 @@ import msgspec
 
 from radixrt.messages import ChatPrompt
 from radixrt.router.errors import FieldError
+from radixrt.router.shares import Shares
 from radixrt.router.tokens.chain import Key, Message, keys_of, next_key, reasoning_of
 from radixrt.router.tokens.incremental import Work
 from radixrt.router.tokens.spelling import BEFORE_CHARS, TOKEN_BYTES, Span, Speller, Spelling, Turn
@@ -29,7 +30,8 @@ class Encoded:
 
     ids: int32 bytes. text: what the template made of the chat. kept_turns: how many answers are spelled by the ids that
     were generated; `respelled` of them say the same as the template, in other words; `dropped` are those where stored
-    ids were lost, wholly or in part, and why ("message 3: the template drops its thinking"). key: for `remember`.
+    ids were lost, wholly or in part, and why ("message 3: the template drops its thinking"). key and tenant are for
+    `remember`.
     """
 
     ids: bytes
@@ -38,10 +40,12 @@ class Encoded:
     respelled: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     key: Key | None = None
+    tenant: str = ""
 
 
 class Sessions:
-    """A memory of at most `max_tokens` generated tokens, the latest used. Thread safe; no I/O.
+    """A memory of at most `max_tokens` generated tokens; beyond it those go that were not used for longest, of the
+    tenant that has most. The first line of a namespace is its tenant. Thread safe; no I/O.
 
         encode_chat(messages) -> Encoded -> ... generate ... -> remember(encoded, answer, ids)
         encode_chat([*messages, answer, more]).ids  =  encoded.ids + ids + ids of what is new
@@ -55,14 +59,16 @@ class Sessions:
         self._tokenizer = tokenizer
         self._speller = Speller(tokenizer, keep_thinking)
         self._max_bytes = max_tokens * TOKEN_BYTES
-        self._bytes = 0
-        self._turns: OrderedDict[Key, list[Turn]] = OrderedDict()
+        self._shares = Shares()
+        self._turns: dict[Key, list[Turn]] = {}
+        self._used: dict[str, OrderedDict[Key, None]] = {}
+        """By tenant, the latest used last."""
         self._lock = threading.Lock()
 
     @property
     def num_tokens(self) -> int:
         """Generated tokens that are kept."""
-        return self._bytes // TOKEN_BYTES
+        return self._shares.total // TOKEN_BYTES
 
     def encode_chat(self, namespace: str, prompt: ChatPrompt) -> Encoded:
         """Ids of a chat, answers that are remembered in `namespace` by the ids that were generated. FieldError on bad
@@ -75,11 +81,12 @@ class Sessions:
             keys = keys_of(namespace, prompt)
         except (TypeError, ValueError, KeyError, AttributeError):  # not messages, which the template will say better
             return Draft(self._tokenizer, self._tokenizer.apply_chat(prompt), Spelling(), None)
-        turns = self._find(prompt, keys)
+        tenant = tenant_of(namespace)
+        turns = self._find(tenant, prompt, keys)
         prompt = _with_thinking(prompt, turns)
         text = self._tokenizer.apply_chat(prompt)
         spelling = self._speller.find(prompt, text, turns) if turns else Spelling()
-        return Draft(self._tokenizer, text, spelling, None if prompt.partial else keys[-1])
+        return Draft(self._tokenizer, text, spelling, None if prompt.partial else keys[-1], tenant)
 
     def remember(self, encoded: Encoded, message: Message, generated: bytes) -> Key | None:
         """Keep the ids of the answer to a chat, with the token that ended it if one did. `message` is the answer as the
@@ -90,7 +97,8 @@ class Sessions:
         turn = self._turn(encoded, message, generated)
         with self._lock:
             kept = self._turns.get(key, [])
-            self._put(key, [other for other in kept if other.reasoning != turn.reasoning][1 - MAX_VARIANTS :] + [turn])
+            others = [other for other in kept if other.reasoning != turn.reasoning][1 - MAX_VARIANTS :]
+            self._put(encoded.tenant, key, [*others, turn])
         return key
 
     def missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
@@ -108,21 +116,27 @@ class Sessions:
         with self._lock:
             return _export(self._turns[key]) if key in self._turns else None
 
-    def learn(self, key: Key, exported: bytes) -> None:
-        """Remember what another process did. Nothing happens if that is not readable."""
+    def learn(self, namespace: str, key: Key, exported: bytes) -> None:
+        """Remember what another process did in a namespace. Nothing happens if that is not readable."""
         try:
             turns = _exported.decode(exported)
         except msgspec.MsgspecError:
             return
-        if _size(turns) <= self._max_bytes:
+        if 0 < _size(turns) <= self._max_bytes:
             with self._lock:
-                self._put(key, turns)
+                self._put(tenant_of(namespace), key, turns)
 
-    def _put(self, key: Key, turns: list[Turn]) -> None:
-        self._bytes += _size(turns) - _size(self._turns.pop(key, []))
-        self._turns[key] = turns
-        while self._bytes > self._max_bytes:
-            self._bytes -= _size(self._turns.popitem(last=False)[1])
+    def _put(self, tenant: str, key: Key, turns: list[Turn]) -> None:
+        used = self._used.setdefault(tenant, OrderedDict())
+        self._shares.add(tenant, _size(turns) - _size(self._turns.get(key, [])))
+        self._turns[key], used[key] = turns, None
+        used.move_to_end(key)
+        while self._shares.total > self._max_bytes:
+            most = self._shares.largest()
+            oldest, _ = self._used[most].popitem(last=False)
+            self._shares.add(most, -_size(self._turns.pop(oldest)))
+            if not self._used[most]:
+                del self._used[most]
 
     def _turn(self, encoded: Encoded, message: Message, generated: bytes) -> Turn:
         tokenizer = self._tokenizer
@@ -141,14 +155,14 @@ class Sessions:
             before=encoded.text[-BEFORE_CHARS:],
         )
 
-    def _find(self, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Turn]:
+    def _find(self, tenant: str, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Turn]:
         """Answers that are remembered, by the index of their message."""
         count = len(prompt.messages) - prompt.partial
         found = {}
         with self._lock:
             for index, message in enumerate(prompt.messages[:count]):
                 if message["role"] == "assistant" and (variants := self._turns.get(keys[index + 1])):
-                    self._turns.move_to_end(keys[index + 1])
+                    self._used[tenant].move_to_end(keys[index + 1])
                     wanted = reasoning_of(message)
                     fitting = (t for t in reversed(variants) if wanted is None or t.reasoning in (wanted, None))
                     if turn := next(fitting, None):
@@ -159,10 +173,10 @@ class Sessions:
 class Draft:
     """A chat whose answers are found; `finish` encodes the text between them."""
 
-    __slots__ = ("_key", "_parts", "_spelling", "text")
+    __slots__ = ("_key", "_parts", "_spelling", "_tenant", "text")
 
-    def __init__(self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None) -> None:
-        self.text, self._spelling, self._key = text, spelling, key
+    def __init__(self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None, tenant: str = "") -> None:
+        self.text, self._spelling, self._key, self._tenant = text, spelling, key, tenant
         self._parts: list[Work | bytes] = []
         at, before = 0, None
         for span in spelling.ordered():
@@ -191,7 +205,12 @@ class Draft:
         if not ids:
             raise FieldError("messages", "messages are empty: at least one token is needed")
         notes = [_notes(found) for found in (spelling.respelled, spelling.dropped)]
-        return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key)
+        return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key, tenant=self._tenant)
+
+
+def tenant_of(namespace: str) -> str:
+    """Its first line."""
+    return namespace.partition("\n")[0]
 
 
 def _with_thinking(prompt: ChatPrompt, turns: dict[int, Turn]) -> ChatPrompt:

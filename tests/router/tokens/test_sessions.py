@@ -239,16 +239,47 @@ def test_what_another_process_remembers(folder: Path) -> None:
     prompt = ChatPrompt(other.messages)
     assert other.sessions.missing("n", prompt) == [key] and other.sessions.missing("n", ChatPrompt([1])) == []
     for broken in (b"", b"x", one.sessions.export(key)[:-1]):
-        other.sessions.learn(key, broken)
+        other.sessions.learn("n", key, broken)
     assert other.sessions.export(key) is None and not other.ask().ids.startswith(whole)
-    other.sessions.learn(key, one.sessions.export(key))
+    other.sessions.learn("n", key, one.sessions.export(key))
     assert other.ask().ids.startswith(whole) and other.sessions.missing("n", prompt) == []
     assert other.sessions.num_tokens == one.sessions.num_tokens > 0
     small = make_talk(folder, "thinking", max_tokens=6)
     small.ask(said("user", "Who?"))
     small.answer("I")
-    small.sessions.learn(key, one.sessions.export(key))
+    small.sessions.learn("n", key, one.sessions.export(key))
     assert 0 < small.sessions.num_tokens <= 6
+
+
+def test_a_burst_of_one_tenant_costs_another_nothing(folder: Path) -> None:
+    """However many salts it spreads over. Against a list, of which the tenant that has most loses the first."""
+    sessions = make_talk(folder, "plain", max_tokens=60).sessions
+    rng, kept, asked = random.Random(0), [], []
+
+    def used(tenant: str) -> int:
+        return sum(size for name, _, size in kept if name == tenant)
+
+    def remember(tenant: str, salt: int, size: int) -> None:
+        prompt = ChatPrompt([said("user", f"{len(asked)}?")])
+        namespace, answer = f"{tenant}\n{salt}", said("assistant", f"It is {len(asked)}.")
+        sessions.remember(sessions.encode_chat(namespace, prompt), answer, to_bytes([5] * size))
+        asked.append((namespace, ChatPrompt([*prompt.messages, answer, said("user", "And?")])))
+        kept.append((tenant, len(asked) - 1, size))
+        while sum(size for *_, size in kept) > 60:
+            most = min("abc", key=lambda name: (-used(name), name))
+            kept.remove(next(one for one in kept if one[0] == most))
+        lately = range(max(0, len(asked) - 30), len(asked))
+        found = [at for at in lately if not sessions.missing(*asked[at])]
+        assert found == [at for at in lately if at in [number for _, number, _ in kept]]
+        assert sessions.num_tokens == sum(size for *_, size in kept) <= 60
+
+    for _ in range(5):
+        remember("b", 0, 2)
+    for number in range(60):
+        remember("a", number, 7)
+    assert used("b") == 10, "the reference is fair"
+    for _ in range(120):
+        remember(rng.choice("abc"), rng.randrange(3), rng.randrange(1, 12))
 
 
 def test_an_empty_answer_is_one(talk: Talk) -> None:

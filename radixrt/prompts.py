@@ -1,0 +1,62 @@
+"""What a client is given and what it gives back: prompts in any form, token ids, completions."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from radixrt.messages import (
+    ChatPrompt,
+    FinishReason,
+    PartsPrompt,
+    Prompt,
+    StatePrompt,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
+    Usage,
+)
+
+PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt | StatePrompt
+
+
+class Completion(msgspec.Struct):
+    """One finished choice. `ids` are the generated token ids, int32 little-endian; `logprobs` go with them."""
+
+    text: str = ""
+    ids: bytes = b""
+    finish: FinishReason = "stop"
+    stop: str | int | None = None
+    usage: Usage = Usage()
+    logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return token_list(self.ids)
+
+
+def token_bytes(ids: Sequence[int]) -> bytes:
+    """Token ids as they travel: int32, little-endian. OverflowError for what is no int32."""
+    return array("i", ids).tobytes()
+
+
+def token_list(ids: bytes) -> list[int]:
+    """The inverse of `token_bytes`."""
+    return array("i", ids).tolist()
+
+
+def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt:
+    """Text, token ids or chat messages as the message that says which. TypeError for anything else."""
+    match prompt:
+        case str():
+            return TextPrompt(prompt)
+        case TextPrompt() | TokenPrompt() | ChatPrompt() | PartsPrompt() | StatePrompt():
+            return prompt
+        case [dict(), *_]:
+            return ChatPrompt(list(prompt))
+        case [*ids] if all(isinstance(i, int) for i in ids):
+            return TokenPrompt(token_bytes(ids))
+    raise TypeError(f"a prompt is text, token ids, or chat messages, not {type(prompt).__name__}")
