@@ -54,17 +54,12 @@ class Chip:
         """(keys of a part, time) of N segments with so many queries and keys, int[N], cut for the shortest time: that
         of the rounds in which the chip takes the parts, in keys of one round."""
         tiles = -(-queries // FA3_QUERIES) * self.heads
-        work = int((tiles * keys).sum())
-        best, least = 0, 0.0
-        for count in range(1, MOST_PARTS + 1):
-            goal = -(-int(keys.max()) // count)
-            if count > 1 and goal < SHORTEST_PART:
-                break
-            parts = int((tiles * -(-keys // goal)).sum())
-            time = max(-(-parts // self.processors) * (work / parts + PART_COST), goal + PART_COST)
-            if not best or time < least:
-                best, least = goal, time
-        return best, least
+        goals = -(-int(keys.max()) // np.arange(1, MOST_PARTS + 1))
+        goals = goals[: max(1, int((goals >= SHORTEST_PART).sum()))]
+        parts = tiles @ -(-keys[:, None] // goals)
+        times = np.maximum(-(-parts // self.processors) * (tiles @ keys / parts + PART_COST), goals + PART_COST)
+        best = int(times.argmin())
+        return int(goals[best]), float(times[best])
 
 
 def cut_segments(sharing: Sharing, rows: np.ndarray, goal: int, chosen: Sequence[int] | np.ndarray) -> np.ndarray:
