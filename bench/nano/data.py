@@ -16,14 +16,16 @@ from bench.nano.tasks import TAGS, Example, Words, draw
 
 KINDS = tuple(TAGS)
 SHARES = {
-    "recall": 0.28, "recall_several": 0.11, "tools": 0.18, "arithmetic": 0.08, "lookup": 0.05, "choose": 0.14,
-    "json": 0.13, "chat": 0.03,
+    "recall": 0.24, "recall_several": 0.10, "tools": 0.30, "arithmetic": 0.06, "lookup": 0.04, "choose": 0.13,
+    "json": 0.10, "chat": 0.03,
 }  # fmt: skip
 """Of tokens."""
-ANSWER_WEIGHT = {"choose": 5.0, "recall": 1.5}
+ANSWER_WEIGHT = {"choose": 5.0, "recall": 2.0, "recall_several": 1.5, "tools": 2.0}
 """Of an answer's token in the loss, where it is not 1: short answers that need much of the context."""
 NOTHING, CONTEXT, ANSWER = 0, 1, 2
 """What a target is: padding or another example's, what the assistant reads, what it says."""
+TOOL_TAGS = ("1", "3", "6", "6", "two", "two", "none")
+"""Of training, the harder ones more often."""
 FIRST_CONTEXT, LAST_CONTEXT = 192, 4096
 SMALLEST_CONTEXT = 60
 GROW = (0.08, 0.40)
@@ -104,9 +106,11 @@ def longest_context(progress: float) -> int:
 
 def training_example(words: Words, kind: str, progress: float) -> Example:
     """Of any tag; recall has a context of any length there may be, short ones more often, and several questions; so
-    has choose."""
+    have tools and choose."""
     if kind == "choose":
         return draw(words, kind, words.pick(TAGS[kind]), turns=words.between(1, 6))
+    if kind == "tools":
+        return draw(words, kind, words.pick(TOOL_TAGS), turns=words.between(1, 8))
     if not kind.startswith("recall"):
         return draw(words, kind, words.pick(TAGS[kind]))
     most = longest_context(progress)
@@ -155,10 +159,17 @@ class Feed:
     """Batches from `workers` processes, forked: make it before CUDA is used."""
 
     def __init__(
-        self, model: bytes, workers: int, seed: int, length: int, forbidden: frozenset[str], shares: dict[str, float]
+        self,
+        model: bytes,
+        workers: int,
+        seed: int,
+        length: int,
+        forbidden: frozenset[str],
+        shares: dict[str, float],
+        progress: float = 0.0,
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._progress = context.Array("d", 1)
+        self._progress = context.Array("d", [progress])
         self._queue = context.Queue(QUEUED)
         each = [(model, seed * 1000 + i, length, self._progress.get_obj(), forbidden, shares) for i in range(workers)]
         self._workers = [context.Process(target=_work, args=(self._queue, *args), daemon=True) for args in each]

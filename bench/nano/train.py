@@ -1,7 +1,7 @@
 """Train the model:  python -m bench.nano.train --minutes 8 --out radixrt/assets/nano
 
 The learning rate follows the clock, so that a run always ends within its minutes, decayed. In pieces: give
-`--total-minutes 16 --minutes 8 --state FILE`, then the same with `--resume`. `--init FOLDER` begins with the weights of
+`--total-minutes 18 --minutes 9 --state FILE`, then the same with `--resume`. `--init FOLDER` begins with the weights of
 an exported checkpoint, and with its log; `--start 0.4` then leaves out the part with short contexts:
 
     python -m bench.nano.train --minutes 9 --init FOLDER --start 0.4 --lr 0.012 --adam-lr 0.002 --seed 1
@@ -43,6 +43,8 @@ from bench.nano.tasks import evaluation
 
 WARM_UP, DECAY_FROM = 0.02, 0.45
 """Shares of the training: the learning rate rises, stays, and falls to zero, each time in a line."""
+LESS_CONTEXT = (0.25, 0.65)
+"""Between these shares of the training the weight of what is only read falls."""
 RESERVE_S = 12
 """For the last evaluation and the export."""
 FORBIDDEN_ITEMS = 200
@@ -63,7 +65,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--lr", type=float, default=0.02, help="of matrices, by Muon")
     parser.add_argument("--adam-lr", type=float, default=0.003, help="of embeddings and norms")
-    parser.add_argument("--context-weight", type=float, default=0.05, help="of tokens that the assistant only reads")
+    parser.add_argument(
+        "--context-weight", type=float, nargs=2, default=(0.05, 0.01), metavar=("FIRST", "LAST"),
+        help="of tokens that the assistant only reads",
+    )  # fmt: skip
     parser.add_argument("--start", type=float, default=0.0, help="share of the curriculum that is skipped")
     parser.add_argument("--shares", nargs="+", default=[], metavar="KIND=SHARE", help="of tokens; 0 leaves a kind out")
     parser.add_argument("--seed", type=int, default=0)
@@ -92,6 +97,13 @@ def rate(progress: float, start: float = 0.0) -> float:
     return max(0.0, min(1.0, done / WARM_UP, (1 - progress) / (1 - DECAY_FROM)))
 
 
+def context_weight(progress: float, first: float, last: float) -> float:
+    """In the loss: it falls in a line. What is only read teaches early what words and copies are; later nearly all of
+    the loss is names that nobody could know, noise beside the few answers that are still wrong."""
+    begin, end = LESS_CONTEXT
+    return last + (first - last) * min(1.0, max(0.0, (end - progress) / (end - begin)))
+
+
 class Log:
     def __init__(self, path: Path, keep: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +114,9 @@ class Log:
         print(line, flush=True)
         self._file.write(line + "\n")
         self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 Host = tuple[Tensor, Tensor, int]
@@ -163,9 +178,9 @@ class Trainer:
         self.check_batches = [on_host(batch, pin=False) for batch in batches]
         forbidden = frozenset(example.fingerprint() for example in evaluation(args.forbidden_items))
         state = torch.load(args.state, map_location="cpu", weights_only=True) if args.resume else None
-        self.feed = Feed(
-            pieces, args.workers, args.seed + (state["step"] if state else 0), args.tokens, forbidden, args.shares
-        )
+        seed = args.seed + (state["step"] if state else 0)
+        self.begin = state["progress"] if state else args.start
+        self.feed = Feed(pieces, args.workers, seed, args.tokens, forbidden, args.shares, self.begin)
         self.device = torch.device(args.device)
         self.on_gpu = self.device.type == "cuda"
         torch.manual_seed(args.seed)
@@ -188,7 +203,7 @@ class Trainer:
         if state:
             self._restore(state)
         self.answer_weight = torch.tensor([ANSWER_WEIGHT.get(kind, 1.0) for kind in KINDS], device=self.device)
-        self.ahead = Ahead(self.feed, args.start, self.on_gpu)
+        self.ahead = Ahead(self.feed, self.begin, self.on_gpu)
         self.log = Log(args.out / "training.jsonl", keep=self._log_goes_on())
 
     def _tokenizer(self) -> bytes:
@@ -224,9 +239,11 @@ class Trainer:
             minutes=args.minutes, init=str(args.init) if args.init else None, checks=len(self.checks),
             seconds=round(time.monotonic() - self.began, 1), **note,
         )  # fmt: skip
-        self._loss(self.ahead.next(args.start))[0].backward()  # compiles, before the clock of the curriculum starts
+        loss, _ = self._loss(self.ahead.next(self.begin), 1.0)
+        loss.backward()  # compiles, before the clock of the curriculum starts
         self._zero_grad()
-        self._check(args.start)
+        self._check(self.begin)
+        progress = self.begin
         first = self.spent
         ends = self.began + args.minutes * 60 - RESERVE_S
         pieces = round((args.total_minutes or args.minutes) / args.minutes)
@@ -239,19 +256,20 @@ class Trainer:
             progress = args.start + (1 - args.start) * self.spent / (self.spent + remaining)
             self._train_step(progress)
             self._reports(now, progress)
-        self._check(1.0)
+        self._check(progress)
         export(self.model, self.args.out)
         self.log.write(event="exported", step=self.step, seconds=round(time.monotonic() - self.began, 1))
         if args.state:
-            self._save()
+            self._save(progress)
         self.ahead.close()
         self.feed.close()
+        self.log.close()
 
     def _train_step(self, progress: float) -> None:
         waited = time.monotonic()
         batch = self.ahead.next(progress)
         self.waited += time.monotonic() - waited
-        loss, sums = self._loss(batch)
+        loss, sums = self._loss(batch, context_weight(progress, *self.args.context_weight))
         loss.backward()
         factor = rate(progress, self.args.start)
         for optimizer, peak in zip(self.optimizers, (self.args.lr, self.args.adam_lr), strict=True):
@@ -264,13 +282,14 @@ class Trainer:
         self.step += 1
         self.sums += sums
 
-    def _loss(self, batch: Host) -> tuple[Tensor, Tensor]:
-        """The loss; and sums by kind, [kinds, 3], of answers' tokens: their loss, how many are right, how many."""
+    def _loss(self, batch: Host, context: float) -> tuple[Tensor, Tensor]:
+        """The loss, in which a token that is only read has the weight `context`; and sums by kind, [kinds, 3], of
+        answers' tokens: their loss, how many are right, how many."""
         columns, starts, longest = self._to_device(batch)
         tokens, targets, what, positions, groups = columns.unbind(0)
         losses, right = self.model.losses(self.model(tokens, positions, starts, longest), targets)
         answers = (what == ANSWER).float()
-        weights = answers * self.answer_weight[groups] + (what == CONTEXT).float() * self.args.context_weight
+        weights = answers * self.answer_weight[groups] + (what == CONTEXT).float() * context
         kinds = torch.nn.functional.one_hot(groups, len(KINDS)).float()
         sums = kinds.T @ torch.stack([losses.detach() * answers, right * answers, answers], 1)
         return (losses * weights).sum() / weights.sum(), sums
@@ -327,13 +346,14 @@ class Trainer:
 
     # ------------------------------------------------------------ pieces
 
-    def _save(self) -> None:
+    def _save(self, progress: float) -> None:
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "spent": self.spent,
             "pieces_done": self.pieces_done + 1,
+            "progress": progress,
         }
         self.args.state.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, self.args.state)

@@ -24,6 +24,7 @@ from bench.nano.tasks import (
     lookup,
     make,
     recall,
+    toolbox,
     tools,
 )
 from bench.nano.tasks import fill as fill_task
@@ -196,7 +197,7 @@ def test_training_asks_several_questions_of_one_context():
 
 
 def test_training_chooses_several_times():
-    """Each answer is a label or an option of the question before it, or a thought that ends with a label."""
+    """Each answer is a label or an option of the question before it, or a thought that ends with a label, or a sum."""
     for tag in TAGS["choose"]:
         for seed in range(60):
             item = draw(Words(random.Random(seed), "train"), "choose", tag, turns=5)
@@ -207,7 +208,9 @@ def test_training_chooses_several_times():
                 text += "\n" + before["content"]
                 if after["role"] == "assistant":
                     label = re.fullmatch(r"(?:.*(?:That is|So) )?(.+?)\.?", after["content"], re.DOTALL)[1]
-                    assert label in text or label in ("yes", "no"), (label, text)
+                    sums = re.findall(r"\d+ [-+] \d+", before["content"])
+                    of_sum = [str(eval(s)) for s in sums] == [label]  # noqa: S307
+                    assert of_sum or label in text or label in ("yes", "no"), (label, text)
 
 
 def test_labels_in_training_are_those_of_the_right_options():
@@ -246,7 +249,7 @@ def phrases_of(thing):
             yield from phrases_of(part)
 
 
-MODULES = (arithmetic, chat, choose, domains, fill_task, lookup, recall, tools)
+MODULES = (arithmetic, chat, choose, domains, fill_task, lookup, recall, toolbox, tools)
 PHRASES = list({id(p): p for module in MODULES for value in vars(module).values() for p in phrases_of(value)}.values())
 
 
@@ -328,7 +331,7 @@ def test_no_sentence_of_evaluation_in_rendered_training():
 def test_training_knows_every_word_of_evaluation():
     """A word that training never has could only be guessed at."""
     known = set()
-    for _, text in rendered(400, [kind for kind in TAGS if kind != "recall_several"]):
+    for _, text in rendered(600, [kind for kind in TAGS if kind != "recall_several"]):
         known.update(re.findall(r"[a-z]+", text.lower()))
     for phrases in PHRASES:
         for text in phrases.of["eval"]:

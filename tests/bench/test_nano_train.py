@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,13 +15,13 @@ import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.nano import data, tokenizer
+from bench.nano import data, tokenizer, train
 from bench.nano.export import export, load
 from bench.nano.model import Model, Shape, attend_each
 from bench.nano.muon import Muon, orthogonal
 from bench.nano.render import chat_turns, text_of, turns_of
-from bench.nano.tasks import TAGS, calls_of, make
-from bench.nano.train import Ahead, Trainer, rate
+from bench.nano.tasks import TAGS, Words, calls_of, make
+from bench.nano.train import LESS_CONTEXT, Ahead, Trainer, context_weight, rate
 from radixrt.config import WorkerConfig, resolve
 from radixrt.frontend.parsing.detect import PROBE, tool_format
 from radixrt.frontend.parsing.hermes import Hermes
@@ -140,7 +143,7 @@ def test_template_takes_what_clients_send(radixrt_tokenizer):
     messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "x", "tool_calls": [call, call]}]
     text = radixrt_tokenizer.apply_chat(ChatPrompt(messages, tools))
     one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    tools = "<s><|system|>Tools:\nf(): \ng(a: any): <|end|>"
+    tools = "<s><|system|>Tools:\nf()\ng(a: any)<|end|>"
     assert text == f"{tools}<|user|>-<|end|><|assistant|>x\n{one}\n{one}<|end|><|assistant|>"
 
 
@@ -188,6 +191,14 @@ def test_forbidden_examples_never_come(pieces, monkeypatch):
     batch = next(data.stream(pieces, 0, 4000, [0.0], forbidden, {"chat": 1.0}))
     rows = [batch.columns[0, a:b].tolist() for a, b in itertools.pairwise(batch.starts)]
     assert len(rows) > 20 and not any(row in bad for row in rows)
+
+
+def test_training_asks_the_same_tools_again():
+    words = Words(random.Random(0), "train")
+    turns = [
+        sum(message["role"] == "user" for message in data.training_example(words, "tools", 0.5).gold) for _ in range(50)
+    ]
+    assert min(turns) == 0 and max(turns) >= 6
 
 
 def test_contexts_grow():
@@ -262,6 +273,33 @@ def test_a_later_piece_warms_up():
     assert rate(0.4, 0.4) == 0.0 and rate(0.42, 0.4) == 1.0 and rate(1.0, 0.4) == 0.0
     rates = [rate(p, 0.4) for p in np.linspace(0.46, 1, 30)]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_what_is_only_read_weighs_less_and_less():
+    weights = [context_weight(p, 0.05, 0.01) for p in np.linspace(0, 1, 50)]
+    assert weights[0] == 0.05 and weights[-1] == 0.01 and weights == sorted(weights, reverse=True)
+    assert context_weight(sum(LESS_CONTEXT) / 2, 0.05, 0.01) == pytest.approx(0.03)
+
+
+@pytest.mark.slow
+def test_two_pieces_are_one_training(tmp_path, monkeypatch):
+    """The second goes on from the step, the state and the progress of the first, with the same tokenizer and log."""
+    monkeypatch.setattr(train, "QUICK", replace(SHAPE, positions=8192))
+    monkeypatch.setattr(train, "RESERVE_S", 0)
+    given = "--quick --device cpu --tokens 8192 --workers 1 --minutes 0.25 --total-minutes 0.5 --check-items 1"
+    given += f" --forbidden-items 1 --log-every 1 --state {tmp_path / 'state'} --out {tmp_path / 'out'}"
+    for more in ([], ["--resume"]):
+        monkeypatch.setattr(sys, "argv", ["train", *given.split(), *more])
+        train.main()
+    entries = [json.loads(line) for line in (tmp_path / "out" / "training.jsonl").read_text().splitlines()]
+    starts, ends = ([e for e in entries if e["event"] == event] for event in ("start", "exported"))
+    assert [e["step"] for e in starts] == [0, ends[0]["step"]] and ends[0]["step"] < ends[1]["step"]
+    progress = [e["progress"] for e in entries if "progress" in e]
+    assert progress == sorted(progress) and progress[-1] > 0.9
+    first = next(e["progress"] for e in entries[::-1] if e["event"] == "check" and e["step"] == ends[0]["step"])
+    assert 0 < first < 0.7
+    state = torch.load(tmp_path / "state", weights_only=True)
+    assert state["step"] == ends[1]["step"] and state["pieces_done"] == 2
 
 
 def batch_of(first):

@@ -27,18 +27,20 @@ TAGS: dict[str, tuple[str, ...]] = {
     "chat": ("talk", "obey"),
 }
 SEVERAL = (2, 3, 4)
-_MAKERS = {"tools": tools, "arithmetic": arithmetic, "lookup": lookup, "json": fill, "chat": chat}
+_MAKERS = {"arithmetic": arithmetic, "lookup": lookup, "json": fill, "chat": chat}
 
 
 def draw(words: Words, kind: str, tag: str, turns: int = 1) -> Example:
-    """One example; `turns` questions about one context in recall, or one after the other in choose, which only "
-    "training uses."""
+    """One example; `turns` questions about one context in recall, requests to the same tools in tools, or one after
+    the other in choose, which only training uses."""
     if kind == "recall":
         return recall.make(words, tag, turns=turns)
     if kind == "recall_several":
         return recall.make(words, tag, words.pick(SEVERAL), turns)
     if kind == "choose":
         return choose.make(words, tag, turns)
+    if kind == "tools":
+        return tools.make(words, tag, turns)
     return _MAKERS[kind].make(words, tag)
 
 

@@ -132,6 +132,16 @@ LABEL = Phrases(
     [],
 )
 """Of training: the way from labels to options and back."""
+SUM = Phrases(
+    [
+        "<|now |so ><what is|how much is|what do you get for|say> {t}?",
+        "{t}<| =| = ?|?>",
+        "<compute|work out|say> {t}@end",
+    ],
+    [],
+    varied=False,
+)
+"""Of training: a sum alone, which is what choosing among sums needs."""
 YES_NO = Phrases(
     [
         "Answer yes or no.",
@@ -171,7 +181,10 @@ def make(w: Words, tag: str, turns: int = 1) -> Example:
     gold: list[Message] = [says(first.answer)]
     last = first
     for _ in range(turns - 1):
-        if last.listed and w.chance(0.3):
+        if tag in ("sum", "yesno") and w.chance(0.3 if tag == "sum" else 0.1):
+            sum_text, result = _sum(w)
+            question, answer = w.say(SUM, t=sum_text), str(result)
+        elif last.listed and w.chance(0.3):
             question, answer = _about_labels(w, last)
         else:
             last = _round(w, tag, facts)

@@ -10,7 +10,8 @@ from bench.nano.tasks.phrases import Phrases
 class Domain(NamedTuple):
     """What a tool is for. names, descriptions: some of each. arguments: for each, how it may be called, its JSON type
     and the maker of its values; requests name them as {0}, {1}. results: of a tool that finds something out; without,
-    the tool does something and replies "ok". more: descriptions of training alone."""
+    the tool does something and replies "ok". more: descriptions of training alone. act, thing: of those that are
+    close, what is done, and to what."""
 
     names: tuple[str, ...]
     descriptions: tuple[str, ...]
@@ -18,11 +19,18 @@ class Domain(NamedTuple):
     requests: Phrases
     results: tuple[str, ...] = ()
     more: Phrases | None = None
+    act: str = ""
+    thing: str = ""
 
 
 def only(*train: str) -> Phrases:
     """Of training alone."""
     return Phrases(train, ())
+
+
+def told(*train: str) -> Phrases:
+    """Descriptions of training alone: as they stand, without words that add nothing."""
+    return Phrases([text.replace("@end", "<.|.|.|>") for text in train], (), varied=False)
 
 
 CITY = (("city", "place", "location"), "string", "city")
@@ -52,7 +60,7 @@ DOMAINS = (
             ["What is the weather like in {0}?", "I need the weather in {0}."],
         ),
         ("rain, {n} degrees", "sun, {n} degrees", "snow, {n} degrees", "wind, {n} degrees"),
-        more=only(
+        more=told(
             "<tells|gives|shows|finds|says|reports> <the weather|how the weather is> <in|of|at|for> a <city|"
             "place|town>@end"
         ),
@@ -74,7 +82,7 @@ DOMAINS = (
             ["I need the forecast for {0} on {1}."],
         ),
         ("rain, {n} degrees", "sun, {n} degrees", "clouds, {n} degrees"),
-        more=only(
+        more=told(
             "<tells|gives|shows|finds|predicts> the <forecast|weather|coming weather> <of|for|in> a <city|"
             "place> <on|for> a <day|date>@end"
         ),
@@ -98,7 +106,7 @@ DOMAINS = (
             ["Can you translate {0} to {1}?", "I need {0} in {1}."],
         ),
         ("{word}", "{word} {word}"),
-        more=only("<translates|turns|puts|brings> <a text|words|some words> <to|into> <a|another> language@end"),
+        more=told("<translates|turns|puts|brings> <a text|words|some words> <to|into> <a|another> language@end"),
     ),
     Domain(
         ("set_alarm", "alarm", "wake_me"),
@@ -118,7 +126,7 @@ DOMAINS = (
             ],
             ["Can you set an alarm for {0}?", "Set my alarm for {0}."],
         ),
-        more=only("<sets|makes|starts> an alarm <for|at> <an hour|a time>@end"),
+        more=told("<sets|makes|starts> an alarm <for|at> <an hour|a time>@end"),
     ),
     Domain(
         ("send_message", "send_mail", "write_to"),
@@ -138,7 +146,7 @@ DOMAINS = (
             ],
             ["Can you send {0} the message {1}?", "Please write to {0}: {1}"],
         ),
-        more=only("<sends|mails|writes|gives> <a message|a text|words> to <a person|somebody|a recipient>@end"),
+        more=told("<sends|mails|writes|gives> <a message|a text|words> to <a person|somebody|a recipient>@end"),
     ),
     Domain(
         ("play", "play_song", "music"),
@@ -156,7 +164,7 @@ DOMAINS = (
             ],
             ["Can you play {0}?", "I want to hear the song {0}."],
         ),
-        more=only("<plays|puts on|starts> <a song|music|a piece of music>@end"),
+        more=told("<plays|puts on|starts> <a song|music|a piece of music>@end"),
     ),
     Domain(
         ("search", "web_search", "find_pages"),
@@ -175,7 +183,7 @@ DOMAINS = (
             ["Can you search for {0}?", "Search the web for pages about {0}."],
         ),
         ("{n} pages about {word}", "a page about {word}"),
-        more=only("<searches|looks through|asks> the <web|internet> <for|about> <a query|something|pages>@end"),
+        more=told("<searches|looks through|asks> the <web|internet> <for|about> <a query|something|pages>@end"),
     ),
     Domain(
         ("turn_on", "switch_on", "start_device"),
@@ -195,7 +203,7 @@ DOMAINS = (
             ],
             ["Can you turn on the {0}?", "Please switch on the {0}."],
         ),
-        more=only("<turns|switches|puts|powers> <a device on|on a device|on a thing|something on>@end"),
+        more=told("<turns|switches|puts|powers> <a device on|on a device|on a thing|something on>@end"),
     ),
     Domain(
         ("turn_off", "switch_off", "stop_device"),
@@ -215,7 +223,7 @@ DOMAINS = (
             ],
             ["Can you turn off the {0}?", "Please switch off the {0}."],
         ),
-        more=only("<turns|switches|puts|powers> <a device off|off a device|off a thing|something off>@end"),
+        more=told("<turns|switches|puts|powers> <a device off|off a device|off a thing|something off>@end"),
     ),
     Domain(
         ("set_color", "paint", "color_of_lamp"),
@@ -235,7 +243,7 @@ DOMAINS = (
             ],
             ["Can you make the {0} {1}?", "Set the {0} to {1}."],
         ),
-        more=only("<gives|sets|changes> <the color of a device|a device its color|what color a device has>@end"),
+        more=told("<gives|sets|changes> <the color of a device|a device its color|what color a device has>@end"),
     ),
     Domain(
         ("price", "get_price", "price_of"),
@@ -254,7 +262,7 @@ DOMAINS = (
             ["I need the price of the {0}.", "Do you know the price of the {0}?"],
         ),
         ("{n} euros", "{n} dollars"),
-        more=only("<tells|gives|shows|finds> <the price of a thing|what a thing costs|how much a thing costs>@end"),
+        more=told("<tells|gives|shows|finds> <the price of a thing|what a thing costs|how much a thing costs>@end"),
     ),
     Domain(
         ("order", "buy", "order_items"),
@@ -274,7 +282,7 @@ DOMAINS = (
             ],
             ["Can you order {1} {0}?", "Please order {1} {0} for me."],
         ),
-        more=only("<orders|buys> <things|a count of things|some of an item>@end"),
+        more=told("<orders|buys> <things|a count of things|some of an item>@end"),
     ),
     Domain(
         ("book_room", "reserve_room", "room"),
@@ -293,7 +301,7 @@ DOMAINS = (
             ],
             ["Can you book the room {0} for {1}?", "Reserve the room {0} at {1}."],
         ),
-        more=only("<books|reserves|keeps|gets> a room <for an hour|at a time|for a meeting>@end"),
+        more=told("<books|reserves|keeps|gets> a room <for an hour|at a time|for a meeting>@end"),
     ),
     Domain(
         ("add_note", "note", "remember"),
@@ -311,7 +319,7 @@ DOMAINS = (
             ],
             ["Keep this note: {0}", "Please write the note {0}."],
         ),
-        more=only("<keeps|writes|saves|adds|stores> <a note|a text as a note|what is to be remembered>@end"),
+        more=told("<keeps|writes|saves|adds|stores> <a note|a text as a note|what is to be remembered>@end"),
     ),
     Domain(
         ("phone_number", "get_number", "phone_book"),
@@ -331,7 +339,7 @@ DOMAINS = (
             ["I need the phone number of {0}.", "Do you know the phone number of {0}?"],
         ),
         ("{code}",),
-        more=only("<tells|gives|finds|looks up|shows> <the phone number|the number> of <a person|somebody>@end"),
+        more=told("<tells|gives|finds|looks up|shows> <the phone number|the number> of <a person|somebody>@end"),
     ),
     Domain(
         ("timer", "set_timer", "start_timer"),
@@ -351,7 +359,7 @@ DOMAINS = (
             ],
             ["Can you start a timer of {0} minutes?", "I need a timer for {0} minutes."],
         ),
-        more=only("<starts|sets|runs> a timer <of|for> <some|a number of> minutes@end"),
+        more=told("<starts|sets|runs> a timer <of|for> <some|a number of> minutes@end"),
     ),
     Domain(
         ("read_file", "open_file", "show_file"),
@@ -372,7 +380,7 @@ DOMAINS = (
             ["Can you read the file {0}?", "Show what is in {0}."],
         ),
         ("{word} {word} {n}", "{word} {n}"),
-        more=only("<reads|opens|shows|prints> <a file|what is in a file|the text of a file>@end"),
+        more=told("<reads|opens|shows|prints> <a file|what is in a file|the text of a file>@end"),
     ),
     Domain(
         ("calendar", "add_event", "plan_event"),
@@ -390,6 +398,6 @@ DOMAINS = (
             ],
             ["Please plan {0} on {1} at {2}."],
         ),
-        more=only("<puts|plans|adds|writes> an event <on a day|into the calendar>@end"),
+        more=told("<puts|plans|adds|writes> an event <on a day|into the calendar>@end"),
     ),
 )

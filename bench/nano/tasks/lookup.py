@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from bench.nano.tasks.example import Call, Example, Message, calls, mentions, replies, says, system, tool, user
-from bench.nano.tasks.tools import toolbox
+from bench.nano.tasks.toolbox import toolbox
 from bench.nano.tasks.words import Phrases, Words
 
 

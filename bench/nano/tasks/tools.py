@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bench.nano.tasks.chat import small_talk
-from bench.nano.tasks.domains import DOMAINS, Domain
-from bench.nano.tasks.example import Call, Example, Message, calls, replies, says, system, tool, user
-from bench.nano.tasks.more_domains import MORE_DOMAINS, NEAR
-from bench.nano.tasks.words import COLORS, DAYS, GIVEN, LANGUAGES, OBJECTS, THINGS, Phrases, Words, fill
+from bench.nano.tasks.example import Call, Example, Message, calls, replies, says, system, user
+from bench.nano.tasks.toolbox import Bound, may_do, request, result_of, toolbox
+from bench.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words
 
 NO_TOOL = "I have no tool for that."
 SYSTEMS = Phrases(
@@ -50,162 +49,41 @@ ASIDES = Phrases(
     [],
 )  # fmt: skip
 """Said beside a request."""
-NAMING = Phrases(
-    ["<use|call|take|with|by> {n}: ", "<use|call|take|run> <the tool |>{n}. ", "<use|call> {n} for this: ", "{n}: "], []
-)
-"""Before a request, naming the tool."""
-DONE = "Done."
-
-
-class Bound(NamedTuple):
-    """A tool of an example, and what a request to it needs."""
-
-    domain: Domain | None
-    name: str
-    description: str
-    arguments: dict[str, str]
-    makers: tuple[str, ...]
-    verb: str = ""
-
-    @property
-    def definition(self) -> dict[str, Any]:
-        return tool(self.name, self.description, self.arguments)
-
-
-def value_of(w: Words, maker: str) -> str | int:
-    if maker == "hour":
-        return w.between(1, 23)
-    if maker == "count":
-        return w.between(2, 99)
-    lists = {"day": DAYS, "language": LANGUAGES, "color": COLORS, "item": THINGS}
-    if maker in lists:
-        return w.pick(lists[maker])
-    if maker == "device":
-        return w.pick(OBJECTS) if w.chance(0.3) else f"{w.word()} {w.pick(OBJECTS)}"
-    if maker == "someone":
-        return w.pick(GIVEN) if w.chance(0.3) else w.person()
-    if maker == "file":
-        return f"{w.word()}.{w.pick(('txt', 'md', 'py', 'csv'))}"
-    return {"city": w.name, "name": w.name, "text": w.text}[maker]()
-
-
-def bind(w: Words, domain: Domain) -> Bound:
-    """A known tool; one in three has an invented name."""
-    name = w.pick(domain.names)
-    if w.chance(0.35):
-        name = w.word() if w.chance(0.5) else f"{w.word()}_{w.pick(('tool', 'it', 'call', 'get', 'run'))}"
-    arguments: dict[str, str] = {}
-    for names, kind, _ in domain.arguments:
-        own = w.word() if w.training and w.chance(0.08) else ""
-        arguments[own or w.pick([n for n in names if n not in arguments])] = kind
-    described = w.pick(domain.descriptions)
-    if domain.more and w.training and w.chance(0.6):
-        described = w.say(domain.more)
-    return Bound(domain, name, described, arguments, tuple(maker for *_, maker in domain.arguments))
-
-
-INVENTED = Phrases(
+WHICH_FOR = Phrases(
     [
-        "Please {v} {args}.",
-        "{V} {args}.",
-        "I want you to {v} {args}.",
-        "You should {v} {args} now.",
-        "@do{v} {args}@end",
-        "@do{v} {args}.",
-        "I <want|need|have|would like> to {v} {args}@end",
-        "<with|for|take> {args}<: |, >{v}@end",
-        "<do|make|run|start|I need> a {v} <of|with|for> {args}@end",
-        "<remember|do not forget|do it now|here we go>: {v} {args}@end",
-    ],
-    ["Can you {v} {args}?", "Please {v} {args} now."],
-)
-PURPOSE = Phrases(
-    [
-        "<|this tool |this |it >{v}s {args}@end",
-        "<to|can|for those who want to|call it to|a tool to|helps to|use this to|will> {v} {args}@end",
-        "{v} {args} <with this|by this tool>@end",
-    ],
-    [],
-)
-PAIR = Phrases(
-    [
-        "{k} {x}", "{k} {x}", "the {k} {x}", "{k}: {x}", "{k} = {x}", "{x} as {k}", "{x} as the {k}",
-        "{x} for the {k}",
-        '{k} "{x}"', "the {k} being {x}", "{k} {x}", "{k} is {x}", "{k}={x}",
+        "<which|what> tool <is for this|does this|would you use for this|do I need for this|fits>: {r}",
+        "<name|say|just name> the tool <for|that is for>: {r}",
+        "do not call it, <only|just> name the tool: {r}",
     ],
     [],
     varied=False,
-)  # fmt: skip
-
-
-def invent(w: Words) -> Bound:
-    """A tool that does what nobody has heard of: to `velmo` a thing."""
-    verb = w.word()
-    count = w.between(1, 3 if w.training and w.chance(0.2) else 2)
-    names = w.distinct("word", count) if w.chance(0.5) else w.some(["thing", "target", "name", "value", "key"], count)
-    makers = tuple(w.pick(("text", "name", "code", "count")) for _ in names)
-    kinds = {
-        name: "integer" if maker in ("code", "count") else "string" for name, maker in zip(names, makers, strict=True)
-    }
-    name = verb if w.chance(0.5) else w.word()
-    described = f"Use it to {verb} {' and '.join(names)}."
-    if w.training and w.chance(0.6):
-        described = w.say(PURPOSE, v=verb, args=w.pick((" and ", ", ", " with ")).join(names))
-    return Bound(None, name, described, kinds, makers, verb)
-
-
-def request(w: Words, bound: Bound) -> tuple[str, Call]:
-    """What a user says, and the call that it asks for."""
-    if bound.domain is None:
-        values = [int(w.code(w.between(2, 4))) if m == "code" else value_of(w, m) for m in bound.makers]
-        pairs = list(zip(bound.arguments, values, strict=True))
-        if w.training:
-            form, joint = PAIR.template(w.random, w.split), w.pick((" and ", " and ", ", ", " with ", ", and "))
-            if w.chance(0.3):
-                w.rng.shuffle(pairs)
-        else:
-            form, joint = "{k} {x}", " and "
-        text = w.say(INVENTED, v=bound.verb, args=joint.join(fill(form, {"k": key, "x": x}) for key, x in pairs))
-    else:
-        values = [value_of(w, maker) for maker in bound.makers]
-        text = w.say(bound.domain.requests, **{str(i): value for i, value in enumerate(values)})
-    if w.training and w.chance(0.06):
-        text = w.say(NAMING, n=bound.name) + text
-    return text, (bound.name, dict(zip(bound.arguments, values, strict=True)))
-
-
-def result_of(w: Words, bound: Bound) -> str:
-    if bound.domain is None or not bound.domain.results:
-        return "ok"
-    text = w.pick(bound.domain.results)
-    for key, make in (("{n}", lambda: str(w.between(2, 99))), ("{word}", w.word), ("{code}", lambda: w.code(5))):
-        while key in text:
-            text = text.replace(key, make(), 1)
-    return text
-
-
-def toolbox(w: Words, count: int, taken: Collection[str] = ()) -> list[Bound]:
-    """Tools of different names, none of them `taken`, and different purposes."""
-    while True:
-        domains = w.some(MORE_DOMAINS if w.training and w.chance(0.5) else DOMAINS, count)
-        if w.training and count > 1 and w.chance(0.3):
-            pair = w.pick(NEAR)
-            domains = [*pair, *(domain for domain in domains if domain not in pair)][:count]
-            w.rng.shuffle(domains)
-        found = [invent(w) if w.chance(0.25) else bind(w, domain) for domain in domains]
-        if len({bound.name for bound in found}.difference(taken)) == count:
-            return found
+)
+WHAT_FOR = Phrases(
+    ["what <does|can> {n} do?", "what is {n} for?", "@tell the description of {n}@end", "<describe|explain> {n}@end"],
+    [],
+    varied=False,
+)
+WHICH_IS = Phrases(
+    ["<which|what> tool <has|is described by> this<| description>: {d}", "<find|name> the tool: {d}"],
+    [],
+    varied=False,
+)
+"""Questions about the tools, of training: the way from what a tool is for to its name and back."""
+DONE = "Done."
 
 
 def joined(w: Words, asked: list[tuple[str, Call]]) -> str:
     """Requests one after the other, and in training something beside them."""
+    if w.training and len(asked) > 1 and w.chance(0.1):
+        marks = w.pick((("1. ", "2. ", "3. "), ("- ",) * 3, ("First: ", "Second: ", "Third: "), ("* ",) * 3, ("",) * 3))
+        return "\n".join(mark + told for mark, (told, _) in zip(marks, asked, strict=False))
     text = asked[0][0]
     for other, (_, values) in asked[1:]:
         joint = w.pick(MORE_JOINTS if w.training else SECOND)
         if joint[0] in ",;" or joint.startswith(" and"):
             text = text.rstrip(".!?")
         is_value = any(str(value).startswith(re.split(r"\W", other, maxsplit=1)[0]) for value in values.values())
-        small = joint.strip() and not is_value and not other.startswith("I ")
+        small = joint.strip() and not is_value and not other.startswith("I ") and not other[:2].isupper()
         text += joint + (other[:1].lower() + other[1:] if small else other)
     if w.training and w.chance(0.12):
         aside = w.say(ASIDES, p=w.pick(GIVEN), d=w.pick(DAYS), c=w.pick(COLORS), t=w.pick(THINGS))
@@ -213,59 +91,104 @@ def joined(w: Words, asked: list[tuple[str, Call]]) -> str:
     return text
 
 
-def make(w: Words, tag: str) -> Example:
+class Exchange(NamedTuple):
+    """One request of the user and what comes of it. results: the reply to each call, by the tool's name. told: of
+    them, what the answer must repeat."""
+
+    text: str
+    answer: str
+    wanted: list[Call]
+    results: dict[str, str]
+    told: list[str]
+    check: Callable[[str], bool] = bool
+
+    def gold(self, first: int) -> list[Message]:
+        """The assistant's turns and the tools'; ids of calls count from `first`."""
+        if not self.wanted:
+            return [says(self.answer)]
+        replied = [replies(self.results[name], first + i) for i, (name, _) in enumerate(self.wanted)]
+        return [calls(*self.wanted, first=first), *replied, says(self.answer)]
+
+    def passes(self, text: str, made: Sequence[Call]) -> bool:
+        return list(made) == self.wanted and all(told in text for told in self.told) and self.check(text.strip())
+
+    def run_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        return self.results[name] if (name, arguments) in self.wanted else "error: no such call"
+
+
+def make(w: Words, tag: str, turns: int = 1) -> Example:
     """tag: how many tools there are, one of which fits; "two" for two calls in one turn (in training also three),
-    "none" if no tool fits."""
+    "none" if no tool fits. In training, further requests to the same tools, and questions about them."""
     if tag == "none":
-        return _no_tool(w)
-    count = {"1": 1, "3": w.between(2, 4), "6": w.between(5, 7), "two": w.between(2, 5)}[tag]
-    bounds = toolbox(w, count)
-    together = 1 if tag != "two" else 3 if w.training and count > 2 and w.chance(0.2) else 2
-    asked = [request(w, bound) for bound in w.some(bounds, together)]
+        bounds, first = _without(w, toolbox(w, w.between(2, 5)))
+    else:
+        bounds = toolbox(w, {"1": 1, "3": w.between(2, 4), "6": w.between(5, 7), "two": w.between(2, 5)}[tag])
+        first = _asked(w, bounds, _together(w, len(bounds)) if tag == "two" else 1)
+    gold, made = first.gold(0), len(first.wanted)
+    for _ in range(turns - 1):
+        later = _later(w, bounds)
+        gold += [user(later.text), *later.gold(made)]
+        made += len(later.wanted)
+    return Example(
+        kind="tools",
+        tag=tag,
+        messages=[*system(w.say(SYSTEMS)), user(first.text)],
+        tools=[bound.definition for bound in bounds],
+        gold=gold,
+        run_tool=first.run_tool,
+        check=first.passes,
+    )
+
+
+def _together(w: Words, tools: int) -> int:
+    return 3 if w.training and tools > 2 and w.chance(0.2) else 2
+
+
+def _asked(w: Words, bounds: list[Bound], count: int) -> Exchange:
+    """Requests to so many of the tools."""
+    asked = [request(w, bound) for bound in w.some(bounds, count)]
     text = joined(w, asked)
     wanted = [call for _, call in asked]
     by_name = {bound.name: bound for bound in bounds}
     results = {name: result_of(w, by_name[name]) for name, _ in wanted}
-    gold: list[Message] = [calls(*wanted)]
-    gold += [replies(results[name], i) for i, (name, _) in enumerate(wanted)]
     told = [results[name] for name, _ in wanted if results[name] != "ok"]
-    gold.append(says(" ".join(f"The result is {result}." for result in told) or DONE))
-
-    def run_tool(name: str, arguments: dict[str, Any]) -> str:
-        return results[name] if (name, arguments) in wanted else "error: no such call"
-
-    return Example(
-        kind="tools",
-        tag=tag,
-        messages=[*system(w.say(SYSTEMS)), user(text)],
-        tools=[bound.definition for bound in bounds],
-        gold=gold,
-        run_tool=run_tool,
-        check=_checker(wanted, told),
-    )
+    return Exchange(text, " ".join(f"The result is {result}." for result in told) or DONE, wanted, results, told)
 
 
-def _checker(wanted: list[Call], told: list[str]) -> Callable[[str, Sequence[Call]], bool]:
-    def check(text: str, calls: Sequence[Call]) -> bool:
-        return list(calls) == wanted and all(result in text for result in told) and bool(text.strip())
-
-    return check
-
-
-def _no_tool(w: Words) -> Example:
-    """A request to a tool that is not there, or small talk beside tools."""
-    bounds = toolbox(w, w.between(2, 5))
+def _without(w: Words, bounds: list[Bound]) -> tuple[list[Bound], Exchange]:
+    """A request to one of the tools, which is then not there, or small talk beside all of them; and the tools."""
     if w.chance(0.4):
-        question, answer, check = small_talk(w)
-    else:
-        *bounds, missing = bounds
-        question, answer = joined(w, [request(w, missing)]), NO_TOOL
-        check = lambda text: text.strip() == NO_TOOL  # noqa: E731
-    return Example(
-        kind="tools",
-        tag="none",
-        messages=[*system(w.say(SYSTEMS)), user(question)],
-        tools=[bound.definition for bound in bounds],
-        gold=[says(answer)],
-        check=lambda text, calls: not calls and check(text),
-    )
+        return bounds, _small(w)
+    *others, missing = bounds
+    if w.training and may_do(others, missing):
+        return _without(w, toolbox(w, len(bounds)))
+    return others, _refused(w, missing)
+
+
+def _refused(w: Words, missing: Bound) -> Exchange:
+    return Exchange(joined(w, [request(w, missing)]), NO_TOOL, [], {}, [], NO_TOOL.__eq__)
+
+
+def _small(w: Words) -> Exchange:
+    text, answer, check = small_talk(w)
+    return Exchange(text, answer, [], {}, [], check)
+
+
+def _later(w: Words, bounds: list[Bound]) -> Exchange:
+    """Of training: what may come after the first request."""
+    r = w.random()
+    if r < 0.55:
+        return _asked(w, bounds, min(len(bounds), w.pick((1, 1, 1, 2))))
+    if r < 0.65:
+        missing = toolbox(w, 1)[0]
+        if not may_do(bounds, missing):
+            return _refused(w, missing)
+    if r < 0.7:
+        return _small(w)
+    bound = w.pick(bounds)
+    if w.chance(0.6):
+        text = w.say(WHICH_FOR, r=request(w, bound)[0])
+        return Exchange(text, bound.name, [], {}, [])
+    if w.chance(0.5):
+        return Exchange(w.say(WHAT_FOR, n=bound.name), bound.description, [], {}, [])
+    return Exchange(w.say(WHICH_IS, d=bound.description), bound.name, [], {}, [])
