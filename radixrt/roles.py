@@ -16,6 +16,7 @@ import msgspec
 
 from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig
+from radixrt.garbage import settle
 from radixrt.messages import Leave
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def run_role(role: str, config: Any) -> None:
             server.run(config)
         case "worker":
             worker = make_worker(config)
+            settle()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: worker.stop())
             worker.run()

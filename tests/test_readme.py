@@ -36,9 +36,7 @@ def run(code: str, *command: str, addresses: tuple[str, str]) -> str:
     path = ROOT / ".demo" / "readme.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(code)
-    done = subprocess.run(
-        [sys.executable, *command, str(path), QUESTION], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, *command, str(path), QUESTION], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

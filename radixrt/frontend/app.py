@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -27,7 +26,7 @@ from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.guard import MESSAGES_PATH, api_error, key_of, on_crash, on_http_error, origin_of
+from radixrt.frontend.guard import MESSAGES_PATH, Application, api_error, header, key_of, origin_of
 from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.replies import ChatReply, Reply, encode, native_line, session_json
@@ -67,6 +66,10 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(encode(data), status, headers, "application/json")
 
 
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
+
+
 class Frontend:
     """The handlers of one process. `app` is the ASGI application; its lifespan opens the connection to the router: to
     `here`, on the same event loop, or at `config.router`."""
@@ -80,25 +83,26 @@ class Frontend:
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._tenants = parse_api_keys(config.api_key)
         responses = Responses(config.response_bytes, self._peers, self._generate, self._body, self._tenant)
-        routes = [
-            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-            Route(RESPONSES_PATH, self._guarded(responses.create), methods=["POST"]),
+        posts = {
+            "/v1/completions": self._guarded(self.completions),
+            "/v1/chat/completions": self._guarded(self.chat),
+            RESPONSES_PATH: self._guarded(responses.create),
+            MESSAGES_PATH: self._guarded(self.messages, AnthropicError.wrap),
+            f"{MESSAGES_PATH}/count_tokens": self._guarded(self.count, AnthropicError.wrap),
+            NATIVE_PATH: self._native_guarded,
+            "/tokenize": self._guarded(self.tokenize),
+            "/detokenize": self._guarded(self.detokenize),
+        }
+        others = [
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{model:path}", self._guarded(self.model)),
-            Route(MESSAGES_PATH, self._guarded(self.messages, AnthropicError.wrap), methods=["POST"]),
-            Route(f"{MESSAGES_PATH}/count_tokens", self._guarded(self.count, AnthropicError.wrap), methods=["POST"]),
-            Route(NATIVE_PATH, self._native_guarded, methods=["POST"]),
-            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
-            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/v1/report", self._guarded(self.report)),
             Route("/metrics", self._guarded(self.metrics)),
             Route("/health", self.health),
         ]
-        handlers = {HTTPException: on_http_error, Exception: on_crash}
-        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+        self.app = Application(posts, others, self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -159,20 +163,20 @@ class Frontend:
 
     async def _body(self, request: Request) -> bytes:
         limit = self._config.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
-        length = request.headers.get("content-length", "")
+        length = header(request, b"content-length")
         if length.isdigit() and int(length) > limit:
-            raise too_large
-        parts, size = [], 0
-        try:
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise too_large
-                parts.append(part)
-        except ClientDisconnect:
-            raise ApiError(400, "the body ended early") from None
-        return b"".join(parts)
+            raise _too_large(limit)
+        parts, size, more = [], 0, True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the body ended early")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            more = message.get("more_body", False)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     # ------------------------------------------------------------ OpenAI's API
 

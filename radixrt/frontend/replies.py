@@ -5,8 +5,8 @@ A chunk is glued from bytes made once a request and the text of the moment: a st
 
 from __future__ import annotations
 
+import random
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class Reply:
     part = "text_completion"
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
-        self.id = self.prefix + uuid.uuid4().hex
+        self.id = f"{self.prefix}{random.getrandbits(128):032x}"
         self.created = int(time.time())
         self.model = model
         self.session: dict[str, Any] = {}

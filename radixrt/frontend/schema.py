@@ -6,6 +6,7 @@ field whose meaning is not served is refused.
 
 from __future__ import annotations
 
+import operator
 import re
 from array import array
 from typing import Annotated, Any
@@ -104,15 +105,11 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
         return structured.constraint({name: getattr(self, name) for name in structured.FIELDS})
 
     def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
-        for name in UNSERVED:
-            if getattr(self, name):
-                refuse(name, "is not served")
+        if any(unserved := _unserved(self)):
+            refuse(next(name for name, value in zip(UNSERVED, unserved, strict=True) if value), "is not served")
         fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        names = {"include_stop_str_in_output": "include_stop"}
-        for name in _PLAIN:
-            if (value := getattr(self, name)) is not None:
-                fields[names.get(name, name)] = value
+        fields |= {name: value for name, value in zip(_SAMPLING, _plain(self), strict=True) if value is not None}
         try:
             bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         except ValueError:
@@ -124,6 +121,9 @@ _PLAIN = (
     "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
     "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
+_SAMPLING = [{"include_stop_str_in_output": "include_stop"}.get(name, name) for name in _PLAIN]
+"""How a Sampling calls them."""
+_plain, _unserved = operator.attrgetter(*_PLAIN), operator.attrgetter(*UNSERVED)
 
 
 class Completion(Common, kw_only=True):

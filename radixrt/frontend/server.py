@@ -15,6 +15,7 @@ import uvloop
 
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.frontend.app import Frontend
+from radixrt.garbage import settle
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 
@@ -27,7 +28,9 @@ GRACE_SECONDS = 1
 def run(config: FrontendConfig) -> None:
     """Serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
     with TextService.load(config) as text, listen(config) as sock:
-        make_server(config, text).run([sock])
+        server = make_server(config, text)
+        settle()
+        server.run([sock])
 
 
 def run_with_router(config: RouterConfig) -> None:
@@ -36,7 +39,9 @@ def run_with_router(config: RouterConfig) -> None:
     assert config.http is not None
     router = RouterServer(config)
     with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_both(router, Server(Frontend(config.http, router.text, router)), sock))
+        server = Server(Frontend(config.http, router.text, router))
+        settle()
+        runner.run(_serve_both(router, server, sock))
 
 
 async def _serve_both(router: RouterServer, server: Server, sock: socket.socket) -> None:

@@ -174,7 +174,8 @@ class Report:
         what `arrived` said; when it was placed, the index said that its worker held `predicted_tokens` and that no
         worker held more than `best_tokens`."""
         generated = len(ids) // TOKEN_BYTES - prompt_tokens
-        self._remember(namespace, ids[:-TOKEN_BYTES] if generated else ids)
+        if generated > 1:  # else it is the prompt, which is remembered
+            self._remember(namespace, ids[:-TOKEN_BYTES])
         misses = explain(
             prompt=prompt_tokens,
             hit=cached_tokens,

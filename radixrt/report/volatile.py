@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from radixrt.tree import RadixTree
+from radixrt.tree import RadixTree, common_length
 
 Decode = Callable[[bytes], str]
 TOKEN_BYTES = 4
@@ -201,19 +199,8 @@ def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
 
 
 def _common(old: bytes, new: bytes, at: int, to: int) -> int:
-    """How many tokens are the same from `at` and `to` on; a difference is looked for where it is likely first."""
-    length = 0
-    for most in (MOST_SPAN, HEAD):
-        size = min(most, len(old) // TOKEN_BYTES - at, len(new) // TOKEN_BYTES - to, HEAD - to)
-        if size <= length:
-            break
-        one = np.frombuffer(old, "<i4", size - length, (at + length) * TOKEN_BYTES)
-        differ = one != np.frombuffer(new, "<i4", size - length, (to + length) * TOKEN_BYTES)
-        first = int(differ.argmax())
-        if differ[first]:
-            return length + first
-        length = size
-    return length
+    """How many tokens are the same from `at` and `to` on, up to token HEAD of `new`."""
+    return common_length(memoryview(old)[at * TOKEN_BYTES :], memoryview(new)[to * TOKEN_BYTES : HEAD * TOKEN_BYTES])
 
 
 def _realigned(old: bytes, new: bytes, at: int, to: int) -> tuple[int, int] | None:

@@ -40,14 +40,14 @@ class _Mirror:
 
     def path(self, run: _Run, tokens: int) -> bytes:
         """Ids from the root to the first `tokens` of `run`."""
-        pieces = [bytes(run.ids[: tokens * TOKEN_BYTES])]
+        pieces = [memoryview(run.ids)[: tokens * TOKEN_BYTES]]
         while run.parent_at:
             at = run.parent_at
             parent = self.runs.get(run.parent)
             if parent is None or len(parent.ids) < at * TOKEN_BYTES:
                 raise OutOfStep(f"run {run.parent} does not reach {at}")
             run = parent
-            pieces.append(bytes(run.ids[: at * TOKEN_BYTES]))
+            pieces.append(memoryview(run.ids)[: at * TOKEN_BYTES])
         return b"".join(reversed(pieces))
 
 

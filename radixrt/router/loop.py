@@ -65,6 +65,10 @@ from radixrt.router.validate import Refused, malformed
 log = logging.getLogger("radixrt.router")
 
 Work = Callable[[bytes, Any], Coroutine[Any, Any, None]]
+MOST_ORDERS = 4
+"""For workers, sent together: to wake ZMQ's thread for each message costs more than all else about it, on both sides.
+The first of a turn of the event loop goes at once, the others wait for its end, but for no more than so many."""
+
 _client_message = wire.Decoder(ClientRequest)
 _worker_message = wire.Decoder(ToRouter)
 
@@ -97,6 +101,8 @@ class RouterServer:
         self._resuming: dict[asyncio.Task[None], Key] = {}
         """Tasks that end a pause of a state, unless they have handed that on to the core."""
         self._owed: dict[bytes, list[Error]] = {}
+        self._orders: list[tuple[str, bytes]] | None = None
+        """For the worker called so, encoded, not sent yet; None before the first of a turn."""
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
@@ -113,6 +119,7 @@ class RouterServer:
             self._resuming.clear()
             for task in self._tasks.values():
                 task.cancel()
+            self._send_orders()
             self._clients.close()
             self._workers.close()
 
@@ -381,6 +388,7 @@ class RouterServer:
     def _unbind(self, name: str) -> None:
         if (identity := self._identities.pop(name, None)) is not None:
             self._names.pop(identity, None)
+            self._orders = self._orders and [order for order in self._orders if order[0] != name]
 
     # ------------------------------------------------------------ to both
 
@@ -409,15 +417,42 @@ class RouterServer:
         self._perform([Reply(client, message)])
 
     def _order(self, order: Order) -> list[Effect]:
-        identity = self._identities.get(order.name)
-        if identity is not None:
-            try:
-                if self._workers.send(identity, wire.encode(order.message)):
-                    return []
-                log.warning("worker %s does not read", order.name)
-            except wire.PeerGone:
-                log.warning("worker %s has vanished", order.name)
-        return self.core.lose(order.name, self._now())
+        """Send a message to a worker, with others of this turn; what follows from workers that are gone."""
+        if self._orders is None:
+            self._orders = []
+            asyncio.get_running_loop().call_soon(self._end_turn)
+            sent = self._reaches(order.name, wire.encode(order.message))
+            return [] if sent else self.core.lose(order.name, self._now())
+        self._orders.append((order.name, wire.encode(order.message)))
+        return self._send_orders() if len(self._orders) >= MOST_ORDERS else []
+
+    def _end_turn(self) -> None:
+        effects, self._orders = self._send_orders(), None
+        self._perform(effects)
+
+    def _send_orders(self) -> list[Effect]:
+        """Send all orders that wait; what follows from workers that are gone, whose orders nobody gets."""
+        orders, self._orders = self._orders or [], []
+        gone: set[str] = set()
+        effects: list[Effect] = []
+        for name, payload in orders:
+            if name not in gone and not self._reaches(name, payload):
+                gone.add(name)
+                effects += self.core.lose(name, self._now())
+        return effects
+
+    def _reaches(self, name: str, payload: bytes) -> bool:
+        """Send a message to the worker called so; False where it is gone."""
+        identity = self._identities.get(name)
+        if identity is None:
+            return False
+        try:
+            if self._workers.send(identity, payload):
+                return True
+            log.warning("worker %s does not read", name)
+        except wire.PeerGone:
+            log.warning("worker %s has vanished", name)
+        return False
 
     def _send(self, client: bytes, message: ClientReply) -> list[Effect]:
         if (deliver := self._attached.get(client)) is not None:

@@ -51,9 +51,12 @@ def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DE
     What counts is the absolute uncached work: a prefix that everybody shares and that is short against the
     queue pulls nobody to its worker.
     """
+    return _estimate(tokens, worker, worker.prefill_rate or default_rate, worker.step_seconds)
+
+
+def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float:
+    """`time_to_first_token` at a rate and a step that need not be the worker's own."""
     uncached = tokens - worker.hit_tokens
-    rate = worker.prefill_rate or default_rate
-    step = worker.step_seconds
     estimate = (worker.queued_tokens + uncached) / rate + step
     if uncached > worker.free_tokens:
         estimate += (uncached - worker.free_tokens) * step / max(1, worker.requests)
@@ -75,9 +78,10 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
     rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE)
     steps = _steady([w.step_seconds for w in workers], 0.0)
     estimates = [
-        time_to_first_token(tokens, worker._replace(prefill_rate=rate, step_seconds=step))
-        for worker, rate, step in zip(workers, rates, steps, strict=True)
+        _estimate(tokens, worker, rate, step) for worker, rate, step in zip(workers, rates, steps, strict=True)
     ]
+    if len(workers) == 1:
+        return workers[0], estimates[0]
     bar = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
     near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= bar]
 
@@ -91,5 +95,7 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
 def _steady(values: list[float], unknown: float) -> list[float]:
     """Without noise; `unknown` if none is measured (0: not)."""
     measured = [value for value in values if value > 0]
+    if len(values) == len(measured) == 1:
+        return values
     mean = sum(measured) / len(measured) if measured else unknown
     return [value if value > 0 and not mean / SAME <= value <= mean * SAME else mean for value in values]

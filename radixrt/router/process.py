@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import uvloop
 
 from radixrt.config import RouterConfig
+from radixrt.garbage import settle
 from radixrt.report import Report
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
@@ -25,6 +26,7 @@ def run(config: RouterConfig) -> None:
         await server.run(stop)
 
     server = RouterServer(config)
+    settle()
     with server.text, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 

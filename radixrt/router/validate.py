@@ -6,11 +6,11 @@ import math
 import re
 
 import msgspec
-import numpy as np
 
 from radixrt.messages import Error, Grammar, Sampling
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import check_grammar
+from radixrt.router.tokens import largest_id
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -97,8 +97,9 @@ def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
         raise Refused(
             field, f"{field} has {len(ids)} bytes: token ids are little-endian int32, {TOKEN_BYTES} bytes each"
         )
-    tokens = np.frombuffer(ids, "<i4")
-    _check_ids(int(tokens.min()), int(tokens.max()), field, vocab_size)
+    if largest_id(ids) >= (vocab_size or 1 << 31):  # a negative id is a huge one
+        tokens = memoryview(ids).cast("i")
+        _check_ids(min(tokens), max(tokens), field, vocab_size)
 
 
 def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:

@@ -742,7 +742,18 @@ PyType_Slot owners_slots[] = {{Py_tp_doc, const_cast<char*>("OwnerTree()")},
                               {}};
 PyType_Spec owners_spec = {"radixrt.tree.OwnerTree", sizeof(OwnersObject), 0, Py_TPFLAGS_DEFAULT, owners_slots};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_radix", "The radix tree.", -1};
+PyObject* common_length(PyObject*, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[2];
+  IntBuffer one, other;
+  if (!arguments(given, n, nullptr, 2, 2, nullptr, args) || !one.load(args[0], "one") || !other.load(args[1], "other"))
+    return nullptr;
+  return PyLong_FromSize_t(radix::first_difference(one.data(), other.data(), std::min(one.size(), other.size())));
+}
+
+PyMethodDef functions[] = {
+    {"common_length", method(common_length), kFast, "common_length(one, other) -> int: leading tokens that are the same."},
+    {}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_radix", "The radix tree.", -1, functions};
 
 }  // namespace
 

@@ -193,21 +193,19 @@ class PageCache:
     # ------------------------------------------------------------ pages
 
     def drain_writes(self) -> np.ndarray:
-        """What has changed in the table since the last call: int32[N, 3] of row, index, page now."""
+        """What has changed in the table since the last call: int32[3, N], rows, indices, pages now."""
         writes, self._writes = self._writes, []
-        if not writes:
-            return np.zeros((0, 3), dtype=np.int32)
-        found = np.empty((sum(len(index) for _, index in writes), 3), dtype=np.int32)
+        found = np.empty((3, sum(len(index) for _, index in writes)), dtype=np.int32)
         begin = 0
         for row, index in writes:
-            part = found[begin : begin + len(index)]
-            part[:, 0] = row
+            rows, indices, pages = found[:, begin : begin + len(index)]
+            rows[:] = row
             if isinstance(index, range):
-                part[:, 1] = self._counting[index.start : index.stop]
-                part[:, 2] = self.table[row, index.start : index.stop]
+                indices[:] = self._counting[index.start : index.stop]
+                pages[:] = self.table[row, index.start : index.stop]
             else:
-                part[:, 1] = index
-                part[:, 2] = self.table[row, index]
+                indices[:] = index
+                pages[:] = self.table[row, index]
             begin += len(index)
         return found
 

@@ -302,8 +302,7 @@ class Worker:
         if not run.ids or len(run.ids) % 4:
             raise ValueError("ids: expected int32 token ids, at least one")
         total = len(run.ids) // 4
-        ids = np.frombuffer(run.ids, "<i4")
-        if ids.min() < 0 or ids.max() >= self.runner.vocab_size:
+        if np.frombuffer(run.ids, "<u4").max() >= self.runner.vocab_size:  # a negative id is a huge one
             raise ValueError(f"ids: a token id is outside the vocabulary of {self.runner.vocab_size}")
         if not 1 <= run.prompt_len <= total:
             raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")

@@ -45,7 +45,7 @@ class Plan:
     samples: np.ndarray
     """bool[B]: a token is drawn from the logits of the last position."""
     table_writes: np.ndarray
-    """int32[N, 3]: row, index and page of what has changed in the page table since the last plan."""
+    """int32[3, N]: rows, indices and pages of what has changed in the page table since the last plan."""
 
     def draws_for(self, index: int) -> bool:
         """Whether what is drawn for a request is still wanted when the step before it has been taken in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 
@@ -11,7 +12,9 @@ from sim_workers import continuation, ids
 from stack import Client, Worker, stack
 
 from radixrt import wire
+from radixrt.config import RouterConfig
 from radixrt.messages import (
+    Abort,
     Ask,
     Cancel,
     ChatPrompt,
@@ -27,6 +30,9 @@ from radixrt.messages import (
     TokenPrompt,
     Tokens,
 )
+from radixrt.router.effects import Order
+from radixrt.router.loop import MOST_ORDERS, RouterServer
+from radixrt.router.tokens import TextService
 
 PROMPT = ids(5, 6, 7)
 
@@ -262,3 +268,33 @@ def test_text_is_only_for_those_who_want_it(service, monkeypatch):
         client.send(generate(1, text=False), generate(2))
         whole = client.gather(2)
         assert whole[1, 0].text == "" and whole[1, 0].ids == whole[2, 0].ids and whole[2, 0].text
+
+
+def test_orders_of_one_turn_go_together(monkeypatch):
+    async def main() -> None:
+        stop, ready = asyncio.Event(), asyncio.Event()
+        names = {"client_address": "inproc://orders-clients", "worker_address": "inproc://orders-workers"}
+        server = RouterServer(RouterConfig(tokenizer="none", **names), TextService.none())
+        serving = asyncio.create_task(server.run(stop, ready.set))
+        await ready.wait()
+        sent, lost = [], []
+        monkeypatch.setattr(server._workers, "send", lambda identity, order: sent.append((identity, order)) or True)
+        monkeypatch.setattr(server.core, "lose", lambda name, now: lost.append(name) or [])
+        server._bind("w", b"1")
+        orders = [Abort([number]) for number in range(MOST_ORDERS + 2)]
+        for order in orders:
+            server._perform([Order("w", order)])
+        assert len(sent) == 1 + MOST_ORDERS, "the first does not wait, nor do more than so many"
+        await asyncio.sleep(0.01)
+        assert sent == [(b"1", wire.encode(order)) for order in orders]
+        server._perform([Order("w", Abort([8])), Order("w", Abort([9]))])
+        server._bind("w", b"2")
+        await asyncio.sleep(0.01)
+        assert len(sent) == len(orders) + 1, "a worker's next life gets nothing that was for the one before"
+        server._perform([Order("nobody", Abort([1])), Order("nobody", Abort([2])), Order("w", Abort([3]))])
+        await asyncio.sleep(0.01)
+        assert set(lost) == {"nobody"} and sent[-1] == (b"2", wire.encode(Abort([3])))
+        stop.set()
+        await serving
+
+    asyncio.run(main())

@@ -6,8 +6,10 @@ from array import array
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from radixrt.tree import OwnerTree, RadixTree
+from radixrt.tree import OwnerTree, RadixTree, common_length
 
 
 def ints(*values: int) -> array:
@@ -225,3 +227,19 @@ def test_a_tree_without_values():
         tree.insert("", ints(1), ints(1))
     with pytest.raises(ValueError, match="missing"):
         RadixTree().insert("", ints(1))
+
+
+@given(st.lists(st.integers(0, 2), max_size=80), st.lists(st.integers(0, 2), max_size=80), st.integers(0, 80))
+def test_the_length_that_two_paths_have_in_common(one, other, same):
+    one, other = ints(*one[:same], *one), ints(*one[:same], *other)
+    length = common_length(one, other.tobytes())
+    assert one[:length] == other[:length]
+    assert length == min(len(one), len(other)) or one[length] != other[length]
+
+
+def test_what_has_nothing_in_common_with_a_path():
+    assert common_length(b"", ints(1)) == 0
+    with pytest.raises(ValueError):
+        common_length(b"123", ints(1))
+    with pytest.raises(TypeError):
+        common_length(ints(1))

@@ -20,6 +20,6 @@ def make_plan(rng: np.random.Generator, page_size: int, tokens: list[tuple[int, 
     starts, counts = (np.array(x, dtype=np.int32) for x in zip(*tokens, strict=True))
     rows, ones = np.arange(len(tokens), dtype=np.int32), np.ones(len(tokens), dtype=np.int32)
     ids = np.zeros(counts.sum(), dtype=np.int32)
-    slots, none = np.concatenate(slots).astype(np.int32), np.zeros((0, 3), dtype=np.int32)
+    slots, none = np.concatenate(slots).astype(np.int32), np.zeros((3, 0), dtype=np.int32)
     plan = Plan(1, (), rows, starts, counts, ids, slots, ones, ones.astype(bool), none)
     return plan, table

@@ -132,7 +132,7 @@ def test_one_that_waits_for_pages_costs_no_table_writes():
     for _ in range(5):
         plan = bench.scheduler.plan()
         assert len(plan.requests) == 1 and bench.scheduler.num_waiting == 1
-        writes = len(plan.table_writes)
+        writes = plan.table_writes.shape[1]
         bench.scheduler.apply(plan, bench.runner.launch(plan)())
         assert writes <= 1
 

@@ -170,7 +170,7 @@ def test_reported_logprobs_are_the_models_own():
     asked = [Sampling(logprobs=3, temperature=0.5), Sampling(), Sampling(logprobs=0, logit_bias={0: 50.0})]
     ones = np.ones(3, dtype=np.int32)
     requests = tuple(request(s) for s in asked)
-    plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((0, 3)))
+    plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((3, 0)))
     picking = Picking(plan, raw.clone())
     result = picking.read(picking.packed.numpy())
     found = result.logprobs

@@ -8,7 +8,7 @@
 The only folder that imports tokenizers, sentencepiece and transformers.
 """
 
-from radixrt.router.tokens._ids import cut_ids, parse_ids
+from radixrt.router.tokens._ids import cut_ids, largest_id, parse_ids
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.text import TextService, TextStream
@@ -22,6 +22,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "cut_ids",
+    "largest_id",
     "load_tokenizer",
     "parse_ids",
 ]

@@ -17,36 +17,89 @@ const char* skip_space(const char* at, const char* end) {
   return at;
 }
 
-// Behind the list `[1, 2, 3]` at `at`, or null for anything else. `out` has room for one id more than it has commas.
-const char* parse(const char* at, const char* end, int32_t* out) {
-  if (at == end || *at++ != '[') return nullptr;
-  for (char after = ','; after == ',';) {
-    at = skip_space(at, end);
-    if (at == end || !is_digit(*at) || (*at == '0' && at + 1 < end && is_digit(at[1]))) return nullptr;
-    int64_t value = *at++ - '0';
-    for (; at < end && is_digit(*at); ++at) {
-      value = value * 10 + (*at - '0');
-      if (value > INT32_MAX) return nullptr;
-    }
-    *out++ = static_cast<int32_t>(value);
-    at = skip_space(at, end);
-    if (at == end) return nullptr;
-    after = *at++;
-    if (after != ',' && after != ']') return nullptr;
+// Behind the number at `at`, which has at most seven digits, or null: then `parse_number` is to say what stands there.
+// Eight bytes are looked at together, so that nothing depends on how many of them are digits; `end` is beyond them.
+const char* parse_short(const char* at, int32_t* out) {
+  uint64_t bytes;
+  std::memcpy(&bytes, at, 8);  // the first one lowest: ids are little-endian everywhere here
+  uint64_t digits = bytes ^ 0x3030303030303030ull;
+  const uint64_t others = ((digits + 0x7676767676767676ull) | digits) & 0x8080808080808080ull;  // right up to the first
+  if (!others) return nullptr;
+  const int bits = __builtin_ctzll(others) & ~7;
+  if (!bits || (bits > 8 && *at == '0')) return nullptr;
+  digits <<= 64 - bits;  // zeros in front
+  digits = digits * 10 + (digits >> 8);  // pairs of digits, in every second byte
+  const uint64_t pairs = 0x000000FF000000FFull;
+  *out = static_cast<int32_t>(((digits & pairs) * ((1'000'000ull << 32) + 100) +
+                               ((digits >> 16) & pairs) * ((10'000ull << 32) + 1)) >> 32);
+  return at + bits / 8;
+}
+
+// Behind the number at `at`, or null if none is there that is an id.
+const char* parse_number(const char* at, const char* end, int32_t* out) {
+  if (at == end || !is_digit(*at) || (*at == '0' && at + 1 < end && is_digit(at[1]))) return nullptr;
+  int64_t value = *at++ - '0';
+  for (; at < end && is_digit(*at); ++at) {
+    value = value * 10 + (*at - '0');
+    if (value > INT32_MAX) return nullptr;
   }
+  *out = static_cast<int32_t>(value);
   return at;
+}
+
+// The comma or bracket behind the number at `at` and the white space around it, or null if no id is there.
+const char* take_id(const char* at, const char* end, int32_t* out) {
+  at = skip_space(at, end);
+  const char* behind = end - at >= 8 ? parse_short(at, out) : nullptr;
+  if (!behind && !(behind = parse_number(at, end, out))) return nullptr;
+  return skip_space(behind, end);
+}
+
+// A list is read in some parts side by side: where a number begins is known only when the one before it has been read,
+// and a processor that waits for that in one part goes on in another.
+constexpr int kParts = 4;
+struct Part {
+  const char *at, *stop;  // its next number, null when all are read, and the comma or bracket that ends it
+  int32_t* out;
+};
+
+// Whether between `at` and the bracket `close` are ids and commas; `out` has room for one id more than there are commas.
+bool parse(const char* at, const char* close, int32_t* out) {
+  Part parts[kParts];
+  const Py_ssize_t share = (close - at) / kParts;
+  for (Part& part : parts) {
+    part = {at, close, out};
+    if (!at) continue;  // the list was too short for all parts
+    const bool last = &part == &parts[kParts - 1] || close - at <= share;
+    if (const void* comma = last ? nullptr : std::memchr(at + share, ',', close - at - share))
+      part.stop = static_cast<const char*>(comma);
+    out += std::count(at, part.stop, ',') + 1;
+    at = part.stop < close ? part.stop + 1 : nullptr;
+  }
+  for (bool more = true; more;) {
+    more = false;
+    for (Part& part : parts) {
+      if (!part.at) continue;
+      const char* behind = take_id(part.at, close + 1, part.out++);
+      if (!behind || (behind != part.stop && *behind != ',')) return false;
+      part.at = behind == part.stop ? nullptr : behind + 1;
+      more |= part.at != nullptr;
+    }
+  }
+  return true;
 }
 
 // New bytes of the ids in the list at `at`, and where it ends; null, without an error, where none is there.
 PyObject* take_list(const char* at, const char* end, const char** behind) {
+  if (at == end || *at != '[') return nullptr;
   const char* close = static_cast<const char*>(std::memchr(at, ']', end - at));
   if (!close) return nullptr;
   // Counted first: memory that is too large for the allocator's own is fresh each time, which costs more.
   const Py_ssize_t count = std::count(at, close, ',') + 1;
   PyObject* ids = PyBytes_FromStringAndSize(nullptr, count * 4);
   if (!ids) return nullptr;
-  *behind = parse(at, close + 1, reinterpret_cast<int32_t*>(PyBytes_AsString(ids)));
-  if (!*behind) Py_CLEAR(ids);
+  if (!parse(at + 1, close, reinterpret_cast<int32_t*>(PyBytes_AsString(ids)))) Py_CLEAR(ids);
+  *behind = close + 1;
   return ids;
 }
 
@@ -140,6 +193,20 @@ PyObject* cut_ids(PyObject*, PyObject* args) {
   return none_or_error();
 }
 
+PyObject* largest_id(PyObject*, PyObject* object) {
+  Py_buffer ids;
+  if (PyObject_GetBuffer(object, &ids, PyBUF_SIMPLE) < 0) return nullptr;
+  const char* bytes = static_cast<const char*>(ids.buf);
+  uint32_t largest = 0;
+  for (Py_ssize_t i = 0; i < ids.len / 4; ++i) {
+    uint32_t id;
+    std::memcpy(&id, bytes + i * 4, 4);
+    largest = std::max(largest, id);
+  }
+  PyBuffer_Release(&ids);
+  return PyLong_FromUnsignedLong(largest);
+}
+
 PyMethodDef methods[] = {
     {"parse_ids", parse_ids, METH_O,
      "parse_ids(json) -> bytes | None: a JSON list of integers in [0, 2**31), at least one, as int32; None for any other."},
@@ -147,6 +214,8 @@ PyMethodDef methods[] = {
      "cut_ids(json, key) -> (bytes, bytes) | None: an object in JSON with null in place of the list of ids that it has as "
      "`key`, and that list as `parse_ids` gives it; None where the value is anything else, or the key is not there "
      "exactly once and without escapes. What is returned is valid JSON only if `json` is."},
+    {"largest_id", largest_id, METH_O,
+     "largest_id(ids) -> int: of int32 bytes, read as unsigned: a negative id is one that no vocabulary has."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ids", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
 

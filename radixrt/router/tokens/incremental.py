@@ -37,19 +37,21 @@ class Incremental:
         """Ids that are remembered."""
         return self._bytes // TOKEN_BYTES
 
-    def start(self, text: str, before: bytes = b"", behind: bytes = b"") -> Work:
-        """Look up what is known of a text: 1-2 µs per 1,000 characters. Ids to put `before` and `behind` its own."""
-        *spans, last = self._cuts.spans(text)
+    def start(self, text: str, before: bytes = b"", behind: bytes = b"", *, grows: bool = True) -> Work:
+        """Look up what is known of a text: 1-2 µs per 1,000 characters. Ids to put `before` and `behind` its own.
+        `grows`: it will come again with more behind it, so that its last span is only looked up in parts."""
+        spans = self._cuts.spans(text)
+        last = [spans.pop()] if grows else []
         known = self._known(spans)
         pieces = [[span] if ids else self._cuts.parts(span) for span, ids in zip(spans, known, strict=True)]
-        pieces.append(self._cuts.parts(last))
+        pieces += [self._cuts.parts(span) for span in last]
         parts = [part for piece in pieces for part in piece]
-        return Work(self, pieces, dict(zip(parts, self._known(parts), strict=True)), before, behind)
+        return Work(self, pieces, len(spans), dict(zip(parts, self._known(parts), strict=True)), before, behind)
 
-    def start_after(self, lead: str, lead_ids: list[int], text: str) -> Work:
+    def start_after(self, lead: str, lead_ids: list[int], text: str, *, grows: bool = True) -> Work:
         """`start` a text that stands behind `lead`, whose ids come first and are left out. If they do not come first,
         the text is encoded alone."""
-        work = self.start(lead + text)
+        work = self.start(lead + text, grows=grows)
         work.lead, work.alone = array("i", lead_ids).tobytes(), text
         return work
 
@@ -89,20 +91,22 @@ class Incremental:
 class Work:
     """One text on its way to ids: `finish` encodes what is not known and returns int32 bytes.
 
+    The first `spans` of the `pieces` are to be known as they are when they come again.
     `lead` and `alone` are set by `start_after`: ids to leave out in front, and the text to encode where they are not.
     """
 
-    __slots__ = ("_before", "_behind", "_incremental", "_known", "_pieces", "alone", "lead")
+    __slots__ = ("_before", "_behind", "_incremental", "_known", "_pieces", "_spans", "alone", "lead")
 
     def __init__(
         self,
         incremental: Incremental,
         pieces: list[list[str]],
+        spans: int,
         known: dict[str, bytes | None],
         before: bytes,
         behind: bytes,
     ) -> None:
-        self._incremental, self._pieces, self._known = incremental, pieces, known
+        self._incremental, self._pieces, self._spans, self._known = incremental, pieces, spans, known
         self._before, self._behind = before, behind
         self.lead, self.alone = b"", ""
 
@@ -120,7 +124,8 @@ class Work:
         known = self._known | self._incremental.encode_parts(unseen) if unseen else self._known
         joined = self._incremental.joined
         spans = [joined([known[part] for part in parts]) for parts in self._pieces]
-        grown = {_whole(parts): ids for parts, ids in zip(self._pieces[:-1], spans, strict=False) if len(parts) > 1}
+        whole = zip(self._pieces[: self._spans], spans[: self._spans], strict=True)
+        grown = {_whole(parts): ids for parts, ids in whole if len(parts) > 1}
         if grown:
             self._incremental.remember(grown)
         return b"".join([self._before, joined(spans), self._behind])

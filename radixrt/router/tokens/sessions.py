@@ -180,16 +180,16 @@ class Draft:
         self._parts: list[Work | bytes] = []
         at, before = 0, None
         for span in spelling.ordered():
-            self._add(tokenizer, text[at : span.start] + span.head, before)
+            self._add(tokenizer, text[at : span.start] + span.head, before, grows=False)
             self._parts.append(span.ids)
             at, before = span.end, span
-        self._add(tokenizer, text[at:], before)
+        self._add(tokenizer, text[at:], before, grows=True)
 
-    def _add(self, tokenizer: Tokenizer, text: str, before: Span | None) -> None:
+    def _add(self, tokenizer: Tokenizer, text: str, before: Span | None, *, grows: bool) -> None:
         if before is None:
-            self._parts.append(tokenizer.start(text, add_special_tokens=False))
+            self._parts.append(tokenizer.start(text, add_special_tokens=False, grows=grows))
         elif text:
-            self._parts.append(tokenizer.start_after(text, before.end_id))
+            self._parts.append(tokenizer.start_after(text, before.end_id, grows=grows))
 
     @property
     def unseen_chars(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
+from radixrt.router.tokens._ids import largest_id
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.incremental import Work
 from radixrt.router.tokens.sessions import Encoded, Sessions
@@ -191,7 +192,7 @@ class TextService:
             _refuse_empty(field)
         if len(ids) % TOKEN_BYTES:
             raise FieldError(field, f"{field} must be int32 token ids, 4 bytes each, not {len(ids)} bytes")
-        largest = int(np.frombuffer(ids, "<u4").max())  # a negative id is a huge one
+        largest = largest_id(ids)  # a negative id is a huge one
         limit = self.vocab_size or 1 << 31
         if largest >= limit:
             shown = largest if largest < 1 << 31 else largest - (1 << 32)

@@ -66,10 +66,11 @@ class Tokenizer:
         """`encode` as int32 bytes."""
         return self.start(text, add_special_tokens).finish()
 
-    def start(self, text: str, add_special_tokens: bool = True) -> Work:
-        """Begin `encode_bytes`: look up what was encoded before. The work that remains may be done in a thread."""
+    def start(self, text: str, add_special_tokens: bool = True, *, grows: bool = True) -> Work:
+        """Begin `encode_bytes`: look up what was encoded before. The work that remains may be done in a thread.
+        `grows`: see `Incremental.start`."""
         if not add_special_tokens:
-            return self._incremental.start(text)
+            return self._incremental.start(text, grows=grows)
         return self._whole.start(text) if self._whole else self._incremental.start(text, *self._around)
 
     def _encode_many(self, texts: list[str]) -> list[list[int]]:
@@ -99,11 +100,11 @@ class Tokenizer:
         tokenizer would put one at the start of a text."""
         return memoryview(self.start_after(text).finish()).cast("i").tolist()
 
-    def start_after(self, text: str, token: int | None = None) -> Work:
+    def start_after(self, text: str, token: int | None = None, *, grows: bool = True) -> Work:
         """Begin to encode text that goes on after other text, whose last token, if it is an added one, is `token`."""
         if token is not None:
-            return self._incremental.start_after(self.token_text(token), [token], text)
-        return self._incremental.start_after(LINE if self._line_ids else "", self._line_ids, text)
+            return self._incremental.start_after(self.token_text(token), [token], text, grows=grows)
+        return self._incremental.start_after(LINE if self._line_ids else "", self._line_ids, text, grows=grows)
 
     def puts_space_after(self, token: int) -> bool:
         """Whether text right behind an added token is encoded as if a space came first."""

@@ -216,7 +216,7 @@ class CudaRunner(ModelRunner):
         """Of the smallest graph that holds a step of decodes; 0 for other steps."""
         if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
             return 0
-        needed = max(len(plan.tokens), len(plan.table_writes))
+        needed = max(len(plan.tokens), plan.table_writes.shape[1])
         return next((size for size in self._graph_sizes if size >= needed), 0)
 
     def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
@@ -242,7 +242,7 @@ class CudaRunner(ModelRunner):
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
     ) -> Inputs:  # fmt: skip
         """Decodes for a graph: every integer lies where the graph of that size, with sharing or without, reads it."""
-        padding = np.array([[self._rows, 0, 0]], dtype=np.int32).repeat(size - len(writes), axis=0)
+        padding = np.array([[self._rows], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
         cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
         return Inputs(
             size,
@@ -250,7 +250,7 @@ class CudaRunner(ModelRunner):
             packer.add(positions, size),
             packer.add(slots, size),
             packer.add(rows, size, fill=self._rows),
-            packer.add(np.concatenate([writes, padding])),
+            packer.add(np.concatenate([writes, padding], axis=1)),
             {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
         )
 
@@ -341,7 +341,7 @@ class CudaRunner(ModelRunner):
             packer.clear()
             none = np.zeros(0, dtype=np.int32)
             works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
-            inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((0, 3), dtype=np.int32))
+            inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32))
             integers = torch.zeros(packer.used + DRAW_INTEGERS * size + 1024, dtype=torch.int32, device=self._device)
             packer.send(integers)
             torch.cuda.synchronize(self._device)

@@ -9,12 +9,41 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.router.tokens import cut_ids, parse_ids
+from radixrt.router.tokens import cut_ids, largest_id, parse_ids
 
 
 @given(st.lists(st.integers(0, (1 << 31) - 1), min_size=1), st.sampled_from([None, 1, "\t"]))
 def test_lists_of_ids(ids, indent):
     assert parse_ids(json.dumps(ids, indent=indent).encode()) == array("i", ids).tobytes()
+
+
+@given(
+    st.lists(st.integers(1, 9).flatmap(lambda digits: st.integers(0, 10**digits - 1)), min_size=1), st.integers(0, 9)
+)
+def test_ids_of_few_digits(ids, spaces):
+    text = "[" + f",{' ' * spaces}".join(map(str, ids)) + "]" + " " * spaces
+    assert parse_ids(text.encode()) == array("i", ids).tobytes()
+
+
+@pytest.mark.parametrize(
+    "behind", ["", ",1]", "       ", "        ", "x,1,1,1,1]", "\u00ff,1,1,1]", "-,1,1,1,1]", "/]", ":]"]
+)
+@pytest.mark.parametrize(
+    "number", ["7", "0", "00", "012345", "1234567", "12345678", "2147483647", "2147483648", "/", ":"]
+)
+def test_what_stands_behind_a_number(number, behind):
+    text = f"[3,{number}{behind}"
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        ids = [-1]
+    plain = min(ids) >= 0 and max(ids) < 1 << 31
+    assert parse_ids(text.encode()) == (array("i", ids).tobytes() if plain else None)
+
+
+@given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)))
+def test_the_largest_id(ids):
+    assert largest_id(array("i", ids).tobytes()) == max((i % (1 << 32) for i in ids), default=0)
 
 
 @given(st.text(alphabet='[]0123456789,-.eE \n\tx"{}'))

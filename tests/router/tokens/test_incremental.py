@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -341,3 +342,22 @@ def test_threads_may_share_it(made: Tokenizer) -> None:
         found = list(pool.map(incremental.encode, texts))
     assert found == [whole(made, text) for text in texts]
     assert incremental.num_tokens == sum(map(len, incremental._memory.values())) // 4
+
+
+@pytest.mark.parametrize("name", ["nfc", "metaspace words", "unigram"])
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), grows=st.lists(st.booleans(), min_size=8, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_a_text_that_does_not_grow_is_known_whole(name: str, texts: list[str], grows: list[bool]) -> None:
+    tokenizer = made_tokenizer(name)
+    with pytest.MonkeyPatch.context() as patch:
+        cut_everywhere(patch)
+        for text, grow in zip(texts * 2, grows, strict=False):
+            try:
+                expected = array("i", tokenizer._backend.encode(text, False)).tobytes()
+            except (UnicodeEncodeError, TypeError):
+                continue
+            assert tokenizer.start(text, add_special_tokens=False, grows=grow).finish() == expected
+            if not grow:
+                again = tokenizer.start(text, add_special_tokens=False, grows=False)
+                assert again.unseen_chars == 0 and all(len(parts) == 1 for parts in again._pieces)
+                assert again.finish() == expected

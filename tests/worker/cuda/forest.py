@@ -84,7 +84,7 @@ class Forest:
 
     def expected(self) -> torch.Tensor:
         """In float32."""
-        ones, none = np.ones(len(self.rows), dtype=np.int32), np.zeros((0, 3), dtype=np.int32)
+        ones, none = np.ones(len(self.rows), dtype=np.int32), np.zeros((3, 0), dtype=np.int32)
         ids = np.zeros(len(self.q), dtype=np.int32)
         starts, counts = self.starts.astype(np.int32), self.counts.astype(np.int32)
         plan = Plan(1, (), self.rows, starts, counts, ids, ids, ones, ones.astype(bool), none)

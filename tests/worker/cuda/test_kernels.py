@@ -88,10 +88,11 @@ def test_append_keeps_nan(device):
 
 def test_scatter_and_resolve(device):
     table = torch.zeros(5, 40, dtype=torch.int32, device=device)
-    writes = torch.tensor([[1, 0, 5], [1, 39, 6], [4, 7, 7]], dtype=torch.int32, device=device)
+    writes = torch.tensor([[1, 1, 4, 4], [0, 39, 7, 7], [5, 6, 7, 7]], dtype=torch.int32, device=device)
     kernels.scatter(writes, table)
-    kernels.scatter(writes[:0], table)
-    assert table.nonzero().tolist() == [[1, 0], [1, 39], [4, 7]] and table[4, 7] == 7
+    kernels.scatter(writes[:, :0], table)
+    assert table.nonzero().tolist() == [[1, 0], [1, 39], [4, 7]]
+    assert table[[1, 1, 4], [0, 39, 7]].tolist() == [5, 6, 7]
     drawn = torch.tensor([10, 11, 12], dtype=torch.int32, device=device)
     tokens = torch.tensor([-1, 5, -1, 8, 9], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
