@@ -26,10 +26,8 @@ def _attend_kernel(
     v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kernels.wait(EARLY)
     # The heads of an item run side by side: they read neighbouring bytes of the same slots.
     kv_head = tl.program_id(0)
     first = tl.load(starts_ptr + tl.program_id(1))
@@ -112,9 +110,7 @@ def _attend_kernel(
 def _merge_kernel(
     merges_ptr, entries_ptr, partial_ptr, lse_ptr, more_ptr, more_lse_ptr, out_ptr, HEADS: tl.constexpr,
     DIM: tl.constexpr, MORE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    kernels.wait(EARLY)
     merge = merges_ptr + tl.program_id(0) * MERGE
     head = tl.program_id(1)
     query = tl.load(merge).to(tl.int64)
@@ -272,7 +268,7 @@ def attend(
         table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal, order is not None,
         variant.queries(shape.group), variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS,
-        half_type(keys.dtype), variant.stages, kernels.early(), num_warps=variant.warps, launch_pdl=kernels.early(),
+        half_type(keys.dtype), variant.stages, num_warps=variant.warps,
     )  # fmt: skip
 
 
@@ -315,6 +311,5 @@ def merge(
         kernels.launch(
             _merge_kernel, (len(merges), shape.heads, 1), again,
             merges, entries, *partials, *second, out, shape.heads, shape.head_dim, MORE if more else 0, 8,
-            triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, kernels.early(), num_warps=1,
-            launch_pdl=kernels.early(),
+            triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -28,39 +27,14 @@ def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: 
     return compiled
 
 
-# ---------------------------------------------------------------- beginning early
-
-
-@functools.cache
-def early() -> bool:
-    """Whether kernels may begin while the one before them ends (programmatic dependent launch): on Hopper and newer.
-
-    A kernel of which this is true waits before all else, also before it returns without work, so that when it has
-    ended all before it has; and it must not come before kernels of others, who may have been told to begin early and
-    not know that they have to wait. (CUDA C++ Programming Guide, programmatic dependent launch.)"""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-
-
-@triton.jit
-def wait(EARLY: tl.constexpr):
-    """Until the kernel before has ended; from here on the next one may begin."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 # ---------------------------------------------------------------- norm
 
 
 @triton.jit
-def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+def _norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
     inside = i < size
-    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
-    wait(EARLY)
     x = tl.load(x_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
@@ -68,6 +42,7 @@ def _norm_kernel(
         tl.store(residual_ptr + at + i, rounded, mask=inside)
         x = rounded.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     x = x.to(out_ptr.dtype.element_ty).to(tl.float32) * weight
     tl.store(out_ptr + at + i, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -79,9 +54,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tens
     block = triton.next_power_of_2(size)
     warps = max(1, min(8, block // 512))
     _norm_kernel[(rows,)](
-        x, x if residual is None else residual, weight, out, eps, size, residual is not None, block, early(),
-        num_warps=warps, launch_pdl=early(),
-    )  # fmt: skip
+        x, x if residual is None else residual, weight, out, eps, size, residual is not None, block, num_warps=warps
+    )
     return out
 
 
@@ -89,8 +63,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tens
 
 
 @triton.jit
-def _gate_kernel(x_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    wait(EARLY)
+def _gate_kernel(x_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -111,9 +84,7 @@ def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(size))
-    _gate_kernel[(rows, triton.cdiv(size, block))](
-        x, out, size, ACTIVATIONS[activation], block, early(), num_warps=4, launch_pdl=early()
-    )
+    _gate_kernel[(rows, triton.cdiv(size, block))](x, out, size, ACTIVATIONS[activation], block, num_warps=4)
     return out
 
 
@@ -131,9 +102,8 @@ def _saturated(x, LIMIT: tl.constexpr):
 def _append_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, eps, k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    NORM: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
@@ -207,8 +177,7 @@ def append(
     all_heads = qkv.shape[1]
     _append_kernel[(tokens, triton.cdiv(all_heads, group))](
         qkv, cos, sin, q_norm, k_norm, slots, q, keys, values, eps, scales[0], scales[1],
-        heads, keys.shape[1], dim // 2, triton.next_power_of_2(dim // 2), group, norms is not None, limit, early(),
-        num_warps=4, launch_pdl=early(),
+        heads, keys.shape[1], dim // 2, triton.next_power_of_2(dim // 2), group, norms is not None, limit, num_warps=4,
     )  # fmt: skip
     return q
 
@@ -220,15 +189,15 @@ def append(
 def _scatter_kernel(writes_ptr, table_ptr, count, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    row = tl.load(writes_ptr + i, mask=inside, other=0).to(tl.int64)
-    index = tl.load(writes_ptr + count + i, mask=inside, other=0)
-    page = tl.load(writes_ptr + 2 * count + i, mask=inside, other=0)
+    row = tl.load(writes_ptr + 3 * i, mask=inside, other=0).to(tl.int64)
+    index = tl.load(writes_ptr + 3 * i + 1, mask=inside, other=0)
+    page = tl.load(writes_ptr + 3 * i + 2, mask=inside, other=0)
     tl.store(table_ptr + row * stride + index, page, mask=inside)
 
 
 def scatter(writes: torch.Tensor, table: torch.Tensor) -> None:
-    """table[row, index] = page, for int32 writes[3, N] of them; equal places get equal values."""
-    count = writes.shape[1]
+    """table[row, index] = page, for int32 writes[N, 3] of them; equal places get equal values."""
+    count = len(writes)
     if count:
         _scatter_kernel[(triton.cdiv(count, 256),)](writes, table, count, table.stride(0), 256, num_warps=2)
 

@@ -29,20 +29,16 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
     options = {"num_warps": warps, "num_stages": stages}
     built = compile(ASTSource(kernel, signature, constexprs=fixed), target=target, options=options)
     assert built.metadata.shared < room
-    if constants.get("EARLY"):  # it waits first, and lets the next begin
-        waits, lets = (built.asm["ptx"].find("griddepcontrol." + x) for x in ("wait", "launch_dependents"))
-        assert 0 < waits < lets
 
 
 f, i = "fp32", "i32"
-early = {"EARLY": int(sys.argv[1]) >= 90}
-build(kernels._norm_kernel, ["*bf16"] * 4, {"eps": f, "size": i}, {"ADD": True, "BLOCK": 4096} | early)
-build(kernels._gate_kernel, ["*bf16"] * 2, {"size": i}, {"ACTIVATION": 1, "BLOCK": 2048} | early)
+build(kernels._norm_kernel, ["*bf16"] * 4, {"eps": f, "size": i}, {"ADD": True, "BLOCK": 4096})
+build(kernels._gate_kernel, ["*bf16"] * 2, {"size": i}, {"ACTIVATION": 1, "BLOCK": 2048})
 scales = {"eps": f, "k_scale": f, "v_scale": f}
 heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16}
 gather = {"WIDTH": 1024, "BLOCK": 1024, "TOKENS": 16, "PAGE": 1}
 pointers = ["*bf16"] * 5 + ["*i32", "*bf16", fp8, fp8]
-build(kernels._append_kernel, pointers, scales, heads | {"NORM": True, "LIMIT": 448.0} | early)
+build(kernels._append_kernel, pointers, scales, heads | {"NORM": True, "LIMIT": 448.0})
 pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
 build(kernels._gather_kernel, pointers, {"stride": i, "k_scale": f, "v_scale": f}, gather, 8)
 build(kernels._scatter_kernel, ["*i32"] * 2, {"count": i, "stride": i}, {"BLOCK": 256})
@@ -71,11 +67,10 @@ for pages, dot, size in ((fp8, tl.float16, 1), ("*bf16", tl.bfloat16, 2)):
             STAGES=variant.stages,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
-        numbers = {"stride": i, "scale": f, "v_scale": f}
-        build(attend._attend_kernel, pointers, numbers, constants | early, variant.warps)
+        build(attend._attend_kernel, pointers, {"stride": i, "scale": f, "v_scale": f}, constants, variant.warps)
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*bf16"]
-build(attend._merge_kernel, pointers, {}, constants | early, 1)
+build(attend._merge_kernel, pointers, {}, constants, 1)
 """
 
 
