@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -55,6 +54,7 @@ from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import check_aside
+from radixrt.router.links import ClientLinks, WorkerLinks
 from radixrt.router.programs import Programs, Saving
 from radixrt.router.shared import SharedMemory
 from radixrt.router.states import Key
@@ -65,10 +65,6 @@ from radixrt.router.validate import Refused, malformed
 log = logging.getLogger("radixrt.router")
 
 Work = Callable[[bytes, Any], Coroutine[Any, Any, None]]
-MOST_ORDERS = 4
-"""For workers, sent together: to wake ZMQ's thread for each message costs more than all else about it, on both sides.
-The first of a turn of the event loop goes at once, the others wait for its end, but for no more than so many."""
-
 _client_message = wire.Decoder(ClientRequest)
 _worker_message = wire.Decoder(ToRouter)
 
@@ -94,34 +90,30 @@ class RouterServer:
         self._shared = SharedMemory(config.shared_bytes)
         self.programs = Programs(self.text, config)
         self._streams = TextStreams(self.text, self.core)
-        self._attached: dict[bytes, Callable[[ClientReply], None]] = {}
-        self._identities: dict[str, bytes] = {}
-        self._names: dict[bytes, str] = {}
+        self._clients = ClientLinks()
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._resuming: dict[asyncio.Task[None], Key] = {}
         """Tasks that end a pause of a state, unless they have handed that on to the core."""
-        self._owed: dict[bytes, list[Error]] = {}
-        self._orders: list[tuple[str, bytes]] | None = None
-        """For the worker called so, encoded, not sent yet; None before the first of a turn."""
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
         self._now = asyncio.get_running_loop().time
-        self._clients, self._workers = self._listen()
+        clients, workers = self._listen()
+        self._clients.socket, self._workers = clients, WorkerLinks(workers, self._lost)
         try:
             if on_ready:
                 on_ready()
             period = min(1.0, self.config.worker_timeout / 4)
             while not await _is_set_within(stop, period):
                 self._perform(self.core.tick(self._now()))
-                self._pay_owed()
+                self._clients.pay()
         finally:
             self._resuming.clear()
             for task in self._tasks.values():
                 task.cancel()
-            self._send_orders()
-            self._clients.close()
-            self._workers.close()
+            self._workers.flush()
+            clients.close()
+            workers.close()
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
@@ -145,9 +137,7 @@ class RouterServer:
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes:
         """A client on this event loop: its identity for `take`. `deliver` is called for each reply, never within
         `take`."""
-        identity = b"here" + secrets.token_bytes(16)  # which no peer of a socket can choose to have
-        self._attached[identity] = deliver
-        return identity
+        return self._clients.attach(deliver)
 
     def _from_client(self, client: bytes, payload: bytes) -> None:
         try:
@@ -368,27 +358,18 @@ class RouterServer:
         now = self._now()
         match message:
             case StepDone():
-                if name := self._names.get(identity):
+                if name := self._workers.name(identity):
                     self._perform(self.core.step(name, message, now))
             case Heartbeat():
                 self._perform(self.core.heartbeat(message.name, now))
             case Register():
-                self._bind(message.name, identity)
+                self._workers.bind(message.name, identity)
                 log.info("worker %s serves %s on %s", message.name, message.model, message.device)
                 self._perform(self.core.register(message, now))
             case Leave():
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")
-                self._unbind(message.name)
+                self._workers.unbind(message.name)
                 self._perform(self.core.leave(message.name, now))
-
-    def _bind(self, name: str, identity: bytes) -> None:
-        self._unbind(name)
-        self._identities[name], self._names[identity] = identity, name
-
-    def _unbind(self, name: str) -> None:
-        if (identity := self._identities.pop(name, None)) is not None:
-            self._names.pop(identity, None)
-            self._orders = self._orders and [order for order in self._orders if order[0] != name]
 
     # ------------------------------------------------------------ to both
 
@@ -398,7 +379,8 @@ class RouterServer:
         while work:
             effect = work.popleft()
             if isinstance(effect, Order):
-                work.extend(self._order(effect))
+                for name in self._workers.send(effect.name, effect.message):
+                    work.extend(self.core.lose(name, self._now()))
                 continue
             client, message = effect
             if isinstance(message, Deltas):
@@ -411,79 +393,21 @@ class RouterServer:
                 self._streams.scored(client, message.id)
             elif isinstance(message, Error) and message.id is not None:
                 self._streams.forget(client, message.id)
-            work.extend(self._send(client, message))
+            if not self._clients.send(client, message, functools.partial(self.core.in_flight, client)):
+                work.extend(self._drop(client))
 
     def _answer(self, client: bytes, message: ClientReply) -> None:
         self._perform([Reply(client, message)])
 
-    def _order(self, order: Order) -> list[Effect]:
-        """Send a message to a worker, with others of this turn; what follows from workers that are gone."""
-        if self._orders is None:
-            self._orders = []
-            asyncio.get_running_loop().call_soon(self._end_turn)
-            sent = self._reaches(order.name, wire.encode(order.message))
-            return [] if sent else self.core.lose(order.name, self._now())
-        self._orders.append((order.name, wire.encode(order.message)))
-        return self._send_orders() if len(self._orders) >= MOST_ORDERS else []
-
-    def _end_turn(self) -> None:
-        effects, self._orders = self._send_orders(), None
-        self._perform(effects)
-
-    def _send_orders(self) -> list[Effect]:
-        """Send all orders that wait; what follows from workers that are gone, whose orders nobody gets."""
-        orders, self._orders = self._orders or [], []
-        gone: set[str] = set()
-        effects: list[Effect] = []
-        for name, payload in orders:
-            if name not in gone and not self._reaches(name, payload):
-                gone.add(name)
-                effects += self.core.lose(name, self._now())
-        return effects
-
-    def _reaches(self, name: str, payload: bytes) -> bool:
-        """Send a message to the worker called so; False where it is gone."""
-        identity = self._identities.get(name)
-        if identity is None:
-            return False
-        try:
-            if self._workers.send(identity, payload):
-                return True
-            log.warning("worker %s does not read", name)
-        except wire.PeerGone:
-            log.warning("worker %s has vanished", name)
-        return False
-
-    def _send(self, client: bytes, message: ClientReply) -> list[Effect]:
-        if (deliver := self._attached.get(client)) is not None:
-            asyncio.get_running_loop().call_soon(deliver, message)
-            return []
-        try:
-            if self._clients.send(client, wire.encode(message)):
-                return []
-        except wire.PeerGone:
-            self._owed.pop(client, None)
-            return self._drop(client)
-        text = "the client did not read its replies: cancelled"
-        self._owed.setdefault(client, []).extend(Error(id, 503, text) for id in self.core.in_flight(client))
-        return self._drop(client)
+    def _lost(self, names: list[str]) -> None:
+        """Of workers that could not be reached."""
+        self._perform([effect for name in names for effect in self.core.lose(name, self._now())])
 
     def _drop(self, client: bytes) -> list[Effect]:
         for key in [key for key in self._tasks if key[0] == client]:
             self._tasks.pop(key).cancel()
         self._streams.forget_client(client)
         return self.core.drop_client(client)
-
-    def _pay_owed(self) -> None:
-        """Tell clients that read again which requests they lost."""
-        for client, errors in list(self._owed.items()):
-            try:
-                while errors and self._clients.send(client, wire.encode(errors[0])):
-                    errors.pop(0)
-            except wire.PeerGone:
-                errors.clear()
-            if not errors:
-                del self._owed[client]
 
 
 def _error(request_id: int, problem: FieldError) -> Error:

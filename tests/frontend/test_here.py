@@ -146,7 +146,7 @@ def test_each_front_end_hears_of_its_own():
         heard: list[list[object]] = [[], []]
         first, second = router.attach(heard[0].append), router.attach(heard[1].append)
         assert first != second
-        router._send(first, Deltas([]))
+        router._answer(first, Deltas([]))
         await asyncio.sleep(0)
         assert [len(found) for found in heard] == [1, 0]
         router.text.close()

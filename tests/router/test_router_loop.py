@@ -31,7 +31,8 @@ from radixrt.messages import (
     Tokens,
 )
 from radixrt.router.effects import Order
-from radixrt.router.loop import MOST_ORDERS, RouterServer
+from radixrt.router.links import MOST_ORDERS
+from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 
 PROMPT = ids(5, 6, 7)
@@ -278,9 +279,10 @@ def test_orders_of_one_turn_go_together(monkeypatch):
         serving = asyncio.create_task(server.run(stop, ready.set))
         await ready.wait()
         sent, lost = [], []
-        monkeypatch.setattr(server._workers, "send", lambda identity, order: sent.append((identity, order)) or True)
+        socket = server._workers._socket
+        monkeypatch.setattr(socket, "send", lambda identity, order: sent.append((identity, order)) or True)
         monkeypatch.setattr(server.core, "lose", lambda name, now: lost.append(name) or [])
-        server._bind("w", b"1")
+        server._workers.bind("w", b"1")
         orders = [Abort([number]) for number in range(MOST_ORDERS + 2)]
         for order in orders:
             server._perform([Order("w", order)])
@@ -288,7 +290,7 @@ def test_orders_of_one_turn_go_together(monkeypatch):
         await asyncio.sleep(0.01)
         assert sent == [(b"1", wire.encode(order)) for order in orders]
         server._perform([Order("w", Abort([8])), Order("w", Abort([9]))])
-        server._bind("w", b"2")
+        server._workers.bind("w", b"2")
         await asyncio.sleep(0.01)
         assert len(sent) == len(orders) + 1, "a worker's next life gets nothing that was for the one before"
         server._perform([Order("nobody", Abort([1])), Order("nobody", Abort([2])), Order("w", Abort([3]))])
