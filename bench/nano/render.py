@@ -22,7 +22,7 @@ def turns_of(example: Example) -> list[Turn]:
 def chat_turns(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Turn]:
     turns = [(message["role"], _body(message)) for message in messages]
     if tools:
-        listed = "\n".join(["Tools:", *(_tool_lines(tool["function"]) for tool in tools)])
+        listed = "\n".join(["Tools:", *(_tool_line(tool["function"]) for tool in tools)])
         if turns and turns[0][0] == "system":
             turns[0] = ("system", f"{turns[0][1]}\n{listed}")
         else:
@@ -44,9 +44,7 @@ def _body(message: Message) -> str:
     return "\n".join(parts)
 
 
-def _tool_lines(function: dict[str, Any]) -> str:
-    """First what it is for, so that where the name is read, all is known that a request is compared with."""
+def _tool_line(function: dict[str, Any]) -> str:
     properties = function["parameters"]["properties"]
     arguments = ", ".join(f"{key}: {value['type']}" for key, value in properties.items())
-    signature = f"{function['name']}({arguments})"
-    return f"# {function['description']}\n{signature}" if function.get("description") else signature
+    return f"{function['name']}({arguments}): {function['description']}"

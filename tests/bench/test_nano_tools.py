@@ -10,7 +10,6 @@ from itertools import combinations
 
 import pytest
 
-from bench.nano.render import chat_turns
 from bench.nano.tasks import TAGS, Words, draw, make, toolbox, tools
 from bench.nano.tasks.domains import DOMAINS
 from bench.nano.tasks.example import calls_of
@@ -234,12 +233,3 @@ def test_most_names_of_training_say_nothing():
     names = [bound.name for _ in range(300) for bound in toolbox.toolbox(words, 5)]
     said = sum(name in known for name in names) / len(names)
     assert 0.1 < said < 0.35
-
-
-def test_a_description_stands_before_the_name():
-    item = make("tools", "3", 0)
-    function = item.tools[0]["function"]
-    (_, system), *_ = chat_turns(item.messages, item.tools)
-    lines = system.split("\n")
-    at = lines.index(f"# {function['description']}")
-    assert lines[at + 1].startswith(f"{function['name']}(") and lines[at + 1].endswith(")")

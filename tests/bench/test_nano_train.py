@@ -143,7 +143,7 @@ def test_template_takes_what_clients_send(radixrt_tokenizer):
     messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "x", "tool_calls": [call, call]}]
     text = radixrt_tokenizer.apply_chat(ChatPrompt(messages, tools))
     one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    tools = "<s><|system|>Tools:\nf()\ng(a: any)<|end|>"
+    tools = "<s><|system|>Tools:\nf(): \ng(a: any): <|end|>"
     assert text == f"{tools}<|user|>-<|end|><|assistant|>x\n{one}\n{one}<|end|><|assistant|>"
 
 
