@@ -70,7 +70,7 @@ def test_as_torch(way, kv_dtype, page_size, window):
         sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
         if way == "chunk":
             variant = attend.chunk_variant(shape, pool.dtype.itemsize)
-            cut = attend.tiling(variant, shape, 2 * 132)
+            cut = attend.tiling(variant, shape, 2 * 132, single=True)
             step = PagedStep(sequences, {window}, packer, shape, variant, cut)
         elif way == "split":
             flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 4096, "fa3")

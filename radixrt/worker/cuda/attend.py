@@ -21,89 +21,110 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
-    v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+def _attend_item(
+    item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    # The heads of an item run side by side: they read neighbouring bytes of the same slots.
-    kv_head = tl.program_id(0)
-    first = tl.load(starts_ptr + tl.program_id(1))
-    last = tl.load(starts_ptr + tl.program_id(1) + 1)
     m = tl.arange(0, ROWS)
     n = tl.arange(0, KEYS)
     d = tl.arange(0, WIDTH)
     own = m // GROUP
     head = kv_head * GROUP + m % GROUP
     wide = d < DIM
-    # Nothing of an item is kept in registers beside the keys: a warp has none to spare.
-    for number in tl.range(first, last, num_stages=1, disable_licm=True):
-        item = items_ptr + number * ITEM
-        query = tl.load(item)
-        queries = tl.load(item + 1)
-        row = tl.load(item + 2).to(tl.int64)
-        begin = tl.load(item + 3)
-        end = tl.load(item + 4)
-        position = tl.load(item + 5)
-        partial = tl.load(item + 6)
-        direct = tl.load(item + 7)
-        real = (own < queries) & (m < QUERIES * GROUP)
-        place = query + own
-        if ORDERED:
-            place = tl.load(order_ptr + place, mask=real, other=0)
-        q_at = (place.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-        q = tl.load(q_ptr + q_at, mask=real[:, None] & wide[None, :], other=0.0)
-        q = (q.to(tl.float32) * scale).to(HALF_TYPE)
-        peak = tl.full([ROWS], -1e30, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        for j in tl.range(begin, end, KEYS, num_stages=STAGES):
-            key = j + n
-            inside = key < end
-            # Lanes past the end read the last key again: what lies there is another's, perhaps NaN, and a weight of 0
-            # times NaN is NaN; and loads without a mask are the faster ones.
-            known = tl.minimum(key, end - 1)
-            if PAGE == 1:
-                slot = tl.load(table_ptr + row * stride + known).to(tl.int64)
-            else:
-                slot = tl.load(table_ptr + row * stride + known // PAGE).to(tl.int64) * PAGE + known % PAGE
-            at = ((slot * KV_HEADS + kv_head) * DIM)[:, None] + d[None, :]
-            if WIDTH == DIM:
-                k = tl.load(k_ptr + at).to(HALF_TYPE)
-            else:
-                k = tl.load(k_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
-            s = tl.dot(q, tl.trans(k))
-            seen = inside[None, :]
-            if CAUSAL:
-                seen = seen & (key[None, :] <= (position + own)[:, None])
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
-            s = tl.where(seen, s, -1e30)
-            higher = tl.maximum(peak, tl.max(s, 1))
-            keep = tl.exp2(peak - higher)
-            p = tl.exp2(s - higher[:, None])
-            if CAUSAL or WINDOW > 0:  # a row that sees none of these keys
-                p = tl.where(seen, p, 0.0)
-            total = total * keep + tl.sum(p, 1)
-            acc = acc * keep[:, None]
-            peak = higher
-            if WIDTH == DIM:
-                v = tl.load(v_ptr + at).to(HALF_TYPE)
-            else:
-                v = tl.load(v_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
-            acc = tl.dot(p.to(HALF_TYPE), v, acc)
-        out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-        stored = real[:, None] & wide[None, :]
-        if direct != 0:
-            tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=stored)
+    query = tl.load(item)
+    queries = tl.load(item + 1)
+    row = tl.load(item + 2).to(tl.int64)
+    begin = tl.load(item + 3)
+    end = tl.load(item + 4)
+    position = tl.load(item + 5)
+    partial = tl.load(item + 6)
+    direct = tl.load(item + 7)
+    real = (own < queries) & (m < QUERIES * GROUP)
+    place = query + own
+    if ORDERED:
+        place = tl.load(order_ptr + place, mask=real, other=0)
+    q_at = (place.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=real[:, None] & wide[None, :], other=0.0)
+    q = (q.to(tl.float32) * scale).to(HALF_TYPE)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for j in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = j + n
+        inside = key < end
+        # Lanes past the end read the last key again: what lies there is another's, perhaps NaN, and a weight of 0 times
+        # NaN is NaN; and loads without a mask are the faster ones.
+        known = tl.minimum(key, end - 1)
+        if PAGE == 1:
+            slot = tl.load(table_ptr + row * stride + known).to(tl.int64)
         else:
-            spot = (partial + own).to(tl.int64) * HEADS + head
-            tl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=stored)
-            # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
-            lse = tl.where(total == 0, -1e30, peak + tl.log2(total))
-            tl.store(lse_ptr + spot, lse, mask=real)
+            slot = tl.load(table_ptr + row * stride + known // PAGE).to(tl.int64) * PAGE + known % PAGE
+        at = ((slot * KV_HEADS + kv_head) * DIM)[:, None] + d[None, :]
+        if WIDTH == DIM:
+            k = tl.load(k_ptr + at).to(HALF_TYPE)
+        else:
+            k = tl.load(k_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
+        s = tl.dot(q, tl.trans(k))
+        seen = inside[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= (position + own)[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
+        s = tl.where(seen, s, -1e30)
+        higher = tl.maximum(peak, tl.max(s, 1))
+        keep = tl.exp2(peak - higher)
+        p = tl.exp2(s - higher[:, None])
+        if CAUSAL or WINDOW > 0:  # a row that sees none of these keys
+            p = tl.where(seen, p, 0.0)
+        total = total * keep + tl.sum(p, 1)
+        acc = acc * keep[:, None]
+        peak = higher
+        if WIDTH == DIM:
+            v = tl.load(v_ptr + at).to(HALF_TYPE)
+        else:
+            v = tl.load(v_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
+        acc = tl.dot(p.to(HALF_TYPE), v, acc)
+    out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    stored = real[:, None] & wide[None, :]
+    if direct != 0:
+        tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        spot = (partial + own).to(tl.int64) * HEADS + head
+        tl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=stored)
+        # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
+        lse = tl.where(total == 0, -1e30, peak + tl.log2(total))
+        tl.store(lse_ptr + spot, lse, mask=real)
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
+    v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    SINGLE: tl.constexpr,
+):  # fmt: skip
+    # The heads of an item run side by side: they read neighbouring bytes of the same slots.
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    if SINGLE:
+        _attend_item(
+            items_ptr + program * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
+            lse_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, QUERIES, ROWS, KEYS,
+            WIDTH, HALF_TYPE, STAGES,
+        )  # fmt: skip
+    else:
+        # Nothing of an item is kept in registers beside the keys: a warp has none to spare.
+        first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
+        for number in tl.range(first, last, num_stages=1, disable_licm=True):
+            _attend_item(
+                items_ptr + number * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
+                lse_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, QUERIES, ROWS,
+                KEYS, WIDTH, HALF_TYPE, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -201,16 +222,17 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
 
 
-def tiling(variant: Variant, shape: Shape, programs: int) -> Tiling:
+def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) -> Tiling:
     """Of the work for a variant on a chip that runs so many of its programs, each of one head, at once."""
-    return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, max(1, programs // shape.kv_heads))
+    programs = max(1, programs // shape.kv_heads)
+    return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, programs, single=single)
 
 
 MORE = 1 << 24
 """Entries of merges from here on are of a second tensor of partial results."""
 
-Work = tuple[torch.Tensor, torch.Tensor]
-"""`work.Items` on the device: int32[W, FIELDS] and int32[programs + 1]."""
+Work = tuple[torch.Tensor, torch.Tensor | None]
+"""`work.Items` on the device: int32[W, FIELDS] and, unless each item has a program of its own, int32[programs + 1]."""
 
 Partials = tuple[torch.Tensor, torch.Tensor]
 """Partial results, float [P, heads, D], and their log-sum-exp in base 2, float32[P, heads]."""
@@ -262,13 +284,15 @@ def attend(
     list, starts = items
     if not len(list):
         return None
+    programs = len(list) if starts is None else len(starts) - 1
     return kernels.launch(
-        _attend_kernel, (shape.kv_heads, len(starts) - 1, 1), again,
-        q, keys, values, table, list, starts, starts if order is None else order, out, scratch.values, scratch.lse,
+        _attend_kernel, (shape.kv_heads, programs, 1), again,
+        q, keys, values, table, list, list if starts is None else starts, list if order is None else order,
+        out, scratch.values, scratch.lse,
         table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal, order is not None,
         variant.queries(shape.group), variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS,
-        half_type(keys.dtype), variant.stages, num_warps=variant.warps,
+        half_type(keys.dtype), variant.stages, starts is None, num_warps=variant.warps,
     )  # fmt: skip
 
 
@@ -285,19 +309,20 @@ PROGRAMS = 32
 def best_tiling(
     variant: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device, causal: bool
 ) -> Tiling:
-    """For as many programs as the device runs at once of a variant as it is compiled there."""
+    """For as many programs as the device runs at once of a variant as it is compiled there. `causal`: for chunks, of
+    which each item has a program of its own."""
     if device.type != "cuda":
-        return tiling(variant, shape, PROGRAMS)
+        return tiling(variant, shape, PROGRAMS, single=causal)
     keys = torch.empty((1, shape.kv_heads, shape.head_dim), dtype=pages, device=device)
     q = torch.empty((1, shape.heads, shape.head_dim), dtype=dtype, device=device)
     integers = torch.zeros((1, FIELDS), dtype=torch.int32, device=device)
-    scratch, nothing = Scratch.make(1, shape, device), (integers, integers[0, :2])
+    scratch, nothing = Scratch.make(1, shape, device), (integers, None if causal else integers[0, :2])
     compiled = attend(q, keys, keys, integers, nothing, q, scratch, shape, variant, order=integers[0], causal=causal)
     chip = torch.cuda.get_device_properties(device)
     registers = variant.warps * 32 * (-(-compiled.n_regs // 8) * 8)
     shared = compiled.metadata.shared + SYSTEM_SHARED
     fit = min(chip.regs_per_multiprocessor // registers, chip.shared_memory_per_multiprocessor // shared)
-    return tiling(variant, shape, chip.multi_processor_count * max(1, min(fit, MOST_PROGRAMS)))
+    return tiling(variant, shape, chip.multi_processor_count * max(1, min(fit, MOST_PROGRAMS)), single=causal)
 
 
 def merge(

@@ -83,7 +83,7 @@ class PagedStep:
             )
             items, _ = make_items(tiles, cut)
             merges = make_merges([items.items])
-            lists = items.items, items.starts, merges.queries, merges.entries
+            lists = items.items, merges.queries, merges.entries
             self._pieces[window] = tuple(packer.add(x) for x in lists)
             self._partials = max(self._partials, merges.partials)
 
@@ -93,9 +93,9 @@ class PagedStep:
         self._again = {window: self._shape.again() for window in self._pieces}
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        items, starts, merges, entries = self._lists[pages.window]
+        items, merges, entries = self._lists[pages.window]
         attend.attend(
-            q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape, self._variant,
+            q, pages.keys, pages.values, pages.table, (items, None), out, self._scratch, self._shape, self._variant,
             window=pages.window, causal=True, scales=pages.scales, again=self._again[pages.window],
         )  # fmt: skip
         attend.merge(self._scratch.partials, merges, entries, out, self._shape, again=self._again[pages.window])

@@ -235,8 +235,8 @@ def _joined(a: Tiles, b: Tiles) -> Tiles:
 class Lists:
     """Where the integers of a DecodeWork lie; items and their starts."""
 
-    few: tuple[Piece, Piece]
-    many: tuple[Piece, Piece]
+    few: tuple[Piece, Piece | None]
+    many: tuple[Piece, Piece | None]
     merges: Piece
     entries: Piece
     order: Piece
@@ -246,7 +246,7 @@ class Lists:
     def pack(cls, packer: Packer, work: DecodeWork, room: Room | None = None, size: int | None = None) -> Lists:
         """With `room`, each list takes all of it, and the order `size`."""
         few, many = (
-            (packer.add(x.items, most), packer.add(x.starts))
+            (packer.add(x.items, most), None if x.starts is None else packer.add(x.starts))
             for x, most in ((work.few, room and room.few), (work.many, room and room.many))
         )
         merges = packer.add(work.merges, room and room.merges)

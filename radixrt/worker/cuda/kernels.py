@@ -189,15 +189,15 @@ def append(
 def _scatter_kernel(writes_ptr, table_ptr, count, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    row = tl.load(writes_ptr + 3 * i, mask=inside, other=0).to(tl.int64)
-    index = tl.load(writes_ptr + 3 * i + 1, mask=inside, other=0)
-    page = tl.load(writes_ptr + 3 * i + 2, mask=inside, other=0)
+    row = tl.load(writes_ptr + i, mask=inside, other=0).to(tl.int64)
+    index = tl.load(writes_ptr + count + i, mask=inside, other=0)
+    page = tl.load(writes_ptr + 2 * count + i, mask=inside, other=0)
     tl.store(table_ptr + row * stride + index, page, mask=inside)
 
 
 def scatter(writes: torch.Tensor, table: torch.Tensor) -> None:
-    """table[row, index] = page, for int32 writes[N, 3] of them; equal places get equal values."""
-    count = len(writes)
+    """table[row, index] = page, for int32 writes[3, N] of them; equal places get equal values."""
+    count = writes.shape[1]
     if count:
         _scatter_kernel[(triton.cdiv(count, 256),)](writes, table, count, table.stride(0), 256, num_warps=2)
 

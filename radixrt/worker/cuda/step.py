@@ -39,7 +39,7 @@ class DecodeLists:
 
     @classmethod
     def of(cls, lists: Lists, sent: torch.Tensor, trunks: SharedKeys | None = None) -> DecodeLists:
-        few, many = ((items.of(sent), starts.of(sent)) for items, starts in (lists.few, lists.many))
+        few, many = ((items.of(sent), starts and starts.of(sent)) for items, starts in (lists.few, lists.many))
         merges, entries = lists.merges.of(sent), lists.entries.of(sent)
         if trunks is not None:
             trunks.sent(sent)

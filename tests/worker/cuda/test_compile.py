@@ -64,7 +64,7 @@ for pages, dot, size in ((fp8, tl.float16, 1), ("*bf16", tl.bfloat16, 2)):
         constants = dict(
             HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered,
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=128, ITEM=8, HALF_TYPE=dot,
-            STAGES=variant.stages,
+            STAGES=variant.stages, SINGLE=causal,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
         build(attend._attend_kernel, pointers, {"stride": i, "scale": f, "v_scale": f}, constants, variant.warps)

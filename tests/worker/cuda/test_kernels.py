@@ -202,7 +202,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
         (Variant(16, 16, 2, 2), np.flatnonzero(plan.counts == 1), 132),
     ):
         decode = variant.rows == 16
-        cut = tiling(variant, shape, processors)
+        cut = tiling(variant, shape, processors, single=not decode)
         mine = [int(plan.counts[:i].sum()) + j for i in chosen for j in range(plan.counts[i])]
         counts = plan.counts[chosen]
         first = 2 + np.cumsum(counts) - counts
@@ -211,7 +211,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
         )
         items, _ = make_items(tiles, cut)
         merges = make_merges([items.items])
-        work = tuple(torch.from_numpy(x).to(device) for x in (items.items, items.starts))
+        work = tuple(x if x is None else torch.from_numpy(x).to(device) for x in (items.items, items.starts))
         out = torch.full((len(mine) + 2, heads, dim), torch.nan, device=device)
         scratch = Scratch.make(merges.partials, shape, device)
         attend.attend(

@@ -49,16 +49,20 @@ def reads(
 
 
 @settings(deadline=None, max_examples=150)
-@given(sequences, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 32]), st.sampled_from([1, 7, 200]))
-def test_every_key_once(tokens, window, queries, items):
+@given(
+    sequences, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 32]), st.sampled_from([1, 7, 200]),
+    st.sampled_from([{}, {"single": True}, {"fixed": 64, "single": True}]),
+)  # fmt: skip
+def test_every_key_once(tokens, window, queries, items, how):
     starts, counts = (np.array(x, dtype=np.int32) for x in zip(*tokens, strict=True))
     rows = np.arange(100, 100 + len(tokens), dtype=np.int32)
-    tiling = Tiling(queries, 16, 32, items)
+    tiling = Tiling(queries, 16, 32, items, **how)
     first = 5 + np.cumsum(counts) - counts
     tiles = sequence_tiles(rows, starts, counts, first, window, queries)
     work, ends = make_items(tiles, tiling)
     found = reads([work.items], make_merges([work.items]), None)
-    assert len(work) <= tiling.most_items(len(tiles)) and ends[-1] == len(work) - 1
+    assert (how or len(work) <= tiling.most_items(len(tiles))) and ends[-1] == len(work) - 1
+    assert (work.starts is None) == bool(how)
     query = 5
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
         for position in range(start, start + count):
@@ -86,6 +90,16 @@ def test_work_is_even(lengths):
     busy = max(1, min(132, everything // 2))
     assert 15 / 16 * busy <= (done > 0).sum() <= busy
     assert done.max() <= 17 / 16 * everything / busy + 1
+
+
+def test_single_parts_are_about_as_long_as_each_other():
+    """Two for each program that runs at once."""
+    ends = np.array([5000, 5000, 700])
+    rows = np.arange(3, dtype=np.int32)
+    tiles = sequence_tiles(rows, ends - 1, np.ones_like(rows), rows, None, 1)
+    work, _ = make_items(tiles, Tiling(1, 64, 128, 10, single=True))
+    assert work.starts is None and 18 <= len(work) <= 22
+    assert (work.items[:, 4] - work.items[:, 3]).max() <= 10700 / 20 + 64
 
 
 def test_what_divides_evenly_is_not_cut():
