@@ -32,8 +32,9 @@ BEGINNING = 1
 """What it costs to begin with a tile, in blocks of keys."""
 ROUNDS = 2
 """Parts for each program that runs at once, where each has one of its own."""
-UNEVEN = 1 / 16
-"""By so much a program may have more than its share where no tile is cut then, and nothing is merged."""
+UNEVEN = (1 / 32, 1 / 16, 1 / 8)
+"""By so much a program may have more than its share where no tile is cut then, and nothing is merged: the least that
+does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +231,14 @@ def _even(keys: np.ndarray, tiling: Tiling) -> _Parts:
 
 def _between(ends: np.ndarray, total: int, programs: int) -> np.ndarray | None:
     """int64[P + 1] of the `ends` of tiles that leave no program more than UNEVEN allows; None if there are none."""
-    most = int((1 + UNEVEN) * total / programs)
-    found, tiles = [0], ends.tolist()
-    while found[-1] < total:
-        last = bisect_right(tiles, found[-1] + most) - 1
-        if last < 0 or tiles[last] == found[-1] or len(found) > programs:
-            return None
-        found.append(tiles[last])
-    return np.array(found)
+    tiles = ends.tolist()
+    for more in UNEVEN:
+        most, found = int((1 + more) * total / programs), [0]
+        while found[-1] < total and len(found) <= programs:
+            last = bisect_right(tiles, found[-1] + most) - 1
+            if last < 0 or tiles[last] == found[-1]:  # a tile is longer
+                break
+            found.append(tiles[last])
+        if found[-1] == total:
+            return np.array(found)
+    return None

@@ -88,8 +88,8 @@ def test_work_is_even(lengths):
     done = np.diff(np.concatenate([[0], np.cumsum(blocks)])[work.starts])
     everything = int((-(-ends // 64) + 1).sum())
     busy = max(1, min(132, everything // 2))
-    assert 15 / 16 * busy <= (done > 0).sum() <= busy
-    assert done.max() <= 17 / 16 * everything / busy + 1
+    assert 7 / 8 * busy <= (done > 0).sum() <= busy
+    assert done.max() <= 9 / 8 * everything / busy + 1
 
 
 def test_single_parts_are_about_as_long_as_each_other():
@@ -102,10 +102,12 @@ def test_single_parts_are_about_as_long_as_each_other():
     assert (work.items[:, 4] - work.items[:, 3]).max() <= 10700 / 20 + 64
 
 
-def test_what_divides_evenly_is_not_cut():
-    """Two of 256 equal sequences to each of 128 programs, though there are 132: nothing is merged."""
+@pytest.mark.parametrize("more", [0, 200])
+def test_what_divides_evenly_is_not_cut(more):
+    """Two of 256 about equal sequences to each of 128 programs, though there are 132: nothing is merged."""
     rows = np.arange(256, dtype=np.int32)
-    tiles = sequence_tiles(rows, np.full(256, 1023), np.ones_like(rows), rows, None, 1)
+    starts = 1023 + np.random.default_rng(0).integers(0, more + 1, 256)
+    tiles = sequence_tiles(rows, starts, np.ones_like(rows), rows, None, 1)
     work, _ = make_items(tiles, Tiling(1, 64, 128, 132))
     assert len(work) == 256 and not len(make_merges([work.items]).queries)
 
