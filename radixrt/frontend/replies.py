@@ -17,6 +17,8 @@ from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, R
 from radixrt.messages import Delta, TokenLogprob, Usage
 from radixrt.router.tokens import Encoded, Tokenizer
 
+_random = random.Random()  # not the module's own, which a program in this process may seed
+
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
@@ -55,7 +57,7 @@ class Reply:
     part = "text_completion"
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
-        self.id = f"{self.prefix}{random.getrandbits(128):032x}"
+        self.id = f"{self.prefix}{_random.getrandbits(128):032x}"
         self.created = int(time.time())
         self.model = model
         self.session: dict[str, Any] = {}

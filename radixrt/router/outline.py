@@ -21,6 +21,7 @@ from radixrt.router.tokens import TextService
 
 LEAST_ANSWERS = 8
 """Of a list, for which an outline costs less than rendering the chat for each."""
+_WORD = re.compile(r"\S")
 
 
 class Outline(NamedTuple):
@@ -52,8 +53,10 @@ def outline(
     drops thinking, or trims what goes on.
 
     That it does is seen by marks that do not come back where they were put, and by comparing with some of the prompts
-    as they are rendered alone: the first, one in the middle, the last but one, the last of an earlier message, the last
-    before the user has spoken last, the first that goes on after white space, and the first after something else.
+    as they are rendered alone: the first, one in the middle, the last but one, the last of an earlier message and the
+    one behind it, the last before the user has spoken last, the first that begins a message, and the first that goes on
+    after white space alone, after white space behind words, and after a word. A template that tells other messages
+    apart by what they say is not found out: then what it writes is right, but cut into tokens in other places.
     """
     if sum(isinstance(one, SaidAnswer | SaidChoice) for one in said) < LEAST_ANSWERS:
         return None
@@ -133,15 +136,17 @@ class _Chat(NamedTuple):
         *others, last = self.answers
         roles = [message["role"] for message in self.messages[: last.message]]
         user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else 0
-        before = [sum(one.message < message for one in others) - 1 for message in (last.message, user)]
-        spaced, other = (
-            next((at for at, one in enumerate(others) if one.offset and self._spaced(one) == kind), 0)
-            for kind in (True, False)
-        )
-        return {0, len(others) // 2, len(others) - 1, spaced, other, *(max(0, at) for at in before)}
+        begins, spoken = (sum(one.message < message for one in others) for message in (last.message, user))
+        kinds = {self._kind(one): at for at, one in reversed(list(enumerate(others)))}
+        most = len(others) - 1
+        return {0, len(others) // 2, most, *kinds.values(), min(begins, most), max(0, begins - 1), max(0, spoken - 1)}
 
-    def _spaced(self, answer: _Answer) -> bool:
-        return self.messages[answer.message]["content"][answer.offset - 1].isspace()
+    def _kind(self, answer: _Answer) -> tuple[bool, ...]:
+        """Whether its message says anything before it but white space, and white space last; () if nothing at all."""
+        if not answer.offset:
+            return ()
+        content = self.messages[answer.message]["content"]
+        return _WORD.search(content, 0, answer.offset) is not None, content[answer.offset - 1].isspace()
 
 
 def _with_marks(content: str, marks: Iterable[tuple[int, str]]) -> str:
