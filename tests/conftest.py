@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import interpreter  # noqa: E402  (torch reads the environment when imported)
 
 interpreter.prepare()
+
+# How long an example takes says something of the machine, and the first text of all makes Hypothesis' own tables.
+settings.register_profile("radixrt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("radixrt")
 
 
 @pytest.fixture(scope="session")

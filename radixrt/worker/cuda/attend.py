@@ -302,7 +302,7 @@ MOST_PROGRAMS = 32
 """That a multiprocessor runs at once (same)."""
 
 
-PROGRAMS = 32
+PROGRAMS = 12
 """Where there is no GPU."""
 
 

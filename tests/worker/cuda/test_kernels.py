@@ -173,11 +173,11 @@ SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
     ("kv_dtype", "window", "heads", "kv_heads", "dim", "page_size"),
     [
         ("float32", None, 8, 2, 16, 1),
-        ("float32", 25, 14, 2, 24, 4),
+        pytest.param("float32", 25, 14, 2, 24, 4, marks=pytest.mark.slow),
         ("bfloat16", None, 8, 2, 16, 1),
         ("fp8_e4m3", None, 4, 4, 32, 16),
         ("fp8_e4m3", 25, 8, 2, 16, 1),
-        ("fp8_e5m2", None, 16, 1, 16, 1),
+        pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
     ],
 )
 def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
