@@ -42,8 +42,8 @@ class Tiling:
     """How a kernel wants its work: at most `queries` a tile, parts in multiples of `keys`, evenly for `programs`, each
     of which gets `shortest` keys at least.
 
-    With `single`, each part has a program of its own, and tiles are cut in parts of about the same length: a kernel
-    without the loop over items is faster by up to a sixth where all have much to do (bench/results). With `fixed`, too,
+    With `single`, each part has a program of its own, and tiles are cut in parts of about the same length: without the
+    loop over items the kernel has registers to spare, and large chunks take it a sixth less time. With `fixed`, too,
     and parts are the same whatever the batch is, keys 0 to `fixed` and so on."""
 
     queries: int

@@ -196,13 +196,13 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
     shape = Shape(heads, kv_heads, dim, page_size)
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
-    for variant, chosen, processors in (
+    for variant, chosen, programs in (
         (Variant(64, 16, 4, 2), np.flatnonzero(plan.counts > 1), 132),
         (Variant(64, 32, 4, 1), np.flatnonzero(plan.counts > 1), 1),
-        (Variant(16, 16, 2, 2), np.flatnonzero(plan.counts == 1), 132),
+        (Variant(16, 16, 2, 2), np.flatnonzero(plan.counts == 1), 2 * kv_heads),  # some items a program
     ):
         decode = variant.rows == 16
-        cut = tiling(variant, shape, processors, single=not decode)
+        cut = tiling(variant, shape, programs, single=not decode)
         mine = [int(plan.counts[:i].sum()) + j for i in chosen for j in range(plan.counts[i])]
         counts = plan.counts[chosen]
         first = 2 + np.cumsum(counts) - counts

@@ -95,6 +95,8 @@ def test_cuts_fill_the_chip():
     for queries, keys, parts in ((256, 16384, 2), (64, 8192, 4), (128, 4096, 4), (8192, 16384, 1)):
         goal, _ = chip.cut(np.array([queries]), np.array([keys]))
         assert -(-keys // goal) == parts, (queries, keys, goal)
+    goal, _ = Chip(1, 1000).cut(np.array([1]), np.array([2000]))
+    assert goal == 667, "three parts: a fourth would be too short"
     trunks = Trunks(chip, 1 << 17)
     assert trunks.goal(np.array([256]), np.array([16384])) == 8192
     assert trunks.goal(np.array([64]), np.array([8192])) == 0, "gathering costs more"

@@ -63,6 +63,7 @@ def test_every_key_once(tokens, window, queries, items, how):
     found = reads([work.items], make_merges([work.items]), None)
     assert (how or len(work) <= tiling.most_items(len(tiles))) and ends[-1] == len(work) - 1
     assert (work.starts is None) == bool(how)
+    assert (work.items[:, 4] <= work.items[:, 5] + work.items[:, 1]).all(), "no key lies after its tile"
     query = 5
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
         for position in range(start, start + count):
