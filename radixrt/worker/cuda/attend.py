@@ -20,7 +20,6 @@ from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
 def _attend_item(
     item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -99,6 +98,11 @@ def _attend_item(
         tl.store(lse_ptr + spot, lse, mask=real)
 
 
+# In a loop over items it would take more registers than a warp has; where there is no loop, a call would.
+_inlined_item = triton.jit(_attend_item)
+_called_item = triton.jit(_attend_item, noinline=True)
+
+
 @triton.jit
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
@@ -111,16 +115,15 @@ def _attend_kernel(
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     if SINGLE:
-        _attend_item(
+        _inlined_item(
             items_ptr + program * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
             lse_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, QUERIES, ROWS, KEYS,
             WIDTH, HALF_TYPE, STAGES,
         )  # fmt: skip
     else:
-        # Nothing of an item is kept in registers beside the keys: a warp has none to spare.
         first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
-        for number in tl.range(first, last, num_stages=1, disable_licm=True):
-            _attend_item(
+        for number in tl.range(first, last, num_stages=1):
+            _called_item(
                 items_ptr + number * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
                 lse_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, QUERIES, ROWS,
                 KEYS, WIDTH, HALF_TYPE, STAGES,

@@ -81,23 +81,23 @@ class ChunkPlanner:
         flashinfer = self._flashinfer
         assert flashinfer is not None
         steps: list[ChunkStep] = []
-        left = np.arange(len(chunks))
+        left = np.ones(len(chunks), dtype=bool)
         plain = self._windows == {None}
         if self._shares and plain:
             requests = plan.requests[len(plan.requests) - len(chunks) :]
             paths = [path_before(r.lease.path(), p) for r, p in zip(requests, chunks.starts.tolist(), strict=True)]
             if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens):
                 steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))
-                left = np.setdiff1d(left, shared.chosen)
+                left[shared.chosen] = False
         keys = chunks.starts.astype(np.int64) + chunks.counts
         long = ((chunks.counts >= LONG_QUERIES) | (chunks.counts * keys >= LONG_PAIRS)) & (keys <= flashinfer.tokens)
-        long = left[long[left]]
-        if len(long):
-            part = chunks.take(long)
+        long &= left
+        if long.any():
+            part = chunks.take(np.flatnonzero(long))
             # A second SegmentStep would need wrappers of its own, and what is shared fills the chip already.
             alone = cut_alone(part, self._chip, flashinfer.tokens) if plain and not steps else None
             if alone is not None:
                 steps.append(SegmentStep(part, alone, packer, flashinfer, parity, self._shape))
             else:
                 steps.append(RaggedStep(part, self._windows, packer, flashinfer, parity, self._shape.page_size))
-        return steps, np.setdiff1d(left, long)
+        return steps, np.flatnonzero(left & ~long)

@@ -31,31 +31,24 @@ def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: 
 
 
 @triton.jit
-def _norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(x_ptr, weight_ptr, out_ptr, eps, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
     inside = i < size
     x = tl.load(x_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + at + i, rounded, mask=inside)
-        x = rounded.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     x = x.to(out_ptr.dtype.element_ty).to(tl.float32) * weight
     tl.store(out_ptr + at + i, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """RMSNorm of x[T, H]; with `residual`[T, H] of the sum, which is left in `residual`."""
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of x[T, H]."""
     out = torch.empty_like(x)
     rows, size = x.shape
     block = triton.next_power_of_2(size)
     warps = max(1, min(8, block // 512))
-    _norm_kernel[(rows,)](
-        x, x if residual is None else residual, weight, out, eps, size, residual is not None, block, num_warps=warps
-    )
+    _norm_kernel[(rows,)](x, weight, out, eps, size, block, num_warps=warps)
     return out
 
 

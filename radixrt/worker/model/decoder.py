@@ -25,10 +25,8 @@ _ACTIVATIONS = {
 class Ops(Protocol):
     """What is fused on a GPU (`cuda.kernels`), and here in plain torch."""
 
-    def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """RMSNorm of x[T, H]; with `residual`[T, H] of the sum, which is left in `residual`."""
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm of x[T, H]."""
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """act(first half) * second half of x[T, 2 I]: [T, I]."""
@@ -38,10 +36,8 @@ class TorchOps:
     """The reference of what is fused."""
 
     @staticmethod
-    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm (arXiv 1910.07467) in float32, over the last dimension."""
-        if residual is not None:
-            x = residual.add_(x)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
@@ -87,8 +83,9 @@ class Mlp:
     down: Linear
     activation: str
 
-    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        return self.down(ops.gate(self.gate_up(x), self.activation))
+    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+        """Add what it makes of x[T, hidden] to residual[T, hidden], in place."""
+        self.down.add(ops.gate(self.gate_up(x), self.activation), residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +148,11 @@ class Decoder:
         turn = positions[:, None, None].float() * self._angles
         cos = (turn.cos() * self._rope_factor).to(residual.dtype)
         sin = (turn.sin() * self._rope_factor).to(residual.dtype)
-        x = ops.norm(residual, self._layers[0].attention_norm, eps)
         for number, layer in enumerate(self._layers):
-            if number:
-                x = ops.norm(x, layer.attention_norm, eps, residual)
-            heads = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
-            x = attend(number, Heads(heads, self.spec.num_heads, layer.head_norms, eps, cos, sin))
+            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, eps)).view(len(residual), -1, self.spec.head_dim)
+            x = attend(number, Heads(qkv, self.spec.num_heads, layer.head_norms, eps, cos, sin))
             if number < len(self._layers) - 1:
-                x = self._after_attention(layer, x, residual)
+                self._after_attention(layer, x, residual)
         return x, residual
 
     def finish(
@@ -173,12 +167,12 @@ class Decoder:
             if not len(wanted):
                 return torch.empty((0, self.spec.vocab_size), device=x.device)
             x, residual = x[wanted], residual[wanted]
-        x = self._after_attention(self._layers[-1], x, residual)
-        return self._logits(self._ops.norm(x, self._norm, self.spec.norm_eps, residual), out)
+        self._after_attention(self._layers[-1], x, residual)
+        return self._logits(self._ops.norm(residual, self._norm, self.spec.norm_eps), out)
 
-    def _after_attention(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        x = self._ops.norm(layer.output(x.flatten(1)), layer.mlp_norm, self.spec.norm_eps, residual)
-        return layer.mlp(x, self._ops)
+    def _after_attention(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> None:
+        layer.output.add(x.flatten(1), residual)
+        layer.mlp.add(self._ops.norm(residual, layer.mlp_norm, self.spec.norm_eps), residual, self._ops)
 
     def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:

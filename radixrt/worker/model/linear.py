@@ -29,6 +29,13 @@ class Linear:
         tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
         return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add the result to residual[T, out], in place: a sum that the product takes on, and that is rounded once."""
+        if self.batch_invariant or self.bias is not None:
+            residual.add_(self(x))
+        else:
+            residual.addmm_(x, self.weight.t())
+
 
 def stack(parts: list[torch.Tensor]) -> torch.Tensor:
     """Rows of all parts as one matrix; the parts are used up, so that no more than one matrix is held twice."""

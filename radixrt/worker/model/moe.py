@@ -30,7 +30,8 @@ class Experts:
     activation: str
     batch_invariant: bool
 
-    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+        """Add what they make of x[T, hidden] to residual[T, hidden], in place."""
         weights, experts = self._route(x)
         order = experts.flatten().argsort(stable=True)
         rows = order // self.chosen
@@ -41,7 +42,7 @@ class Experts:
         else:
             found = self._one_by_one(x[rows], count, ops)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return (found[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1)
+        residual.add_((found[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, int64 numbers) of each token's experts, the likeliest first, both [T, chosen]."""

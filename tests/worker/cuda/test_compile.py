@@ -32,7 +32,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
 
 
 f, i = "fp32", "i32"
-build(kernels._norm_kernel, ["*bf16"] * 4, {"eps": f, "size": i}, {"ADD": True, "BLOCK": 4096})
+build(kernels._norm_kernel, ["*bf16"] * 3, {"eps": f, "size": i}, {"BLOCK": 4096})
 build(kernels._gate_kernel, ["*bf16"] * 2, {"size": i}, {"ACTIVATION": 1, "BLOCK": 2048})
 scales = {"eps": f, "k_scale": f, "v_scale": f}
 heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16}
