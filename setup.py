@@ -20,7 +20,12 @@ TREE = "radixrt/tree/"
 setup(
     ext_modules=[
         extension(
-            "radixrt.tree._radix", TREE + "module.cpp", TREE + "structure.h", TREE + "cache.h", TREE + "owners.h"
+            "radixrt.tree._radix",
+            TREE + "module.cpp",
+            TREE + "structure.h",
+            TREE + "cache.h",
+            TREE + "owners.h",
+            TREE + "align.h",
         ),
         extension("radixrt.router.tokens._ids", "radixrt/router/tokens/ids.cpp"),
     ],

@@ -18,7 +18,7 @@ import pytest
 from radixrt import wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import LocalStack, Stack, StartError
+from radixrt.launch import LocalStack, Stack, StartError, start_child
 from radixrt.messages import Cancel, Generate, Origin, Sampling, TokenPrompt
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
@@ -237,6 +237,26 @@ def test_a_worker_may_join_and_leave(folder):
         finally:
             process.kill()
             process.wait()
+
+
+def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):
+    """kill -9: the worker joins the next router by itself, without its requests and with what is cached."""
+    prompt = prompts(1, 200, 200, seed=3)[0]
+    with stack_of(config(folder, 1)) as running:
+        with Client(running._client_address) as client:
+            before = client.generate(prompt, GREEDY).token_ids
+            lasting = Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True)
+            next(client.stream(prompt[:50], lasting))
+            running._children[0].process.kill()
+            running._children[0].process.communicate()
+        running._children[0] = start_child("router", "router", running._config.router)
+        with Client(running._client_address) as client:
+            wait_for(lambda: len(client.health()["workers"]) == 1)
+            wait_for(lambda: client.health()["workers"][0]["running"] == 0)
+            after = client.generate(prompt, GREEDY)
+            assert after.token_ids == before
+            assert after.usage.cached_tokens == len(prompt) - 1
+            assert client.health()["counters"]["snapshots"] >= 1, "the index learned what is cached"
 
 
 @contextmanager

@@ -27,7 +27,10 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 def header(request: Request, name: bytes) -> str:
     """The first value of a header, whose name is in small letters; "" without one."""
-    return next((value.decode("latin-1") for key, value in request.scope["headers"] if key == name), "")
+    for key, value in request.scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return ""
 
 
 def key_of(request: Request) -> str:

@@ -102,7 +102,9 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
 
     def constraint(self) -> Constraint | None:
         """What the text must be."""
-        return structured.constraint({name: getattr(self, name) for name in structured.FIELDS})
+        values = zip(structured.FIELDS, _structured(self), strict=True)
+        asked = {name: value for name, value in values if value is not None}
+        return structured.constraint(asked) if asked else None
 
     def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
         if any(unserved := _unserved(self)):
@@ -124,6 +126,7 @@ _PLAIN = (
 _SAMPLING = [{"include_stop_str_in_output": "include_stop"}.get(name, name) for name in _PLAIN]
 """How a Sampling calls them."""
 _plain, _unserved = operator.attrgetter(*_PLAIN), operator.attrgetter(*UNSERVED)
+_structured = operator.attrgetter(*structured.FIELDS)
 
 
 class Completion(Common, kw_only=True):

@@ -77,6 +77,7 @@ from radixrt.messages.worker import (
     Stored,
     ToRouter,
     ToWorker,
+    Unknown,
     Unpin,
 )
 
@@ -141,6 +142,7 @@ __all__ = [
     "Tokens",
     "TurnBegins",
     "TurnEnds",
+    "Unknown",
     "Unpin",
     "Usage",
 ]

@@ -51,11 +51,15 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
     """Send the whole tree as events (a Cleared, then Stored): the index has missed some."""
 
 
+class Unknown(msgspec.Struct, tag="unknown"):
+    """The router does not know who this is: it has started anew, or forgotten the worker. Register again."""
+
+
 class Stop(msgspec.Struct, tag="stop"):
     """Finish nothing more and exit."""
 
 
-ToWorker = Run | Abort | Snapshot | Stop | Pin | Unpin
+ToWorker = Run | Abort | Snapshot | Unknown | Stop | Pin | Unpin
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -117,7 +121,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
-    """First message of a worker. `name` is unique; a second Register of a name replaces the first."""
+    """First message of a worker, and again when it is Unknown. `name` is unique; a second Register of a name replaces
+    the first, whose runs are dropped."""
 
     name: str
     model: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -81,6 +82,7 @@ _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 SUMMED = ("evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens")
 """Counters of a Load."""
+_summed = operator.attrgetter(*SUMMED)
 
 
 @dataclass(slots=True)
@@ -98,8 +100,9 @@ class WorkerState:
 
     def update(self, load: Load) -> None:
         before, self.load = self.load, load
-        for name in SUMMED:
-            setattr(self, name, getattr(self, name) + _gained(getattr(load, name), getattr(before, name)))
+        for name, now, then in zip(SUMMED, _summed(load), _summed(before), strict=True):
+            if now != then:
+                setattr(self, name, getattr(self, name) + _gained(now, then))
 
     def to_json(self) -> dict[str, Any]:
         load = self.load
@@ -162,20 +165,20 @@ class Report:
         origin: Origin,
         worker: str,
         page_size: int,
-        ids: bytes,
-        prompt_tokens: int,
+        prompt: bytes,
+        generated: bytes,
         reusable_tokens: int,
         cached_tokens: int,
         bound_tokens: int,
         predicted_tokens: int,
         best_tokens: int,
     ) -> None:
-        """A sequence ended. `ids` are prompt and output, whose last token was drawn but not computed; `bound_tokens` is
-        what `arrived` said; when it was placed, the index said that its worker held `predicted_tokens` and that no
+        """A sequence ended. Of the ids `generated` the last one was drawn but not computed; `bound_tokens` is what
+        `arrived` said; when it was placed, the index said that its worker held `predicted_tokens` and that no
         worker held more than `best_tokens`."""
-        generated = len(ids) // TOKEN_BYTES - prompt_tokens
-        if generated > 1:  # else it is the prompt, which is remembered
-            self._remember(namespace, ids[:-TOKEN_BYTES])
+        prompt_tokens = len(prompt) // TOKEN_BYTES
+        if len(generated) > TOKEN_BYTES:  # else it is the prompt, which is remembered
+            self._remember(namespace, prompt + generated[:-TOKEN_BYTES])
         misses = explain(
             prompt=prompt_tokens,
             hit=cached_tokens,
@@ -188,7 +191,7 @@ class Report:
         self._tallies[self._place(tenant, origin, worker)].add(
             prompt=prompt_tokens,
             hit=cached_tokens,
-            generated=generated,
+            generated=len(generated) // TOKEN_BYTES,
             predicted=predicted_tokens,
             misses=misses,
         )

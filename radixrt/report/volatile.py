@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from radixrt.tree import RadixTree, common_length
+from radixrt.tree import RadixTree, common_length, realigned
 
 Decode = Callable[[bytes], str]
 TOKEN_BYTES = 4
@@ -119,11 +119,11 @@ class Volatile:
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(key)
         before = max(0, known - MOST_SPAN)
-        common = ids[: before * TOKEN_BYTES]
         for at, kind in enumerate(kinds):
-            if ids.startswith(kind.head):  # it has grown
+            same = common_length(kind.head, ids)
+            if same * TOKEN_BYTES == len(kind.head):  # it has grown
                 return
-            if kind.head.startswith(common) and (changes := aligned(kind.head, ids, before)):
+            if same >= before and (changes := aligned(kind.head, ids, same)):
                 kinds.insert(0, kinds.pop(at))
                 self._count(namespace, kind, ids, changes, known)
                 return
@@ -184,49 +184,22 @@ def has_salt(namespace: str) -> bool:
 
 def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
     """Where two prompts differ that agree for long behind it; nothing if they do not, or not at all. Their first `same`
-    tokens are known to agree; only the first HEAD tokens are looked at."""
+    tokens agree, and no more; only the first HEAD tokens are looked at."""
     changes: list[Change] = []
     agreed, at, to = 0, same, same
-    while len(changes) <= MOST_SPANS:
-        length = _common(old, new, at, to)
-        agreed += length if changes else 0
-        at, to = at + length, to + length
-        if max(at, to) > NEAR or (found := _realigned(old, new, at, to)) is None:
-            break
+    while max(at, to) <= NEAR and (found := realigned(old, new, at, to, MOST_SPAN, ANCHOR, LEAST_SAME)) is not None:
         changes.append(Change(at, found[0], to, found[1]))
         at, to = found
+        if len(changes) > MOST_SPANS:
+            break
+        length = _common(old, new, at, to)
+        agreed, at, to = agreed + length, at + length, to + length
     return changes if agreed >= LONG else []
 
 
 def _common(old: bytes, new: bytes, at: int, to: int) -> int:
     """How many tokens are the same from `at` and `to` on, up to token HEAD of `new`."""
     return common_length(memoryview(old)[at * TOKEN_BYTES :], memoryview(new)[to * TOKEN_BYTES : HEAD * TOKEN_BYTES])
-
-
-def _realigned(old: bytes, new: bytes, at: int, to: int) -> tuple[int, int] | None:
-    """Where both go on alike, of which token `at` of one and `to` of the other differ."""
-    limit = (at + 2 * MOST_SPAN + ANCHOR) * TOKEN_BYTES
-    size = (ANCHOR + LEAST_SAME) * TOKEN_BYTES
-    for skipped in (1, 16, 48, MOST_SPAN):
-        begin = (to + skipped) * TOKEN_BYTES
-        anchor = new[begin : begin + ANCHOR * TOKEN_BYTES]
-        found = old.find(anchor, at * TOKEN_BYTES, limit)
-        while found >= 0 and found % TOKEN_BYTES:
-            found = old.find(anchor, found + 1, limit)
-        if found < 0 or len(anchor) < ANCHOR * TOKEN_BYTES:
-            continue
-        if len(new) >= begin + size and old[found : found + size] == new[begin : begin + size]:
-            ends = _begin(old, new, at, to, found // TOKEN_BYTES, to + skipped)
-            return ends if ends[0] - at <= MOST_SPAN else None
-    return None
-
-
-def _begin(old: bytes, new: bytes, at: int, to: int, old_end: int, new_end: int) -> tuple[int, int]:
-    """The first tokens of what is the same before `old_end` and `new_end`."""
-    one, other = memoryview(old).cast("i"), memoryview(new).cast("i")
-    while old_end > at and new_end > to and one[old_end - 1] == other[new_end - 1]:
-        old_end, new_end = old_end - 1, new_end - 1
-    return old_end, new_end
 
 
 def _text(kind: Kind, span: Span, decode: Decode) -> dict[str, Any]:

@@ -69,13 +69,14 @@ class Admission:
         return request
 
     def _model(self, name: str) -> str:
-        served = self._members.models()
-        if default := self._config.served_model_name:
-            served.add(default)
+        default = self._config.served_model_name
+        if default and name in ("", default):
+            return default
+        served = self._members.models() | ({default} if default else set())
         if not served:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
-            return default or min(served)
+            return min(served)
         if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name

@@ -186,14 +186,14 @@ class RouterCore:
     # ------------------------------------------------------------ workers
 
     def register(self, info: Register, now: float) -> list[Effect]:
-        """A worker joins. The same name with another pid is a new life of it; with the same pid it starts over."""
+        """A worker joins. The same name with another pid is a new life of it; with the same pid, its cache lives on."""
         before = self.members.get(info.name)
-        if before is not None and before.info.pid == info.pid:
-            before.info, before.heard = info, now
-            return self._ask_snapshot(before)
+        again = before is not None and before.info.pid == info.pid
         orphans = self._remove(info.name, may_return=False)
-        self.index.add_worker(self.members.join(info, now).number, fresh=True)
-        return self._redispatch(orphans, now) + self._dispatch_waiting(now)
+        member = self.members.join(info, now)
+        self.index.add_worker(member.number, fresh=not again)
+        effects = self._ask_snapshot(member) if again else []
+        return effects + self._redispatch(orphans, now) + self._dispatch_waiting(now)
 
     def heartbeat(self, name: str, now: float) -> list[Effect]:
         member = self.members.get(name)
@@ -279,11 +279,12 @@ class RouterCore:
         """The worker, the hit expected there, and the best hit of any worker, in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
         held = self.index.match(run.request.namespace, ids)
-        candidates = []
-        for number, member in fits.items():
-            page = member.info.page_size
-            candidates.append(member.candidate(min(held.get(number, 0), limit) // page * page))
+        hits = {n: min(held.get(n, 0), limit) // m.info.page_size * m.info.page_size for n, m in fits.items()}
         group = run.request.group
+        if len(fits) == 1 and group is None:  # there is nothing to choose
+            ((number, hit),) = hits.items()
+            return fits[number], hit, hit
+        candidates = [member.candidate(hits[number]) for number, member in fits.items()]
         if group is not None:
             candidates = [group.seen(candidate) for candidate in candidates]
         best, _ = placement.place(tokens, candidates)
@@ -320,11 +321,11 @@ class RouterCore:
     def _finish(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
         request = run.request
         usage = run.usage()
+        if request.scores and request.open == 1:
+            others.append(Reply(request.client, request.scored()))
         self._close(run)
         self.counters.finished += not request.open
         if request.scores:
-            if request.open == 0:
-                others.append(Reply(request.client, request.scored()))
             return
         fresh = array("i", output.tokens) if request.stream else run.emitted
         logprobs = output.logprobs if request.stream else run.logprobs
@@ -354,6 +355,7 @@ class RouterCore:
             del requests[request.id]
             if not requests:
                 del self._requests[request.client]
+            request.runs = []  # they refer to it: its prompt would wait for the garbage collector
 
     def _abandon(self, requests: list[Request]) -> list[Effect]:
         """Close every open run of `requests` and tell their workers, one Abort each."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixrt import wire
-from radixrt.messages import ClientReply, Error
+from radixrt.messages import ClientReply, Error, Unknown
 
 log = logging.getLogger("radixrt.router")
 
 MOST_ORDERS = 4
 """For workers, sent together: to wake ZMQ's thread for each message costs more than all else about it, on both sides.
 The first of a turn of the event loop goes at once, the others wait for its end, but for no more than so many."""
+
+
+MOST_REFUSED = 256
+"""Workers that are known to have been told that they are unknown; others are told again."""
 
 
 class WorkerLinks:
@@ -28,6 +34,7 @@ class WorkerLinks:
         self._names: dict[bytes, str] = {}
         self._waiting: list[tuple[str, bytes]] | None = None
         """Messages to the worker called so; None before the first of a turn."""
+        self._refused: deque[bytes] = deque(maxlen=MOST_REFUSED)
 
     def name(self, identity: bytes) -> str | None:
         """Of the worker at an identity."""
@@ -36,6 +43,8 @@ class WorkerLinks:
     def bind(self, name: str, identity: bytes) -> None:
         """A worker called so is at an identity from now on."""
         self.unbind(name)
+        if identity in self._refused:
+            self._refused.remove(identity)
         self._identities[name], self._names[identity] = identity, name
 
     def unbind(self, name: str) -> None:
@@ -43,6 +52,14 @@ class WorkerLinks:
         if (identity := self._identities.pop(name, None)) is not None:
             self._names.pop(identity, None)
             self._waiting = self._waiting and [one for one in self._waiting if one[0] != name]
+
+    def refuse(self, identity: bytes) -> None:
+        """Tell a worker that nobody here knows it, once."""
+        if identity in self._refused:
+            return
+        self._refused.append(identity)
+        with contextlib.suppress(wire.PeerGone):
+            self._socket.send(identity, wire.encode(Unknown()))
 
     def send(self, name: str, message: Any) -> list[str]:
         """A message to a worker, with others of this turn. Those that cannot be reached, by name."""

@@ -358,7 +358,10 @@ class RouterServer:
         now = self._now()
         match message:
             case StepDone():
-                if name := self._workers.name(identity):
+                name = self._workers.name(identity)
+                if name is None or not self.core.members.known(name):
+                    self._workers.refuse(identity)
+                else:
                     self._perform(self.core.step(name, message, now))
             case Heartbeat():
                 self._perform(self.core.heartbeat(message.name, now))

@@ -81,6 +81,10 @@ class Members:
     def get(self, name: str) -> Member | None:
         return self._serving.get(name)
 
+    def known(self, name: str) -> bool:
+        """Whether it serves, or may come back."""
+        return name in self._serving or name in self._lost
+
     def lost(self, name: str) -> Member | None:
         return self._lost.get(name)
 

@@ -82,6 +82,8 @@ class _Choice:
     """None for a stream: each delta leaves at once."""
     said: _Said | None
     """Of an answer that is to be kept."""
+    is_plain: bool
+    """A stream, in which nothing is looked for and that is not kept."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class TextStreams:
                 TextStream(self._service, request.sampling),
                 Delta(request.id, index) if gather else None,
                 _Said([], []) if keep else None,
+                not (keep or request.sampling.stop),
             )
             for index in range(request.n)
         ]
@@ -148,6 +151,11 @@ class TextStreams:
                 items.append(delta)
                 continue
             choice = request.choices[delta.index]
+            if choice.is_plain and delta.finish is None:
+                delta.text = choice.text.take(delta)
+                if delta.text or delta.ids:
+                    items.append(delta)
+                continue
             effects += self._add_text(client, choice, delta)
             if request.keep is not None and choice.said is not None:
                 _keep(request.keep, choice.said, delta)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 
@@ -36,42 +38,60 @@ class Refused(FieldError):
         return Error(request_id, self.code, str(self), self.field, self.retry_after)
 
 
-def _require(holds: bool, field: str, message: str) -> None:
-    if not holds:
-        raise Refused(field, f"{field} {message}")
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
+def _refuse(field: str, message: str) -> NoReturn:
+    raise Refused(field, f"{field} {message}")
 
 
 def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
-    """Refused (400) unless every field is in range. `vocab_size` 0: token ids are only checked to be >= 0."""
+    """Refused (400) unless every field is in range. `vocab_size` 0: token ids are only checked to be >= 0.
+
+    Written so that NaN is out of every range."""
     s = sampling
-    _require(s.max_tokens is None or s.max_tokens >= 0, "max_tokens", "must be at least 0")
-    _require(0 <= s.min_tokens <= MAX_NUMBER, "min_tokens", f"must be in [0, {MAX_NUMBER}]")
-    _require(s.max_tokens is None or s.min_tokens <= s.max_tokens, "min_tokens", "must not exceed max_tokens")
-    _require(s.temperature >= 0 and _finite(s.temperature), "temperature", "must be at least 0 and finite")
-    _require(0 < s.top_p <= 1, "top_p", "must be in (0, 1]")
-    _require(-1 <= s.top_k <= MAX_NUMBER, "top_k", f"must be in [1, {MAX_NUMBER}]; 0 and -1 switch it off")
-    _require(0 <= s.min_p <= 1, "min_p", "must be in [0, 1]")
-    _require(s.repetition_penalty > 0 and _finite(s.repetition_penalty), "repetition_penalty", "must be above 0")
-    _require(-2 <= s.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")
-    _require(-2 <= s.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]")
-    _require(s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, "logprobs", f"must be in [0, {MAX_LOGPROBS}]")
+    if s.max_tokens is not None and s.max_tokens < 0:
+        _refuse("max_tokens", "must be at least 0")
+    if not 0 <= s.min_tokens <= MAX_NUMBER:
+        _refuse("min_tokens", f"must be in [0, {MAX_NUMBER}]")
+    if s.max_tokens is not None and s.min_tokens > s.max_tokens:
+        _refuse("min_tokens", "must not exceed max_tokens")
+    if not 0 <= s.temperature < math.inf:
+        _refuse("temperature", "must be at least 0 and finite")
+    if not 0 < s.top_p <= 1:
+        _refuse("top_p", "must be in (0, 1]")
+    if not -1 <= s.top_k <= MAX_NUMBER:
+        _refuse("top_k", f"must be in [1, {MAX_NUMBER}]; 0 and -1 switch it off")
+    if not 0 <= s.min_p <= 1:
+        _refuse("min_p", "must be in [0, 1]")
+    if not 0 < s.repetition_penalty < math.inf:
+        _refuse("repetition_penalty", "must be above 0")
+    if not -2 <= s.presence_penalty <= 2:
+        _refuse("presence_penalty", "must be in [-2, 2]")
+    if not -2 <= s.frequency_penalty <= 2:
+        _refuse("frequency_penalty", "must be in [-2, 2]")
+    if s.logprobs is not None and not 0 <= s.logprobs <= MAX_LOGPROBS:
+        _refuse("logprobs", f"must be in [0, {MAX_LOGPROBS}]")
     if s.stop:
-        _require(len(s.stop) <= MAX_STOPS, "stop", f"may have {MAX_STOPS} strings at most")
-        _require(all(s.stop), "stop", "must not hold an empty string")
-        _require(max(map(len, s.stop)) <= MAX_STOP_CHARS, "stop", f"strings may have {MAX_STOP_CHARS} characters")
+        _check_stops(s.stop)
     if s.stop_token_ids:
-        _require(len(s.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"may have {MAX_STOPS} ids at most")
+        if len(s.stop_token_ids) > MAX_STOPS:
+            _refuse("stop_token_ids", f"may have {MAX_STOPS} ids at most")
         _check_ids(min(s.stop_token_ids), max(s.stop_token_ids), "stop_token_ids", vocab_size)
     if s.logit_bias:
-        _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"may have {MAX_BIASES} entries at most")
+        if len(s.logit_bias) > MAX_BIASES:
+            _refuse("logit_bias", f"may have {MAX_BIASES} entries at most")
         _check_ids(min(s.logit_bias), max(s.logit_bias), "logit_bias", vocab_size)
-        _require(all(-100 <= b <= 100 for b in s.logit_bias.values()), "logit_bias", "must be in [-100, 100]")
+        if not all(-100 <= b <= 100 for b in s.logit_bias.values()):
+            _refuse("logit_bias", "must be in [-100, 100]")
     if s.grammar is not None:
         _check_grammar(s.grammar)
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
+        _refuse("stop", f"may have {MAX_STOPS} strings at most")
+    if not all(stops):
+        _refuse("stop", "must not hold an empty string")
+    if max(map(len, stops)) > MAX_STOP_CHARS:
+        _refuse("stop", f"strings may have {MAX_STOP_CHARS} characters")
 
 
 def _check_grammar(grammar: Grammar) -> None:
@@ -104,15 +124,19 @@ def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
 
 def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:
     """Refused (400) unless there are few, and each is of tokens of the prompt and for at most an hour."""
-    _require(len(pins) <= MAX_PINS, "pin", f"may have {MAX_PINS} entries at most")
+    if len(pins) > MAX_PINS:
+        _refuse("pin", f"may have {MAX_PINS} entries at most")
     for tokens, seconds in pins:
-        _require(0 < tokens <= prompt_tokens, "pin", f"must be of 1 to {prompt_tokens} tokens, which the prompt has")
-        _require(0 < seconds <= MAX_PIN_SECONDS, "pin", f"must be for at most {MAX_PIN_SECONDS:.0f} seconds")
+        if not 0 < tokens <= prompt_tokens:
+            _refuse("pin", f"must be of 1 to {prompt_tokens} tokens, which the prompt has")
+        if not 0 < seconds <= MAX_PIN_SECONDS:
+            _refuse("pin", f"must be for at most {MAX_PIN_SECONDS:.0f} seconds")
 
 
 def check_choices(n: int) -> None:
     """Refused (400) unless 1 <= n <= MAX_CHOICES."""
-    _require(1 <= n <= MAX_CHOICES, "n", f"must be in [1, {MAX_CHOICES}]")
+    if not 1 <= n <= MAX_CHOICES:
+        _refuse("n", f"must be in [1, {MAX_CHOICES}]")
 
 
 def parse_api_keys(entries: list[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "align.h"
 #include "cache.h"
 #include "owners.h"
 
@@ -536,7 +537,7 @@ PyObject* tree_check(PyObject* self, PyObject*) {
   });
 }
 
-enum Figure : intptr_t { kPageSize, kTokens, kLeased, kEvictable, kNodes, kLeaves, kMemory };
+enum Figure : intptr_t { kPageSize, kTokens, kLeased, kEvictable, kNodes, kLeaves, kVersion, kMemory };
 
 PyObject* tree_figure(PyObject* self, void* which) {
   return guarded([&]() -> PyObject* {
@@ -548,6 +549,7 @@ PyObject* tree_figure(PyObject* self, void* which) {
       case kEvictable: return PyLong_FromSize_t(cache->tree.tokens - cache->leased_tokens());
       case kNodes: return PyLong_FromSize_t(cache->tree.nodes);
       case kLeaves: return PyLong_FromSize_t(cache->leaves());
+      case kVersion: return PyLong_FromUnsignedLongLong(cache->version);
       default: return PyLong_FromSize_t(cache->tree.memory_bytes());
     }
   });
@@ -697,6 +699,7 @@ PyGetSetDef tree_getset[] = {
     {"evictable_tokens", tree_figure, nullptr, "Tokens that evict could free.", figure(kEvictable)},
     {"nodes", tree_figure, nullptr, "Nodes, roots not counted.", figure(kNodes)},
     {"leaves", tree_figure, nullptr, "Nodes without children; walks the tree.", figure(kLeaves)},
+    {"version", tree_figure, nullptr, "While it is the same, a match of the same tokens is the same.", figure(kVersion)},
     {"memory_bytes", tree_figure, nullptr, "Bytes of nodes, tokens and values; walks the tree.", figure(kMemory)},
     {}};
 PyMethodDef tree_methods[] = {
@@ -750,8 +753,25 @@ PyObject* common_length(PyObject*, PyObject* const* given, Py_ssize_t n) {
   return PyLong_FromSize_t(radix::first_difference(one.data(), other.data(), std::min(one.size(), other.size())));
 }
 
+PyObject* realigned(PyObject*, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[7];
+  IntBuffer one, other;
+  size_t at, to, span, anchor, least;
+  if (!arguments(given, n, nullptr, 7, 7, nullptr, args) || !one.load(args[0], "one") || !other.load(args[1], "other") ||
+      !load_count(args[2], "at", &at) || !load_count(args[3], "to", &to) || !load_count(args[4], "span", &span) ||
+      !load_count(args[5], "anchor", &anchor) || !load_count(args[6], "least", &least))
+    return nullptr;
+  auto found = radix::realigned(one.data(), one.size(), other.data(), other.size(), at, to, span, anchor, least);
+  if (!found) Py_RETURN_NONE;
+  return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(found->first), static_cast<Py_ssize_t>(found->second));
+}
+
 PyMethodDef functions[] = {
     {"common_length", method(common_length), kFast, "common_length(one, other) -> int: leading tokens that are the same."},
+    {"realigned", method(realigned), kFast,
+     "realigned(one, other, at, to, span, anchor, least) -> (int, int) | None: where both go on alike, for `anchor` + `least` "
+     "tokens or more, of which token `at` of one and `to` of the other differ. `anchor` tokens of the other, 1, 16, 48 or "
+     "`span` behind `to`, are looked for in one; None if none leads to it, or one has more than `span` tokens between."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_radix", "The radix tree.", -1, functions};
 

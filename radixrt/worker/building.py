@@ -5,11 +5,38 @@ from __future__ import annotations
 import numpy as np
 
 from radixrt.worker.cache import PageCache
-from radixrt.worker.plan import Plan
+from radixrt.worker.plan import FROM_DEVICE, Plan
 from radixrt.worker.request import Request
 
 MOST_SCORED = 256
 """Tokens of prompts that are scored in a step: each takes a row of logits."""
+
+
+class Decodes:
+    """The decodes of a step: arrays by request, of which all but `positions` and `last` are the same until the batch
+    changes. Plans share them: nobody writes to them."""
+
+    __slots__ = ("last", "ones", "positions", "requests", "rows", "short_rows", "yes")
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = tuple(requests)
+        self.rows = np.array([r.row for r in requests], dtype=np.int64)
+        self.short_rows = self.rows.astype(np.int32)
+        self.ones = np.ones(len(requests), dtype=np.int32)
+        self.yes = np.ones(len(requests), dtype=bool)
+        self.positions = np.array([r.computed for r in requests], dtype=np.int64)
+        """Of the tokens to compute."""
+        self.last = np.array([FROM_DEVICE if r.pending else r.tokens[-1] for r in requests], dtype=np.int32)
+        """Their ids."""
+
+    def move_on(self) -> None:
+        """The step is planned: the tokens that it draws come next."""
+        self.positions = self.positions + 1
+        self.last = np.full(len(self.requests), FROM_DEVICE, dtype=np.int32)
+
+    def know(self, drawn: list[int]) -> None:
+        """What was drawn for them, in order, is all that there is to know."""
+        self.last = np.array(drawn[: len(self.requests)], dtype=np.int32)
 
 
 class StepBuilder:
@@ -35,11 +62,12 @@ class StepBuilder:
         """Plan `count` tokens of a request whose pages are reserved, and publish them."""
         start, stop = request.computed, request.computed + count
         slots = self.cache.row_slots(request.row, start, stop)
-        slots[: max(0, request.lease.length - start)] = 0
+        if request.lease.length > start:
+            slots[: request.lease.length - start] = 0
         self.cache.publish(request, stop)
         self.requests.append(request)
         self.counts.append(count)
-        self.tokens.append(np.array(request.tokens[start:stop], dtype=np.int32))
+        self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * 4).copy())
         self.slots.append(slots)
         last = stop == request.total
         samples = last and request.total < request.limit
@@ -48,24 +76,25 @@ class StepBuilder:
         self.scored += max(0, scored)
         self.samples.append(samples)
 
-    def build(
-        self, step: int, decoding: list[Request], rows: np.ndarray, positions: np.ndarray, last: np.ndarray
-    ) -> Plan:
+    def build(self, step: int, decodes: Decodes) -> Plan:
         """Decodes and chunks as one Plan."""
-        ones = np.ones(len(decoding), dtype=np.int32)
+        slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
         if not self.requests:
-            slots = self.cache.slots(rows, positions)
-            return Plan(step, tuple(decoding), rows.astype(np.int32), positions.astype(np.int32), ones, last, slots,
-                        ones, ones.astype(bool), self.cache.drain_writes())  # fmt: skip
+            return Plan(step, decodes.requests, decodes.short_rows, starts, decodes.ones, decodes.last, slots,
+                        decodes.ones, decodes.yes, self.cache.drain_writes())  # fmt: skip
         return Plan(
             step=step,
-            requests=(*decoding, *self.requests),
-            rows=np.array([*rows, *(r.row for r in self.requests)], dtype=np.int32),
-            starts=np.array([*positions, *(r.computed for r in self.requests)], dtype=np.int32),
-            counts=np.array([*ones, *self.counts], dtype=np.int32),
-            tokens=np.concatenate([last, *self.tokens]),
-            slots=np.concatenate([self.cache.slots(rows, positions), *self.slots]),
-            wants=np.array([*ones, *self.wants], dtype=np.int32),
-            samples=np.array([*ones, *self.samples], dtype=bool),
+            requests=(*decodes.requests, *self.requests),
+            rows=_appended(decodes.short_rows, [r.row for r in self.requests]),
+            starts=_appended(starts, [r.computed for r in self.requests]),
+            counts=_appended(decodes.ones, self.counts),
+            tokens=np.concatenate([decodes.last, *self.tokens]),
+            slots=np.concatenate([slots, *self.slots]),
+            wants=_appended(decodes.ones, self.wants),
+            samples=_appended(decodes.yes, self.samples),
             table_writes=self.cache.drain_writes(),
         )
+
+
+def _appended(decodes: np.ndarray, chunks: list[int] | list[bool]) -> np.ndarray:
+    return np.concatenate([decodes, np.array(chunks, dtype=decodes.dtype)])

@@ -128,18 +128,23 @@ class PageCache:
 
     def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Make room for one token at int64 `positions`, one a row. OutOfPages: not even without pins."""
-        index = positions // self.page_size
-        lacking = np.flatnonzero(self.held[rows] <= index)
-        if not lacking.size:
+        index = positions if self.page_size == 1 else positions // self.page_size
+        held = self.held[rows]
+        lacking = held <= index
+        count = int(np.count_nonzero(lacking))
+        if not count:
             return
-        pages = self._take(lacking.size)
-        rows, index = rows[lacking], index[lacking]
+        pages = self._take(count)
+        if count < len(rows):
+            rows, index, held = rows[lacking], index[lacking], held[lacking]
         self.table[rows, index] = pages
-        self.held[rows] += 1
+        self.held[rows] = held + 1
         self._writes.append((rows, index))
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int32 slots of `positions` of running requests; both arrays have the same shape."""
+        if self.page_size == 1:
+            return self.table[rows, positions]
         page, offset = np.divmod(positions, self.page_size)
         return self.table[rows, page] * self.page_size + offset.astype(np.int32)
 

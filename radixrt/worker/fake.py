@@ -90,27 +90,31 @@ class FakeRunner:
         """Nothing: tokens are drawn when they are asked for."""
 
     def _seconds(self, plan: Plan) -> float:
+        if not self.prefill_rate:
+            return self.decode_step
         decodes = int((plan.counts == 1).sum())
-        prefill = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
-        return prefill + self.decode_step
+        return (len(plan.tokens) - decodes) / self.prefill_rate + self.decode_step
 
     def _wait(self, plan: Plan, done_at: float, read: list[np.ndarray] | None) -> Result:
         if (rest := done_at - time.monotonic()) > 0:
             time.sleep(rest)
-        ends = np.cumsum(plan.counts)
-        last = plan.tokens[ends - 1].astype(np.int64)
-        rows = plan.rows.tolist()
-        for b in np.flatnonzero(last == FROM_DEVICE):
-            last[b] = self._drawn[rows[b]]
+        last, positions = plan.tokens, plan.starts
+        if len(plan.tokens) > len(plan.requests):
+            last, positions = last[np.cumsum(plan.counts) - 1], positions + plan.counts - 1
+        last, positions = last.astype(np.int64), positions.astype(np.int64)
+        if self.overlaps:
+            rows = plan.rows.tolist()
+            for b in np.flatnonzero(last == FROM_DEVICE):
+                last[b] = self._drawn[rows[b]]
         if read is not None:
             self._check_step(plan, last, read)
-        positions = (plan.starts + plan.counts - 1).astype(np.int64)
         drawn = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
         tokens = drawn.tolist()
-        failed = self._follow_grammars(plan, tokens)
+        serial = any(request.serial for request in plan.requests)
+        failed = self._follow_grammars(plan, tokens) if serial else {}
         if self.overlaps:
             self._drawn.update(zip(rows, tokens, strict=True))
-        return self._result(plan, tokens, failed)
+        return self._result(plan, tokens, failed) if serial else Result(tokens)
 
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
         """Put in place of tokens others that the grammars allow, ends first; why some cannot go on."""

@@ -261,8 +261,20 @@ class Worker:
                 self.cache.pins.release(message.name)
             case m.Snapshot():
                 self._snapshot_wanted = True
+            case m.Unknown():
+                self._join_again()
             case m.Stop():
                 self.stop()
+
+    def _join_again(self) -> None:
+        """The router started anew: it knows nothing of the requests here, and will learn what is cached."""
+        log.warning("the router does not know this worker, which joins again")
+        for id in [*self.scheduler.ids, *self._compiling]:
+            self.scheduler.abort(id)
+            self.cache.pins.drop(id)
+        self._compiling.clear()
+        self._refused.clear()
+        self._link.send(_encode(self._register()))
 
     def _add(self, run: m.Run) -> None:
         try:

@@ -30,6 +30,7 @@ class Request:
     arrival   tokens the worker had scheduled when it came (its age in tokens)
     place     among those that came at once: by the first of its group, then by itself
     hit       tokens the tree held when last looked, while it waits
+    seen      version of the tree then
     came      tokens it came with
     said      tokens it came with, and those reported since
     void      what steps up to this one drew for it is of no use: its grammar had forced what came there
@@ -40,7 +41,7 @@ class Request:
         "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
         "pending", "over", "serial", "draws", "next_score", "matcher",
-        "jumps", "came", "said", "void", "group", "place",
+        "jumps", "came", "said", "void", "group", "place", "seen",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -62,6 +63,7 @@ class Request:
         self.group = run.group
         self.place = (run.id, run.id)
         self.hit = 0
+        self.seen = -1
         self.cached_tokens = 0
         self.admissions = 0
         self.scores: list[float] = []
@@ -111,8 +113,9 @@ class Request:
 
     def unsaid(self) -> list[int]:
         """Tokens to report now."""
-        said, self.said = self.said, len(self.tokens)
-        return [self.tokens[-1]] if self.said == said + 1 else list(self.tokens[said:])
+        tokens, said = self.tokens, self.said
+        self.said = now = len(tokens)
+        return [tokens[-1]] if now == said + 1 else list(tokens[said:])
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, not copied; drop it before the sequence grows."""

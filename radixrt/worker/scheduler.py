@@ -24,12 +24,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from radixrt.messages import Output
-from radixrt.worker.building import StepBuilder
+from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
-from radixrt.worker.plan import FROM_DEVICE, Plan, Result
+from radixrt.worker.plan import Plan, Result
 from radixrt.worker.request import Request
 
 MOST_GROUPS = 1024
@@ -68,10 +66,8 @@ class Scheduler:
         self._clock = 0
         self._groups: dict[int, tuple[int, int]] = {}
         """When the first of each came, and its id; the latest groups."""
-        self._rows = np.zeros(0, dtype=np.int64)
-        self._lengths = np.zeros(0, dtype=np.int64)
-        self._last = np.zeros(0, dtype=np.int32)
-        self._batch_changed = True
+        self._decodes: Decodes | None = None
+        """Of `decoding`; None when that has changed."""
 
     # ------------------------------------------------------------ requests come and go
 
@@ -106,6 +102,11 @@ class Scheduler:
         return True
 
     @property
+    def ids(self) -> list[int]:
+        """Of all requests."""
+        return list(self._requests)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -123,7 +124,7 @@ class Scheduler:
         return self._waiting_tokens + sum(r.behind for r in self.behind)
 
     def _wait(self, request: Request) -> None:
-        request.hit = self.cache.hit(request)
+        request.hit, request.seen = self.cache.hit(request), self.cache.tree.version
         self._waiting_tokens += request.total - request.hit
         heapq.heappush(self._waiting, (request.arrival - request.hit, request.place, request))
 
@@ -145,7 +146,7 @@ class Scheduler:
             self.ending.remove(request)
         else:
             self.decoding.remove(request)
-            self._batch_changed = True
+            self._decodes = None
 
     # ------------------------------------------------------------ plan
 
@@ -163,27 +164,28 @@ class Scheduler:
         if not self.decoding and not builder.requests:
             return None
         self.steps += 1
-        plan = builder.build(self.steps, self.decoding, *self._decode_arrays())
+        decodes = self._decode_arrays()
+        plan = builder.build(self.steps, decodes)
         self._clock += len(plan.tokens)
-        self._move_on(plan, builder)
+        self._move_on(decodes, builder)
         return plan
 
-    def _move_on(self, plan: Plan, builder: StepBuilder) -> None:
+    def _move_on(self, decodes: Decodes, builder: StepBuilder) -> None:
         """Count what is planned as computed and drawn."""
+        decodes.move_on()
         ending = False
         for request in self.decoding:
             request.computed += 1
-            request.pending += 1
-            ending |= request.total >= request.limit
+            request.pending = pending = request.pending + 1
+            if len(request.tokens) + pending >= request.limit:
+                ending = True
         for request, count, samples in zip(builder.requests, builder.counts, builder.samples, strict=True):
             request.computed += count
             request.pending += samples
-        self._lengths = self._lengths + 1
-        self._last = np.full(len(self.decoding), FROM_DEVICE, dtype=np.int32)
         if ending:
             self.ending += [r for r in self.decoding if r.total >= r.limit]
             self.decoding = [r for r in self.decoding if r.total < r.limit]
-            self._batch_changed = True
+            self._decodes = None
         if builder.requests:
             self._sort_behind()
 
@@ -195,25 +197,21 @@ class Scheduler:
                 self.ending.append(request)
             elif request.caught_up:
                 self.decoding.append(request)
-                self._batch_changed = True
+                self._decodes = None
             else:
                 still.append(request)
         self.behind = still
 
-    def _decode_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows, positions of the tokens to compute, their ids) of the decoding requests."""
-        if self._batch_changed:
-            self._rows = np.array([r.row for r in self.decoding], dtype=np.int64)
-            self._lengths = np.array([r.computed for r in self.decoding], dtype=np.int64)
-            self._last = np.array([FROM_DEVICE if r.pending else r.tokens[-1] for r in self.decoding], dtype=np.int32)
-            self._batch_changed = False
-        return self._rows, self._lengths, self._last
+    def _decode_arrays(self) -> Decodes:
+        if self._decodes is None:
+            self._decodes = Decodes(self.decoding)
+        return self._decodes
 
     def _reserve_decodes(self) -> None:
         while self.decoding:
-            rows, positions, _ = self._decode_arrays()
+            decodes = self._decode_arrays()
             try:
-                return self.cache.reserve_next(rows, positions)
+                return self.cache.reserve_next(decodes.rows, decodes.positions)
             except OutOfPages:
                 self._preempt()
 
@@ -259,8 +257,10 @@ class Scheduler:
 
     def _look_up(self, index: int) -> bool:
         """Renew the hit of a waiting request; whether it changed, and with it the request's place in the order."""
-        request = self._waiting[index][2]
-        hit = self.cache.hit(request)
+        request, version = self._waiting[index][2], self.cache.tree.version
+        if request.seen == version:
+            return False
+        hit, request.seen = self.cache.hit(request), version
         if hit == request.hit:
             return False
         self._waiting_tokens -= hit - request.hit
@@ -295,27 +295,31 @@ class Scheduler:
     def apply(self, plan: Plan, result: Result) -> list[Output]:
         """Take in what a step gave, in the order of plans; what each request gained, for the reply."""
         outputs: list[Output] = []
-        for index, request in enumerate(plan.requests):
-            if index in result.failed:
-                self._fail_for_good(request, result.failed[index], outputs)
+        failed, scores, logprobs = result.failed, result.scores, result.logprobs
+        for index, (request, token, samples) in enumerate(
+            zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True)
+        ):
+            if failed and index in failed:
+                self._fail_for_good(request, failed[index], outputs)
                 continue
             if request.over or plan.step <= request.void:  # it ended while the step ran, or knew better
                 continue
-            if index in result.scores:
+            if scores and index in scores:
                 stop = int(plan.starts[index] + plan.counts[index])
-                request.add_scores(stop - int(plan.wants[index]) + 1, result.scores[index])
-            if plan.samples[index]:
-                self._gain(request, result.tokens[index], result.logprobs[index] if result.logprobs else None, outputs)
+                request.add_scores(stop - int(plan.wants[index]) + 1, scores[index])
+            if samples:
+                self._gain(request, token, logprobs[index] if logprobs else None, outputs)
             elif plan.starts[index] + plan.counts[index] == request.total:
                 output = Output(request.id, request.unsaid(), finish="length", scores=request.scores or None)
                 self._finish(request, output, outputs)
-        if not self._batch_changed and self.decoding and not self.decoding[0].pending:
-            # The batch is the plan's, and no later plan runs: what it drew is all there is to know.
-            self._last = np.array(result.tokens[: len(self.decoding)], dtype=np.int32)
+        if self._decodes is not None and self.decoding and not self.decoding[0].pending:
+            # The batch is the plan's, and no later plan runs.
+            self._decodes.know(result.tokens)
         return outputs
 
     def _gain(self, request: Request, token: int, logprob: object, outputs: list[Output]) -> None:
-        request.tokens.append(token)
+        tokens = request.tokens
+        tokens.append(token)
         request.pending -= 1
         stops = token in request.stop_ids
         jumped = request.matcher is not None and not stops and self._jump(request)
@@ -327,7 +331,7 @@ class Scheduler:
         if stops:
             output.finish, output.stop = "stop", token
             self._finish(request, output, outputs)
-        elif len(request.tokens) >= request.limit:
+        elif len(tokens) >= request.limit:
             output.finish = "length"
             self._finish(request, output, outputs)
         else:
@@ -351,6 +355,7 @@ class Scheduler:
             return False
         if request.row < 0:  # sent back to wait while its token was drawn
             self._waiting_tokens += forced
+            request.seen = -1
         if request.pending:
             request.pending, request.void = 0, self.steps
         return True

@@ -222,11 +222,11 @@ def test_alignment_is_exact():
     for _ in range(300):
         head, trunk = some(rng, rng.randrange(60)), some(rng, LONG + rng.randrange(99))
         old, new = some(rng, rng.randrange(MOST_SPAN)), some(rng, rng.randrange(MOST_SPAN))
-        found = aligned(to_bytes(head + old + trunk), to_bytes(head + new + trunk), rng.randrange(len(head) + 1))
+        same = common(old + trunk, new + trunk)
+        found = aligned(to_bytes(head + old + trunk), to_bytes(head + new + trunk), len(head) + same)
         if old == new:
             assert found == []
             continue
-        same = common(old + trunk, new + trunk)
         back = common((old + trunk)[::-1], (new + trunk)[::-1])
         (change,) = found
         assert change.old == change.new == len(head) + same
@@ -244,7 +244,7 @@ def test_alignment_of_dull_text_is_true():
         old, new = ([rng.choice((0, 256, 1 << 16)) for _ in range(rng.randrange(9))] for _ in range(2))
         one, other = head + old + trunk, head + new + trunk
         before = (0, 0)
-        for change in aligned(to_bytes(one), to_bytes(other), 0):
+        for change in aligned(to_bytes(one), to_bytes(other), common(one, other)):
             assert one[before[0] : change.old] == other[before[1] : change.new]
             assert before == (0, 0) or change.old - before[0] >= LEAST_SAME
             before, found = (change.old_end, change.new_end), found + 1

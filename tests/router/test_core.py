@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from sim_workers import continuation, ids, register
 
@@ -25,6 +27,7 @@ from radixrt.messages import (
 )
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order, Reply
+from radixrt.router.request import Request
 
 PROMPT = ids(5, 6, 7, 8)
 
@@ -293,8 +296,17 @@ def test_a_new_life_of_a_name_takes_its_runs_over():
     name, again = only_run(core.register(register("w0", pid=2), 2.0))
     assert name == "w0" and again.id != run.id
     assert core.step("w0", step(Output(run.id, [9])), 2.1) == []
-    assert core.register(register("w0", pid=2), 3.0) == [Order("w0", Snapshot())]
     assert core.step("w0", step(Output(again.id, [9])), 3.1)[0].message.items[0].ids == ids(9)
+
+
+def test_a_worker_that_registers_again_has_dropped_its_runs_and_kept_its_cache():
+    core = core_with(register("w0", pid=1))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [9])), 1.5)
+    asked, dispatched = core.register(register("w0", pid=1), 2.0)
+    assert asked == Order("w0", Snapshot())
+    assert dispatched.name == "w0" and dispatched.message.id != run.id
+    assert dispatched.message.ids == run.ids + ids(9)
 
 
 def test_the_last_worker_lost_requests_wait_for_another():
@@ -389,6 +401,33 @@ def test_the_report_hears_of_every_run():
     _, run = only_run(core.submit(b"c", generate(), 1.0))
     core.step("w0", step(Output(run.id, [9], "length", 2)), 1.1)
     (fields,) = sink.runs
-    assert fields["ids"] == PROMPT + ids(9) and fields["tenant"] == "default" and fields["worker"] == "w0"
-    assert [fields[k] for k in ("prompt_tokens", "cached_tokens", "bound_tokens", "page_size")] == [4, 2, 3, 1]
+    assert [fields[k] for k in ("prompt", "generated", "tenant", "worker")] == [PROMPT, ids(9), "default", "w0"]
+    assert [fields[k] for k in ("cached_tokens", "bound_tokens", "page_size")] == [2, 3, 1]
     assert sink.loads == ["w0"] and core.counters.drift_tokens == 2 and core.counters.finished == 1
+
+
+@pytest.mark.parametrize("end", ["finish", "score", "error", "cancel", "stop"])
+def test_a_request_that_has_ended_waits_for_no_garbage_collector(end):
+    """It holds its prompt, and its choices hold it."""
+    core = core_with(register("w0"))
+    gc.collect()
+    gc.disable()
+    try:
+        if end == "score":
+            message = Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(ids(9)), TokenPrompt(ids(8))])
+        else:
+            message = generate(n=2)
+        runs = [order.message.id for order in core.submit(b"c", message, 1.0)]
+        assert len([found for found in gc.get_objects() if type(found) is Request]) == 1
+        if end == "cancel":
+            core.cancel(b"c", 1)
+        elif end == "stop":
+            assert [core.stop_choice(b"c", 1, index)[0].prompt_tokens for index in range(2)] == [4, 4]
+        elif end == "error":
+            core.step("w0", step(Output(runs[0], finish="error", error="no")), 2.0)
+        else:
+            core.step("w0", step(*(Output(run, [7], "length", scores=[-1.0]) for run in runs)), 2.0)
+        assert core.runs_in_flight == 0
+        assert not [found for found in gc.get_objects() if type(found) is Request]
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import numpy as np
@@ -243,3 +244,30 @@ def test_what_has_nothing_in_common_with_a_path():
         common_length(b"123", ints(1))
     with pytest.raises(TypeError):
         common_length(ints(1))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_version_is_a_state_of_all_matches(page_size):
+    rng = random.Random(page_size)
+    tree, leases, seen = RadixTree(page_size), [], {}
+    paths = [array("i", [rng.randrange(3) for _ in range(4 * rng.randrange(1, 6))]) for _ in range(40)]
+    same = 0
+    for _ in range(3000):
+        path = rng.choice(paths)
+        match rng.randrange(6):
+            case 0:
+                tree.insert("n", path, array("i", range(len(path) // page_size)))
+            case 1:
+                tree.evict(rng.randrange(12))
+            case 2:
+                leases.append(tree.lease(tree.match("n", path)))
+            case 3 if leases:
+                leases.pop(rng.randrange(len(leases))).release()
+            case 4:
+                tree.forget("n", path, rng.randrange(8))
+            case 5 if leases:
+                rng.choice(leases).extend_match(path)
+        lengths = [tree.match("n", path).length for path in paths]
+        same += tree.version in seen
+        assert seen.setdefault(tree.version, lengths) == lengths
+    assert 100 < same < 2900

@@ -11,7 +11,19 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from radixrt.messages import Abort, Heartbeat, Register, Run, Sampling, Snapshot, StepDone, Stop, Stored, ToRouter
+from radixrt.messages import (
+    Abort,
+    Heartbeat,
+    Register,
+    Run,
+    Sampling,
+    Snapshot,
+    StepDone,
+    Stop,
+    Stored,
+    ToRouter,
+    Unknown,
+)
 from radixrt.worker import loop
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
@@ -209,6 +221,25 @@ def test_a_step_that_fails_takes_only_its_requests_along():
         router.finished(2)
         assert router.outputs(2)[-1].finish == "length"
         assert serving.cache.leased_pages == 0
+
+
+def test_a_router_that_has_started_anew():
+    """Requests of the one before are dropped, what is cached stays, and their ids mean others now."""
+    long, prompt = Sampling(max_tokens=300, temperature=0.0, ignore_eos=True), list(range(5, 40))
+    with worker(FakeRunner(num_pages=400, decode_step=0.005, check=True)) as (router, serving):
+        router.tell(run(1, prompt, long))
+        router.tell(run(2, prompt, long))
+        router.hear(lambda _: router.outputs(1) and router.outputs(2))
+        router.tell(Unknown())
+        router.hear(lambda messages: sum(isinstance(m, Register) for m in messages) == 2)
+        router.messages.clear()
+        router.tell(run(1, prompt))
+        router.finished(1)
+        assert sum(len(o.tokens) for o in router.outputs(1)) == GREEDY.max_tokens
+        assert router.outputs(1)[-1].cached_tokens == len(prompt) - 1
+        assert not router.outputs(2) and not serving.scheduler.ids
+        router.tell(Snapshot())
+        router.hear(lambda messages: any(isinstance(m, StepDone) and m.snapshot for m in messages))
 
 
 def test_stop_ends_the_loop():

@@ -231,6 +231,14 @@ def test_longest_hit_goes_first() -> None:
     assert list(bench.finish) == [0, 3, 2, 1]
 
 
+def test_what_is_computed_while_a_request_waits_is_its_hit() -> None:
+    bench = Bench(rows=1)
+    for id, prompt in ((0, [7] * 30), (1, [8] * 20), (2, [7] * 30 + [9])):
+        bench.add(id, prompt, 1)
+    bench.drain()
+    assert list(bench.finish) == [0, 2, 1]
+
+
 def test_a_step_scores_no_more_than_its_rows_of_logits(monkeypatch) -> None:
     """Several long texts at once, beside one that generates: all are scored, some tokens a step."""
     monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)

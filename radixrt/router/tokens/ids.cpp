@@ -63,6 +63,17 @@ struct Part {
   int32_t* out;
 };
 
+// How many commas are in [at, end). Bytes are summed in a byte, in blocks, of which the compiler makes vectors.
+Py_ssize_t count_commas(const char* at, const char* end) {
+  Py_ssize_t count = 0;
+  for (; end - at >= 128; at += 128) {
+    unsigned char found = 0;
+    for (int i = 0; i < 128; ++i) found += at[i] == ',';
+    count += found;
+  }
+  return count + std::count(at, end, ',');
+}
+
 // Whether between `at` and the bracket `close` are ids and commas; `out` has room for one id more than there are commas.
 bool parse(const char* at, const char* close, int32_t* out) {
   Part parts[kParts];
@@ -73,7 +84,7 @@ bool parse(const char* at, const char* close, int32_t* out) {
     const bool last = &part == &parts[kParts - 1] || close - at <= share;
     if (const void* comma = last ? nullptr : std::memchr(at + share, ',', close - at - share))
       part.stop = static_cast<const char*>(comma);
-    out += std::count(at, part.stop, ',') + 1;
+    out += count_commas(at, part.stop) + 1;
     at = part.stop < close ? part.stop + 1 : nullptr;
   }
   for (bool more = true; more;) {
@@ -95,7 +106,7 @@ PyObject* take_list(const char* at, const char* end, const char** behind) {
   const char* close = static_cast<const char*>(std::memchr(at, ']', end - at));
   if (!close) return nullptr;
   // Counted first: memory that is too large for the allocator's own is fresh each time, which costs more.
-  const Py_ssize_t count = std::count(at, close, ',') + 1;
+  const Py_ssize_t count = count_commas(at, close) + 1;
   PyObject* ids = PyBytes_FromStringAndSize(nullptr, count * 4);
   if (!ids) return nullptr;
   if (!parse(at + 1, close, reinterpret_cast<int32_t*>(PyBytes_AsString(ids)))) Py_CLEAR(ids);

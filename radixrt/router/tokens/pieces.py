@@ -52,6 +52,12 @@ class BytePieces:
     """GPT-2's byte-level vocabulary: a decode is the UTF-8 of all tokens' bytes, joined."""
 
     data: list[bytes]
+    texts: list[str | None] = dataclasses.field(init=False)
+    """Of tokens that are ASCII, which is text whatever stands beside it."""
+
+    def __post_init__(self) -> None:
+        texts = [data.decode("ascii") if data.isascii() else None for data in self.data]
+        object.__setattr__(self, "texts", texts)
 
     def without(self, hidden: Collection[int]) -> BytePieces:
         data = list(self.data)
@@ -60,28 +66,30 @@ class BytePieces:
         return BytePieces(data)
 
     def stream(self) -> Stream:
-        return _ByteStream(self.data)
+        return _ByteStream(self)
 
     def bytes_of(self, token: int) -> bytes:
         return self.data[token] if token < len(self.data) else b""
 
 
 class _ByteStream:
-    __slots__ = ("_data", "_decode", "_get")
+    __slots__ = ("_data", "_decoder", "_get", "_texts")
 
-    def __init__(self, data: list[bytes]) -> None:
-        self._data = data
-        self._get = data.__getitem__
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def __init__(self, pieces: BytePieces) -> None:
+        self._data, self._texts = pieces.data, pieces.texts
+        self._get = self._data.__getitem__
+        self._decoder: codecs.BufferedIncrementalDecoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
         try:
-            return self._decode(b"".join(map(self._get, ids)))
+            if len(ids) == 1 and not self._decoder.buffer and (text := self._texts[ids[0]]) is not None:
+                return text
+            return self._decoder.decode(b"".join(map(self._get, ids)))
         except IndexError:  # ids beyond the vocabulary (a padded embedding) add nothing
-            return self._decode(b"".join([self._data[i] for i in ids if i < len(self._data)]))
+            return self._decoder.decode(b"".join([self._data[i] for i in ids if i < len(self._data)]))
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 # ---------------------------------------------------------------- sentencepiece: text, and single bytes
