@@ -17,7 +17,7 @@ constexpr size_t kSkipped[] = {1, 16, 48};  // tokens of `other`, behind which i
 // where `one` has more than `span` tokens between.
 inline std::optional<std::pair<size_t, size_t>> realigned(const Token* one, size_t n, const Token* other, size_t m,
                                                           size_t at, size_t to, size_t span, size_t anchor, size_t least) {
-  if (at > n || to > m || anchor > m || least > m) return std::nullopt;
+  if (at > n || to > m || !anchor || anchor > m || least > m) return std::nullopt;
   span = std::min(span, n + m);
   const size_t size = anchor + least;
   const size_t stop = std::min(n, at + 2 * span + anchor);  // an anchor ends here at the latest
@@ -25,7 +25,10 @@ inline std::optional<std::pair<size_t, size_t>> realigned(const Token* one, size
     const size_t begin = to + (i < std::size(kSkipped) ? kSkipped[i] : span);
     if (begin + size > m) return std::nullopt;
     size_t found = at;
-    while (found + anchor <= stop && first_difference(one + found, other + begin, anchor) < anchor) ++found;
+    for (; found + anchor <= stop; ++found) {
+      found = std::find(one + found, one + stop, other[begin]) - one;
+      if (found + anchor <= stop && first_difference(one + found, other + begin, anchor) == anchor) break;
+    }
     if (found + anchor > stop || found + size > n) continue;
     if (first_difference(one + found, other + begin, size) < size) continue;
     size_t end = found, other_end = begin;
