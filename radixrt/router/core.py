@@ -193,6 +193,8 @@ class RouterCore:
         member = self.members.join(info, now)
         self.index.add_worker(member.number, fresh=not again)
         effects = self._ask_snapshot(member) if again else []
+        if again and before.runs:  # it may have taken them after it had let go of all
+            effects.insert(0, Order(info.name, Abort(list(before.runs))))
         return effects + self._redispatch(orphans, now) + self._dispatch_waiting(now)
 
     def heartbeat(self, name: str, now: float) -> list[Effect]:

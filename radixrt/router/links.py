@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
-from collections import deque
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,8 @@ The first of a turn of the event loop goes at once, the others wait for its end,
 
 MOST_REFUSED = 256
 """Workers that are known to have been told that they are unknown; others are told again."""
+REFUSED_SECONDS = 5.0
+"""Until a worker that still does not register is told again: the message, or the answer, was lost with a connection."""
 
 
 class WorkerLinks:
@@ -34,7 +37,8 @@ class WorkerLinks:
         self._names: dict[bytes, str] = {}
         self._waiting: list[tuple[str, bytes]] | None = None
         """Messages to the worker called so; None before the first of a turn."""
-        self._refused: deque[bytes] = deque(maxlen=MOST_REFUSED)
+        self._refused: dict[bytes, float] = {}
+        """When each was told, by `time.monotonic`."""
 
     def name(self, identity: bytes) -> str | None:
         """Of the worker at an identity."""
@@ -43,8 +47,7 @@ class WorkerLinks:
     def bind(self, name: str, identity: bytes) -> None:
         """A worker called so is at an identity from now on."""
         self.unbind(name)
-        if identity in self._refused:
-            self._refused.remove(identity)
+        self._refused.pop(identity, None)
         self._identities[name], self._names[identity] = identity, name
 
     def unbind(self, name: str) -> None:
@@ -54,12 +57,16 @@ class WorkerLinks:
             self._waiting = self._waiting and [one for one in self._waiting if one[0] != name]
 
     def refuse(self, identity: bytes) -> None:
-        """Tell a worker that nobody here knows it, once."""
-        if identity in self._refused:
+        """Tell a worker that nobody here knows it; again after REFUSED_SECONDS."""
+        now = time.monotonic()
+        if now < self._refused.get(identity, -math.inf) + REFUSED_SECONDS:
             return
-        self._refused.append(identity)
+        self._refused.pop(identity, None)
         with contextlib.suppress(wire.PeerGone):
             self._socket.send(identity, wire.encode(Unknown()))
+            self._refused[identity] = now
+            if len(self._refused) > MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
 
     def send(self, name: str, message: Any) -> list[str]:
         """A message to a worker, with others of this turn. Those that cannot be reached, by name."""

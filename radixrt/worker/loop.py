@@ -8,6 +8,7 @@ With a runner that overlaps, a step is planned and launched while the one before
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -139,13 +140,15 @@ class Worker:
         self._compiling: dict[int, tuple[Request, Future[Compiled], float]] = {}
         """By id: requests that wait for their grammar, and until when."""
         self._snapshot_wanted = False
+        self._joined = False
+        """The router has been sent a Register, and has read all since."""
 
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
         """Serve until a Stop arrives or `stop` is called."""
         self._link = self._connect()
-        self._link.send(_encode(self._register()))
+        self._send(self._register())
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         try:
@@ -268,13 +271,26 @@ class Worker:
 
     def _join_again(self) -> None:
         """The router started anew: it knows nothing of the requests here, and will learn what is cached."""
-        log.warning("the router does not know this worker, which joins again")
+        log.warning("the router does not know this worker, or does not read: it joins again")
+        self._joined = False
         for id in [*self.scheduler.ids, *self._compiling]:
             self.scheduler.abort(id)
             self.cache.pins.drop(id)
         self._compiling.clear()
         self._refused.clear()
-        self._link.send(_encode(self._register()))
+        self._send(self._register())
+
+    def _send(self, message: m.ToRouter) -> None:
+        """Send, if the router reads. If not, nothing but a Register is sent until one has gone through: the router may
+        have missed anything by then."""
+        if not self._joined:
+            message = self._register()
+        try:
+            self._link.send(_encode(message))
+            self._joined = True
+        except TimeoutError:
+            if self._joined:
+                self._join_again()
 
     def _add(self, run: m.Run) -> None:
         try:
@@ -340,14 +356,14 @@ class Worker:
         self._last_report = now
         done = m.StepDone(outputs, self._load(), self._seq, events)
         self._seq += len(events)
-        self._link.send(_encode(done))
+        self._send(done)
         if self._snapshot_wanted:
             self._send_snapshot()
 
     def _send_snapshot(self) -> None:
         self._snapshot_wanted = False
         events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.snapshot()]
-        self._link.send(_encode(m.StepDone([], self._load(), self._seq, events, snapshot=True)))
+        self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
 
     def _register(self) -> m.Register:
         return m.Register(
@@ -388,6 +404,7 @@ class Worker:
         link = self._connect()
         try:
             while not self._stopped.wait(HEARTBEAT_SECONDS):
-                link.send(_encode(m.Heartbeat(self.identity.name)))
+                with contextlib.suppress(TimeoutError):  # the router does not read, but may again
+                    link.send(_encode(m.Heartbeat(self.identity.name)))
         finally:
             link.close()

@@ -321,6 +321,8 @@ class Scheduler:
         tokens = request.tokens
         tokens.append(token)
         request.pending -= 1
+        if request.row < 0:  # sent back to wait while its token was drawn: its hit may be longer
+            request.seen = -1
         stops = token in request.stop_ids
         jumped = request.matcher is not None and not stops and self._jump(request)
         output = Output(request.id, request.unsaid(), None, request.cached_tokens)
@@ -355,7 +357,6 @@ class Scheduler:
             return False
         if request.row < 0:  # sent back to wait while its token was drawn
             self._waiting_tokens += forced
-            request.seen = -1
         if request.pending:
             request.pending, request.void = 0, self.steps
         return True

@@ -129,6 +129,17 @@ def test_garbage_from_a_worker_disturbs_nobody():
             assert client.gather(1)
 
 
+def test_a_worker_that_nobody_knows_is_told_again_in_time(monkeypatch):
+    """What it was told, or its answer, may be lost with a connection."""
+    monkeypatch.setattr("radixrt.router.links.REFUSED_SECONDS", 0.1)
+    with stack(workers=0) as (router, _, _):
+        with wire.Link(router.server.worker_address, b"earlier") as link:
+            for _ in range(2):
+                link.send(wire.encode(StepDone([], Load())))
+                assert wire.Decoder(ToWorker).decode(link.recv(5.0)) == Unknown()
+                time.sleep(0.11)
+
+
 def test_a_worker_that_nobody_knows_is_told_so_once():
     with stack(workers=0) as (router, _, _):
         with wire.Link(router.server.worker_address, b"earlier") as link:

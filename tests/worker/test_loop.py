@@ -37,11 +37,13 @@ GREEDY = Sampling(max_tokens=8, temperature=0.0)
 class MemoryLink:
     """One end; the test holds the queues."""
 
-    def __init__(self, inbox: queue.Queue, outbox: queue.Queue) -> None:
-        self.inbox, self.outbox, self.closed = inbox, outbox, False
+    def __init__(self, router: Router) -> None:
+        self.router, self.inbox, self.outbox, self.closed = router, router.inbox, router.outbox, False
 
     def send(self, payload: bytes) -> None:
         assert not self.closed
+        if self.router.deaf:
+            raise TimeoutError
         self.outbox.put(_decode(payload))
 
     def recv(self, timeout: float | None) -> bytes | None:
@@ -61,9 +63,11 @@ class Router:
         self.inbox: queue.Queue = queue.Queue()
         self.outbox: queue.Queue = queue.Queue()
         self.messages: list = []
+        self.deaf = False
+        """It reads nothing."""
 
     def connect(self) -> MemoryLink:
-        return MemoryLink(self.inbox, self.outbox)
+        return MemoryLink(self)
 
     def tell(self, message: object) -> None:
         self.inbox.put(message if isinstance(message, bytes) else _encode(message))
@@ -240,6 +244,30 @@ def test_a_router_that_has_started_anew():
         assert not router.outputs(2) and not serving.scheduler.ids
         router.tell(Snapshot())
         router.hear(lambda messages: any(isinstance(m, StepDone) and m.snapshot for m in messages))
+
+
+def test_a_router_that_does_not_read_for_long(monkeypatch):
+    """Requests are dropped, what is cached is kept, and the first that it reads again is a Register."""
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    long, prompt = Sampling(max_tokens=300, temperature=0.0, ignore_eos=True), list(range(5, 40))
+    with worker(FakeRunner(num_pages=400, decode_step=0.002, check=True)) as (router, serving):
+        router.tell(run(1, prompt, long))
+        router.hear(lambda _: router.outputs(1))
+        router.deaf = True
+        deadline = time.monotonic() + 5
+        while serving.scheduler.ids:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(0.1)
+        while not router.outbox.empty():
+            router.outbox.get()
+        router.messages.clear()
+        router.deaf = False
+        assert isinstance(router.hear(len)[0], Register)
+        router.tell(run(1, prompt))
+        router.finished(1)
+        assert router.outputs(1)[-1].cached_tokens == len(prompt) - 1
+        router.hear(lambda messages: any(isinstance(m, StepDone) for m in messages))
 
 
 def test_stop_ends_the_loop():
