@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 MAX_LOSSES = 3
 """Workers that may be lost under one run before it counts as what kills them."""
+SNAPSHOT_SECONDS = 10.0
+"""Until a snapshot that has not come is asked for again: it was lost with a connection."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a vanished one is noticed."""
 
@@ -242,6 +244,10 @@ class RouterCore:
         self._last_tick = now
         for member in self.members.silent(now, timeout):
             effects += self.lose(member.name, now)
+        for member in self.members:
+            if now - member.asked > SNAPSHOT_SECONDS and self.index.awaits_snapshot(member.number):
+                effects += self._ask_snapshot(member)
+                member.asked = now
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         for request in {run.request: None for run in self._waiting if now - run.waiting_since > timeout * 2}:
@@ -426,4 +432,5 @@ class RouterCore:
 
     def _ask_snapshot(self, member: Member) -> list[Effect]:
         self.counters.snapshots += 1
+        member.asked = member.heard
         return [Order(member.name, Snapshot())]

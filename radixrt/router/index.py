@@ -73,6 +73,10 @@ class Index:
         self._cached.remove_owner(worker)
         self._computing.remove_owner(worker)
 
+    def awaits_snapshot(self, worker: int) -> bool:
+        """Until it comes, the worker counts as empty."""
+        return self._mirrors[worker].next_seq is None
+
     def apply(self, worker: int, step: StepDone) -> bool:
         """Mirror one message's events. False when something is missing: ask that worker for a Snapshot."""
         mirror = self._mirrors[worker]

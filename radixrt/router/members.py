@@ -15,12 +15,14 @@ FORGET_SECONDS = 600.0
 class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
-    __slots__ = ("heard", "info", "load", "number", "runs", "unseen_tokens")
+    __slots__ = ("asked", "heard", "info", "load", "number", "runs", "unseen_tokens")
 
     def __init__(self, number: int, info: Register, now: float) -> None:
         self.number = number
         self.info = info
         self.heard = now
+        self.asked = now
+        """When a snapshot was asked for last."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.runs: dict[int, int] = {}
         """Run id -> tokens it was expected to compute, in the order of dispatch."""

@@ -353,6 +353,16 @@ def test_a_worker_error_fails_its_request_alone():
     assert core.in_flight(b"c") == [2]
 
 
+def test_a_snapshot_that_does_not_come_is_asked_for_again():
+    core = core_with(register("w0"), worker_timeout=60.0)
+    core.tick(30.0)
+    assert core.step("w0", step(seq=5), 40.0) == [Order("w0", Snapshot())]
+    asked = [(now, [e for e in core.tick(now) if isinstance(e, Order)]) for now in (41.0, 49.0, 51.0, 60.0, 62.0)]
+    assert [now for now, orders in asked if orders == [Order("w0", Snapshot())]] == [51.0, 62.0]
+    core.step("w0", step(seq=9, snapshot=True), 63.0)
+    assert not [e for now in (70.0, 80.0, 90.0) for e in core.tick(now) if isinstance(e, Order)]
+
+
 def test_a_gap_in_the_events_asks_for_a_snapshot():
     core = core_with(register("w0"))
     event = Stored("default\nm\n", 1, 0, 0, 0, PROMPT)
