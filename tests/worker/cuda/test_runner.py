@@ -41,7 +41,7 @@ SIZES = {
         "llama",
         pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
-        "qwen3_moe",
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
@@ -149,7 +149,7 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     assert 0 in used, "the first prompt is a long chunk without a prefix"
 
 
-@pytest.mark.parametrize("folder", ["llama", "mistral"], indirect=True)
+@pytest.mark.parametrize("folder", ["llama", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True)
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time)."""
