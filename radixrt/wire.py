@@ -13,6 +13,7 @@ connect, and one secret gives the clients' and the workers' socket different key
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import errno
 import hashlib
@@ -156,7 +157,7 @@ def _is_readable(socket: zmq.Socket) -> bool:
 # ---------------------------------------------------------------- asyncio side
 
 
-class _AsyncSocket:
+class _AsyncSocket(abc.ABC):
     """A ZMQ socket on the event loop, without `zmq.asyncio` (a future a message is ten times the price).
 
     ZMQ's descriptor is edge triggered: it becomes readable once for any number of messages, and a send may
@@ -189,9 +190,9 @@ class _AsyncSocket:
                 raise
         self._schedule_drain()
 
+    @abc.abstractmethod
     def _receive_one(self) -> None:
         """Take the message that is there and hand it on."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Stop receiving and drop what was not sent yet. Idempotent."""
