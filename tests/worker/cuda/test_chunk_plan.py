@@ -1,0 +1,62 @@
+"""Which chunks go which way: each goes one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from radixrt.worker.cuda import chunk_plan
+from radixrt.worker.cuda.attend import Shape, Variant, tiling
+from radixrt.worker.cuda.chunk_plan import ChunkPlanner
+from radixrt.worker.cuda.chunks import Sequences
+from radixrt.worker.cuda.segments import Chip
+from radixrt.worker.cuda.staging import Packer
+
+SHAPE, VARIANT = Shape(32, 8, 128, 1), Variant(64, 64, 4, 2)
+TRUNK = ((1, 16384),)
+CHUNKS = {  # row: (path, cached, new)
+    3: (TRUNK, 16384, 128),
+    5: (((2, 20),), 20, 7),
+    6: (TRUNK, 16384, 128),
+    9: (((3, 8192),), 8192, 600),
+    11: (((4, 30),), 30, 9),
+}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("windows", [(None, None), (None, 64)])
+@pytest.mark.parametrize("rows", [(3, 5, 6, 9, 11), (3, 6), (5, 11), (9,), (3, 5, 6)])
+def test_each_chunk_goes_one_way(shares, windows, rows, monkeypatch):
+    went: list[tuple[str, tuple[int, ...]]] = []
+
+    def segments(chunks: Sequences, cut, *_):
+        went.append(("segments", tuple(chunks.rows[cut.chosen])))
+
+    def rest(name: str):
+        return lambda chunks, *_: went.append((name, tuple(chunks.rows)))
+
+    monkeypatch.setattr(chunk_plan, "SegmentStep", segments)
+    monkeypatch.setattr(chunk_plan, "RaggedStep", rest("ragged"))
+    monkeypatch.setattr(chunk_plan, "PagedStep", rest("paged"))
+    paths, starts, counts = zip(*(CHUNKS[row] for row in rows), strict=True)
+    plan = SimpleNamespace(
+        requests=[SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths],
+        rows=np.array(rows, np.int32),
+        starts=np.array(starts, np.int32),
+        counts=np.array(counts, np.int32),
+        wants=np.zeros(len(rows), np.int32),
+    )
+    planner = ChunkPlanner(
+        SHAPE, 1, windows, VARIANT, tiling(VARIANT, SHAPE, 264), Chip(32, 132), SimpleNamespace(tokens=1 << 17), shares
+    )
+    planner.plan(plan, 0, Packer(torch.device("cpu")), 0)
+    assert sorted(row for _, part in went for row in part) == list(rows)
+    ways = {row: name for name, part in went for row in part}
+    for row in rows:
+        short = CHUNKS[row][2] < 10
+        assert (ways[row] == "paged") == short
+        if shares and windows == (None, None) and row in (3, 6) and {3, 6} <= {*rows}:
+            assert ways[row] == "segments"
