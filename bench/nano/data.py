@@ -16,11 +16,11 @@ from bench.nano.tasks import TAGS, Example, Words, draw
 
 KINDS = tuple(TAGS)
 SHARES = {
-    "recall": 0.24, "recall_several": 0.10, "tools": 0.30, "arithmetic": 0.06, "lookup": 0.04, "choose": 0.13,
-    "json": 0.10, "chat": 0.03,
+    "recall": 0.26, "recall_several": 0.10, "tools": 0.20, "arithmetic": 0.10, "lookup": 0.06, "choose": 0.14,
+    "json": 0.11, "chat": 0.03,
 }  # fmt: skip
 """Of tokens."""
-ANSWER_WEIGHT = {"choose": 5.0, "recall": 2.0, "recall_several": 1.5, "tools": 2.0}
+ANSWER_WEIGHT = {"choose": 2.0, "recall": 1.5, "tools": 2.0}
 """Of an answer's token in the loss, where it is not 1: short answers that need much of the context."""
 NOTHING, CONTEXT, ANSWER = 0, 1, 2
 """What a target is: padding or another example's, what the assistant reads, what it says."""

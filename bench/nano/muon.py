@@ -1,5 +1,8 @@
 """Muon: momentum whose direction is made orthogonal before each step, for matrices.
 
+Every step has the same size, whatever the gradient's, so that only the decay bounds the weights: with 0.01 instead of
+0.05 and twice the learning rate, each kind's loss rose from step 2,000 on for as long as the rate stayed up.
+
 K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks" (2024),
 https://kellerjordan.github.io/posts/muon/ with its Newton-Schulz coefficients.
 """
@@ -31,7 +34,7 @@ class Muon(torch.optim.Optimizer):
     """For parameters of matrices, [n, rows, columns]. A step has spectral norm lr * sqrt(max(1, rows / columns))."""
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.01
+        self, params: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.05
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

@@ -29,32 +29,42 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one example: the last turn's text, all calls in order, whether `check` takes them; and the tokens of
-    all its prompts, and how many of them the endpoint says were cached."""
+    """What came of one example: the last turn's text, all calls in order, whether `check` takes them; the tokens of all
+    its prompts, and how many of them the endpoint says were cached; and, where log-probabilities were asked for, how
+    many tokens it said, and their surprise: the sum of -log p, in nats."""
 
     text: str
     calls: list[Call]
     right: bool
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    said_tokens: int = 0
+    surprise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An OpenAI endpoint. `url` ends with /v1. constrained: JSON tasks come with their schema as `response_format`."""
+    """An OpenAI endpoint. `url` ends with /v1. constrained: JSON tasks come with their schema as `response_format`.
+    logprobs: ask for the log-probability of what is said."""
 
     url: str
     model: str
     api_key: str = "-"
     constrained: bool = False
+    logprobs: bool = False
 
     async def solve(self, http: httpx.AsyncClient, example: Example) -> Outcome:
         """Greedy. Refused if the endpoint does not answer."""
         messages, calls, text = list(example.messages), [], ""
-        prompt_tokens = cached_tokens = 0
+        prompt_tokens = cached_tokens = said_tokens = 0
+        surprise = 0.0
         for _ in range(MOST_TURNS):
             reply = await self._ask(http, self._body(messages, example))
-            usage, message = reply.get("usage") or {}, reply["choices"][0]["message"]
+            choice = reply["choices"][0]
+            usage, message = reply.get("usage") or {}, choice["message"]
+            said = (choice.get("logprobs") or {}).get("content") or ()
+            said_tokens += len(said)
+            surprise -= sum(token["logprob"] for token in said)
             prompt_tokens += usage.get("prompt_tokens") or 0
             cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             text, made = message.get("content") or "", message.get("tool_calls") or []
@@ -64,12 +74,15 @@ class Endpoint:
             for call in made:
                 name, arguments = _read(call["function"])
                 calls.append((name, arguments))
-                said = example.run_tool(name, arguments)
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
-        return Outcome(text, calls, bool(example.check(text, calls)), prompt_tokens, cached_tokens)
+                result = example.run_tool(name, arguments)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        right = bool(example.check(text, calls))
+        return Outcome(text, calls, right, prompt_tokens, cached_tokens, said_tokens, surprise)
 
     def _body(self, messages: list[dict[str, Any]], example: Example) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+        if self.logprobs:
+            body["logprobs"] = True
         if example.tools:
             body["tools"] = example.tools
         if example.schema and self.constrained:

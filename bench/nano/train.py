@@ -1,10 +1,10 @@
-"""Train the model:  python -m bench.nano.train --minutes 8 --out radixrt/assets/nano
+"""Train the model:  python -m bench.nano.train --out radixrt/assets/nano
 
 The learning rate follows the clock, so that a run always ends within its minutes, decayed. In pieces: give
-`--total-minutes 18 --minutes 9 --state FILE`, then the same with `--resume`. `--init FOLDER` begins with the weights of
+`--total-minutes 16 --minutes 8 --state FILE`, then the same with `--resume`. `--init FOLDER` begins with the weights of
 an exported checkpoint, and with its log; `--start 0.4` then leaves out the part with short contexts:
 
-    python -m bench.nano.train --minutes 9 --init FOLDER --start 0.4 --lr 0.012 --adam-lr 0.002 --seed 1
+    python -m bench.nano.train --minutes 3 --init FOLDER --start 0.5 --lr 0.005 --adam-lr 0.001 --seed 1
 
 The log, JSON lines, goes to stdout and to training.jsonl beside the checkpoint.
 """
@@ -43,8 +43,6 @@ from bench.nano.tasks import evaluation
 
 WARM_UP, DECAY_FROM = 0.02, 0.45
 """Shares of the training: the learning rate rises, stays, and falls to zero, each time in a line."""
-LESS_CONTEXT = (0.25, 0.65)
-"""Between these shares of the training the weight of what is only read falls."""
 RESERVE_S = 12
 """For the last evaluation and the export."""
 FORBIDDEN_ITEMS = 200
@@ -54,7 +52,7 @@ FORBIDDEN_ITEMS = 200
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.nano.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("radixrt/assets/nano"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this run, start and export included")
+    parser.add_argument("--minutes", type=float, default=8.5, help="of this run, start and export included")
     parser.add_argument("--total-minutes", type=float, help="of all pieces; default: --minutes")
     parser.add_argument("--state", type=Path, help="file for all that a later piece needs")
     parser.add_argument("--resume", action="store_true", help="go on from --state")
@@ -63,14 +61,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smaller model, for a look on a CPU")
     parser.add_argument("--tokens", type=int, default=65_536, help="a step")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--lr", type=float, default=0.02, help="of matrices, by Muon")
-    parser.add_argument("--adam-lr", type=float, default=0.003, help="of embeddings and norms")
+    parser.add_argument("--lr", type=float, default=0.01, help="of matrices, by Muon")
+    parser.add_argument("--adam-lr", type=float, default=0.002, help="of embeddings and norms")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="of matrices, as a share of the learning rate")
     parser.add_argument(
-        "--context-weight", type=float, nargs=2, default=(0.05, 0.01), metavar=("FIRST", "LAST"),
-        help="of tokens that the assistant only reads",
-    )  # fmt: skip
+        "--context-weight", type=float, default=0.05, help="of tokens that the assistant only reads, in the loss"
+    )
     parser.add_argument("--start", type=float, default=0.0, help="share of the curriculum that is skipped")
     parser.add_argument("--shares", nargs="+", default=[], metavar="KIND=SHARE", help="of tokens; 0 leaves a kind out")
+    parser.add_argument(
+        "--answer-weight", nargs="+", default=[], metavar="KIND=WEIGHT", help="of an answer's token in the loss"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=float, default=30.0, help="seconds")
     parser.add_argument("--check-every", type=float, default=120.0, help="seconds")
@@ -84,24 +85,30 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.state:
         parser.error("--resume needs --state")
-    args.shares = dict(SHARES) | {kind: float(share) for kind, share in (item.split("=") for item in args.shares)}
-    if unknown := args.shares.keys() - SHARES.keys():
-        parser.error(f"--shares: no kind {', '.join(sorted(unknown))}")
-    args.shares = {kind: share for kind, share in args.shares.items() if share > 0}
+    shares = dict(SHARES) | by_kind(parser, "--shares", args.shares)
+    args.shares = {kind: share for kind, share in shares.items() if share > 0}
+    args.answer_weight = ANSWER_WEIGHT | by_kind(parser, "--answer-weight", args.answer_weight)
     return args
+
+
+def by_kind(parser: argparse.ArgumentParser, option: str, items: list[str]) -> dict[str, float]:
+    """["recall=0.2"] -> {"recall": 0.2}; what is not KIND=NUMBER is the parser's error."""
+    found: dict[str, float] = {}
+    for item in items:
+        kind, equals, number = item.partition("=")
+        if not equals or kind not in KINDS:
+            parser.error(f"{option}: no kind {kind}" if equals else f"{option}: {item} is not KIND=NUMBER")
+        try:
+            found[kind] = float(number)
+        except ValueError:
+            parser.error(f"{option}: {number} is no number")
+    return found
 
 
 def rate(progress: float, start: float = 0.0) -> float:
     """The learning rate's share of its peak, in a training that began at `start`."""
     done = (progress - start) / (1 - start)
     return max(0.0, min(1.0, done / WARM_UP, (1 - progress) / (1 - DECAY_FROM)))
-
-
-def context_weight(progress: float, first: float, last: float) -> float:
-    """In the loss: it falls in a line. What is only read teaches early what words and copies are; later nearly all of
-    the loss is names that nobody could know, noise beside the few answers that are still wrong."""
-    begin, end = LESS_CONTEXT
-    return last + (first - last) * min(1.0, max(0.0, (end - progress) / (end - begin)))
 
 
 class Log:
@@ -193,7 +200,7 @@ class Trainer:
         matrices = self.model.matrices()
         others = [p for p in self.model.parameters() if not any(p is m for m in matrices)]
         self.optimizers = [
-            Muon(matrices, args.lr),
+            Muon(matrices, args.lr, weight_decay=args.weight_decay),
             torch.optim.AdamW(others, args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=self.on_gpu),
         ]
         self.step, self.spent, self.pieces_done = 0, 0.0, 0
@@ -202,7 +209,7 @@ class Trainer:
         self.sums = torch.zeros(len(KINDS), 3, device=self.device)
         if state:
             self._restore(state)
-        self.answer_weight = torch.tensor([ANSWER_WEIGHT.get(kind, 1.0) for kind in KINDS], device=self.device)
+        self.answer_weight = torch.tensor([args.answer_weight.get(kind, 1.0) for kind in KINDS], device=self.device)
         self.ahead = Ahead(self.feed, self.begin, self.on_gpu)
         self.log = Log(args.out / "training.jsonl", keep=self._log_goes_on())
 
@@ -234,12 +241,13 @@ class Trainer:
             event="start", parameters=count, shape=self.shape.as_dict(), step=self.step, torch=torch.__version__,
             device=torch.cuda.get_device_name() if self.on_gpu else "cpu", tokens_a_step=args.tokens,
             workers=args.workers, shares=args.shares,
-            answer_weight=ANSWER_WEIGHT, start=args.start,
-            lr=args.lr, adam_lr=args.adam_lr, context_weight=args.context_weight, seed=args.seed,
+            answer_weight=args.answer_weight, start=args.start,
+            lr=args.lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay,
+            context_weight=args.context_weight, seed=args.seed,
             minutes=args.minutes, init=str(args.init) if args.init else None, checks=len(self.checks),
             seconds=round(time.monotonic() - self.began, 1), **note,
         )  # fmt: skip
-        loss, _ = self._loss(self.ahead.next(self.begin), 1.0)
+        loss, _ = self._loss(self.ahead.next(self.begin))
         loss.backward()  # compiles, before the clock of the curriculum starts
         self._zero_grad()
         self._check(self.begin)
@@ -269,7 +277,7 @@ class Trainer:
         waited = time.monotonic()
         batch = self.ahead.next(progress)
         self.waited += time.monotonic() - waited
-        loss, sums = self._loss(batch, context_weight(progress, *self.args.context_weight))
+        loss, sums = self._loss(batch)
         loss.backward()
         factor = rate(progress, self.args.start)
         for optimizer, peak in zip(self.optimizers, (self.args.lr, self.args.adam_lr), strict=True):
@@ -282,14 +290,13 @@ class Trainer:
         self.step += 1
         self.sums += sums
 
-    def _loss(self, batch: Host, context: float) -> tuple[Tensor, Tensor]:
-        """The loss, in which a token that is only read has the weight `context`; and sums by kind, [kinds, 3], of
-        answers' tokens: their loss, how many are right, how many."""
+    def _loss(self, batch: Host) -> tuple[Tensor, Tensor]:
+        """The loss; and sums by kind, [kinds, 3], of answers' tokens: their loss, how many are right, how many."""
         columns, starts, longest = self._to_device(batch)
         tokens, targets, what, positions, groups = columns.unbind(0)
         losses, right = self.model.losses(self.model(tokens, positions, starts, longest), targets)
         answers = (what == ANSWER).float()
-        weights = answers * self.answer_weight[groups] + (what == CONTEXT).float() * context
+        weights = answers * self.answer_weight[groups] + (what == CONTEXT).float() * self.args.context_weight
         kinds = torch.nn.functional.one_hot(groups, len(KINDS)).float()
         sums = kinds.T @ torch.stack([losses.detach() * answers, right * answers, answers], 1)
         return (losses * weights).sum() / weights.sum(), sums

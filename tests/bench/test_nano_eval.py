@@ -80,6 +80,22 @@ def test_who_answers_by_the_book_is_right():
             assert outcome.cached_tokens == sum(range(1, len(gold) + 1))
 
 
+def test_surprise_is_of_all_turns():
+    """By hand: two turns, one of two tokens and one without log-probabilities."""
+    example = make("lookup", "1", 0)
+    gold = [message for message in example.gold if message["role"] == "assistant"]
+    told = {"content": [{"token": "a", "logprob": -0.25}, {"token": "b", "logprob": -0.5}]}
+
+    def answer(body, turn):
+        assert body["logprobs"] is True
+        usage = {"prompt_tokens": 1}
+        choice = {"message": gold[turn], "logprobs": told if turn == 0 else None}
+        return httpx.Response(200, json={"choices": [choice], "usage": usage})
+
+    outcome, _ = solve(example, answer, Endpoint("http://test/v1", "m", "key", logprobs=True))
+    assert outcome.right and (outcome.said_tokens, outcome.surprise) == (2, 0.75)
+
+
 def test_thoughts_do_not_count():
     example = make("recall", "256", 0)
     thought = {"role": "assistant", "content": None, "reasoning_content": example.gold[0]["content"]}
@@ -171,8 +187,8 @@ def test_what_cannot_be_served_is_a_row():
 
 def test_rows_are_beside_the_reference():
     """In the order of SETTINGS, whatever comes first; by hand."""
-    other = Result(SETTINGS[2].name, "cold", [True, True, False, False], 0.25)
-    reference = Result(REFERENCE, "cold", [True, False, True, True], 0.25)
+    other = Result(SETTINGS[2].name, "cold", [True, True, False, False], 0.25, 0.002)
+    reference = Result(REFERENCE, "cold", [True, False, True, True], 0.25, 0.0012345)
     (alone,) = quality.rows_of([other], ["a/1", "b/2"], 2)
     assert "better" not in alone
     rows = quality.rows_of([other, reference], ["a/1", "b/2"], 2)
@@ -180,6 +196,15 @@ def test_rows_are_beside_the_reference():
     assert (rows[0]["better"], rows[0]["worse"], rows[0]["accuracy"]) == (0, 0, 0.75)
     assert (rows[1]["better"], rows[1]["worse"], rows[1]["p"]) == (1, 2, 1.0)
     assert rows[1]["by_task"] == {"a/1": 2, "b/2": 0}
+    assert [quality.shown(row)["nats / 1,000 tokens"] for row in rows] == ["1.23", "2"]
+
+
+def test_tasks_longer_than_trained():
+    assert quality.arguments(["--device", "cpu", "--tasks", "recall/6000"]).tasks == ["recall/6000"]
+    assert len(make("recall", "6000", 0).messages[-1]["content"]) > 10_000
+    for unknown in ("tools/6000", "recall/many", "recalls/6000"):
+        with pytest.raises(SystemExit):
+            quality.arguments(["--tasks", unknown])
 
 
 @pytest.mark.slow

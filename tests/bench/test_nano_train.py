@@ -21,7 +21,7 @@ from bench.nano.model import Model, Shape, attend_each
 from bench.nano.muon import Muon, orthogonal
 from bench.nano.render import chat_turns, text_of, turns_of
 from bench.nano.tasks import TAGS, Words, calls_of, make
-from bench.nano.train import LESS_CONTEXT, Ahead, Trainer, context_weight, rate
+from bench.nano.train import Ahead, Trainer, rate
 from radixrt.config import WorkerConfig, resolve
 from radixrt.frontend.parsing.detect import PROBE, tool_format
 from radixrt.frontend.parsing.hermes import Hermes
@@ -275,10 +275,32 @@ def test_a_later_piece_warms_up():
     assert rates == sorted(rates, reverse=True)
 
 
-def test_what_is_only_read_weighs_less_and_less():
-    weights = [context_weight(p, 0.05, 0.01) for p in np.linspace(0, 1, 50)]
-    assert weights[0] == 0.05 and weights[-1] == 0.01 and weights == sorted(weights, reverse=True)
-    assert context_weight(sum(LESS_CONTEXT) / 2, 0.05, 0.01) == pytest.approx(0.03)
+def test_decay_bounds_the_weights():
+    """A step has one size for ever; what one gradient pushes goes to 1 / weight decay, and no farther."""
+    weight = torch.nn.Parameter(torch.zeros(1, 4, 4))
+    optimizer = Muon([weight], lr=0.1, weight_decay=0.2)
+    sizes = []
+    for _ in range(600):
+        weight.grad = torch.eye(4)[None]
+        optimizer.step()
+        sizes.append(torch.linalg.matrix_norm(weight.detach(), 2).item())
+    assert sizes[0] == pytest.approx(0.1, rel=0.3) and sizes == sorted(sizes)
+    assert sizes[-1] == pytest.approx(5, rel=0.3) and sizes[-1] - sizes[-50] < 0.01
+
+
+def test_shares_and_weights_by_kind(monkeypatch, capsys):
+    def given(*more: str):
+        monkeypatch.setattr(sys, "argv", ["train", *more])
+        return train.arguments()
+
+    assert given().shares == data.SHARES and given().answer_weight == data.ANSWER_WEIGHT
+    some = given("--shares", "tools=0.5", "chat=0", "--answer-weight", "chat=3", "choose=1")
+    assert some.shares == {k: 0.5 if k == "tools" else v for k, v in data.SHARES.items() if k != "chat"}
+    assert some.answer_weight == data.ANSWER_WEIGHT | {"chat": 3, "choose": 1}
+    for bad in (["--shares", "x=1"], ["--shares", "tools"], ["--answer-weight", "tools=much"]):
+        with pytest.raises(SystemExit):
+            given(*bad)
+        assert bad[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
