@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixrt.worker.cuda.attend import Shape, Variant
-from radixrt.worker.cuda.chunks import ChunkStep, PagedStep, Sequences
+from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, PagedStep, Sequences
 from radixrt.worker.cuda.decodes import DecodeWork
 from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
@@ -41,10 +41,10 @@ class ChunkPlanner:
         self._shares = shares
 
     def plan(
-        self, plan: Plan, decodes: int, packer: Packer, parity: int
-    ) -> tuple[list[ChunkStep], tuple[int, list[ChunkStep]] | None]:
-        """(The chunks, which come after so many decodes; a layer, the last, and its own, if they differ). Of steps with
-        one `parity`, one is under way at most."""
+        self, plan: Plan, decodes: int, packer: Packer, late: Packer, parity: int
+    ) -> tuple[list[ChunkStep], LastLayer | None]:
+        """(The chunks, which come after so many decodes; the last layer's, if they differ, which `late` will pack). Of
+        steps with one `parity`, one is under way at most."""
         first = (np.cumsum(plan.counts) - plan.counts)[decodes:]
         chunks = Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
         if not len(chunks):
@@ -61,7 +61,7 @@ class ChunkPlanner:
         ends = Sequences(chunks.rows, chunks.starts + chunks.counts - wants, wants, first + chunks.counts - wants)
         ends = ends.take(np.flatnonzero(wants))
         layer, window = self._last_layer
-        return steps, (layer, [self._over_pages(ends, {window}, packer)] if len(ends) else [])
+        return steps, LastLayer(layer, lambda p: [self._over_pages(ends, {window}, p)] if len(ends) else [], late)
 
     def trunks(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:
         """What FlashInfer computes of decodes, which come first in the plan."""

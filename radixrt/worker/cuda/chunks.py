@@ -7,6 +7,7 @@ into a workspace first, which costs their bytes once a layer and gains most of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,26 @@ class ChunkStep(Protocol):
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         """Write the attention of the chunks' tokens among q[T, heads, D] to out[T, heads, D]."""
+
+
+class LastLayer:
+    """The chunks of the last `layer`, where they are others. They are planned when that layer is launched: the device
+    has all layers before it to compute then, and does not wait for the plan."""
+
+    def __init__(self, layer: int, make: Callable[[Packer], list[ChunkStep]], packer: Packer) -> None:
+        """`packer`: of nothing else that is under way."""
+        self.layer = layer
+        self._make = make
+        self._packer = packer
+
+    def steps(self) -> list[ChunkStep]:
+        """Those that are ready to run."""
+        self._packer.clear()
+        steps = self._make(self._packer)
+        sent = self._packer.send()
+        for step in steps:
+            step.sent(sent)
+        return steps
 
 
 # ---------------------------------------------------------------- over pages, in place

@@ -58,21 +58,23 @@ class Pieces:
         self._stream = torch.cuda.Stream(model.device)
         self._captured = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
 
-    @property
-    def sizes(self) -> set[int]:
-        return set(self._captured)
-
     def size_for(self, tokens: int) -> int:
         """The smallest size that holds so many tokens; 0 if none does."""
         return min((size for size in self._captured if size >= tokens), default=0)
 
-    def run(self, inputs: torch.Tensor, attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Decoder.attend_all`, for int32[4, size] of tokens, positions, slots and rows, padded to a size."""
+    def begin(self, inputs: torch.Tensor) -> None:
+        """Launch what comes before the first attention, for int32[4, size] of tokens, positions, slots and rows, padded
+        to a size."""
         size = inputs.shape[1]
-        captured = self._captured[size]
         self._integers[:, :size].copy_(inputs)
+        self._captured[size].graphs[0].replay()
+
+    def go_on(self, size: int, attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """After `begin`, as `Decoder.attend_all`."""
+        captured = self._captured[size]
         q, out = self._q[:size], self._out[:size]
-        for layer, graph in enumerate(captured.graphs):
+        attention.over_pages(0, q, out)
+        for layer, graph in enumerate(captured.graphs[1:], 1):
             graph.replay()
             attention.over_pages(layer, q, out)
         return out, captured.residual

@@ -130,7 +130,7 @@ class CudaRunner(ModelRunner):
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
-        self._packers = (Packer(self._device), Packer(self._device))
+        self._packers, self._late_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._late: Late | None = None
         self._answers = (Answer(self._device), Answer(self._device))
         self._steps = 0
@@ -258,8 +258,10 @@ class CudaRunner(ModelRunner):
         self, plan: Plan, packer: Packer, answer: Answer, serial: bool,
         works: dict[int | None, DecodeWork] | None = None,
     ) -> Launched:  # fmt: skip
+        parity = self._steps % 2
         decodes, count = _leading_decodes(plan), len(plan.tokens)
-        padded = (self._pieces.size_for(count) if self._pieces else 0) or count
+        padded = self._pieces.size_for(count) if self._pieces else 0
+        pieces, padded = (self._pieces, padded) if padded else (None, count)
         rows = plan.rows[:decodes]
         positions = ranges(plan.starts, plan.counts).astype(np.int32)
         of_tokens = np.zeros((4, padded), dtype=np.int32)
@@ -270,9 +272,8 @@ class CudaRunner(ModelRunner):
         if works is None:
             works = self._plan_decodes(plan, decodes, None) if decodes else {}
         lists = {window: Lists.pack(packer, work) for window, work in works.items()}
-        parity = self._steps % 2
         trunks = {window: self._chunks.trunks(work, plan, packer, parity) for window, work in works.items()}
-        chunks, last = self._chunks.plan(plan, decodes, packer, parity)
+        chunks, last = self._chunks.plan(plan, decodes, packer, self._late_packers[parity], parity)
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
@@ -283,15 +284,17 @@ class CudaRunner(ModelRunner):
         answer.begin()
         sent = packer.send()
         kernels.scatter(writes.of(sent), self._table)
-        for chunk in chunks + (last[1] if last else []):
+        if pieces:  # the device begins while the host makes the rest ready
+            pieces.begin(inputs.of(sent))
+        for chunk in chunks:
             chunk.sent(sent)
         partials = max((w.few.partials + w.many.partials for w in works.values()), default=0)
         scratch = Scratch.make(partials, self._shape, self._device) if decodes else None
         decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
         tokens, positions_there, slots, rows_there = inputs.of(sent)
         attention = StepAttention(self._pages, slots, self._compiled, decode_lists, scratch, chunks, last)
-        if self._pieces and padded in self._pieces.sizes:
-            x, residual = self._pieces.run(inputs.of(sent), attention)
+        if pieces:
+            x, residual = pieces.go_on(padded, attention)
         else:
             resolved = kernels.resolve(tokens, rows_there[:decodes], self._drawn)
             x, residual = self._model.attend_all(resolved, positions_there, attention)

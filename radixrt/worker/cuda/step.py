@@ -9,7 +9,7 @@ import torch
 
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
-from radixrt.worker.cuda.chunks import ChunkStep, Pages
+from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, Pages
 from radixrt.worker.cuda.decodes import Lists
 from radixrt.worker.cuda.segments import SharedKeys
 from radixrt.worker.model.decoder import Heads
@@ -47,8 +47,8 @@ class DecodeLists:
 
 
 class StepAttention:
-    """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none; `last` is the
-    last layer and its chunks, where they differ: after it, only tokens whose logits are wanted go on."""
+    """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none; `last` has the
+    last layer's chunks, where they differ: after it, only tokens whose logits are wanted go on."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StepAttention:
         decodes: dict[int | None, DecodeLists],
         scratch: Scratch | None,
         chunks: list[ChunkStep],
-        last: tuple[int, list[ChunkStep]] | None = None,
+        last: LastLayer | None = None,
     ) -> None:
         self._pages = pages
         self._slots = slots
@@ -80,7 +80,7 @@ class StepAttention:
         pages = self._pages(layer)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
-        chunks = self._last[1] if self._last and self._last[0] == layer else self._chunks
+        chunks = self._last.steps() if self._last and self._last.layer == layer else self._chunks
         for chunk in chunks:
             chunk.run(q, pages, out)
 

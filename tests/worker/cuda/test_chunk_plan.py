@@ -52,7 +52,7 @@ def test_each_chunk_goes_one_way(shares, windows, rows, monkeypatch):
     planner = ChunkPlanner(
         SHAPE, 1, windows, VARIANT, tiling(VARIANT, SHAPE, 264), Chip(32, 132), SimpleNamespace(tokens=1 << 17), shares
     )
-    planner.plan(plan, 0, Packer(torch.device("cpu")), 0)
+    planner.plan(plan, 0, *(Packer(torch.device("cpu")) for _ in range(2)), 0)
     assert sorted(row for _, part in went for row in part) == list(rows)
     ways = {row: name for name, part in went for row in part}
     for row in rows:

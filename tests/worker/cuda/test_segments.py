@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from radixrt.worker.cuda.attend import Shape, Variant
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
+from radixrt.worker.cuda.chunks import PagedStep
 from radixrt.worker.cuda.decodes import Cuts, Trunks
 from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
 from radixrt.worker.cuda.staging import Packer
@@ -118,13 +120,15 @@ def test_each_chunk_is_computed_in_one_way(monkeypatch):
     flashinfer = PlainFlashInfer(shape(1), torch.float32, 20_000)
     cut = Tiling(16, 64, 128, 8)
     planner = ChunkPlanner(shape(1), 64, (None,), Variant(64, 64, 4, 2), cut, Chip(4, 12), flashinfer, True)
-    _, last = planner.plan(plan, 0, Packer(CPU), 0)
+    _, last = planner.plan(plan, 0, Packer(CPU), Packer(CPU), 0)
     assert [x.tolist() for x in taken] == [[0, 2], [1]] and last is None
 
 
 def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
     taken = []
-    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.PagedStep", lambda *args: taken.append(args[0]))
+    monkeypatch.setattr(
+        "radixrt.worker.cuda.chunk_plan.PagedStep", lambda *args: taken.append(args[0]) or create_autospec(PagedStep)
+    )
     plan = SimpleNamespace(
         requests=(), rows=np.array([5, 6, 7]), starts=np.array([3, 10, 0]), counts=np.array([1, 40, 30]),
         wants=np.array([1, 1, 0]),
@@ -132,8 +136,11 @@ def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
     planner = ChunkPlanner(
         shape(1), 1, (None, 8), Variant(64, 64, 4, 2), Tiling(16, 64, 128, 8), Chip(4, 12), None, False
     )
-    steps, last = planner.plan(plan, 1, Packer(CPU), 0)
-    assert len(steps) == 1 and last is not None and last[0] == 1 and len(last[1]) == 1
+    steps, last = planner.plan(plan, 1, Packer(CPU), late := Packer(CPU), 0)
+    assert len(steps) == 1 and last is not None and last.layer == 1
+    assert len(taken) == 1 and not late.used, "the last layer is planned when it is launched"
+    (step,) = last.steps()
+    step.sent.assert_called_once()
     every, ends = taken
     assert every.rows.tolist() == [6, 7] and every.queries.tolist() == [1, 41]
     assert (ends.rows.tolist(), ends.starts.tolist(), ends.counts.tolist()) == ([6], [49], [1])
