@@ -17,6 +17,10 @@ from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.staging import Packer, Piece
 
 
+FA3_HEAD_DIMS = (64, 128, 256)
+"""Of others a build fails, after most of a minute."""
+
+
 class FlashInfer:
     """FlashInfer's ragged prefill kernels, and the workspace they read K and V from.
 
@@ -27,6 +31,8 @@ class FlashInfer:
     """Bytes."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, tokens: int, backend: str) -> None:
+        if backend == "fa3" and shape.head_dim not in FA3_HEAD_DIMS:
+            raise RuntimeError(f"FA3 has kernels for heads of {FA3_HEAD_DIMS}, not of {shape.head_dim}")
         self._flashinfer = load_flashinfer()
         self._shape = shape
         self._dtype = dtype
