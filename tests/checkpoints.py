@@ -78,8 +78,7 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
 
     `changes` are fields of its config; with `shard_bytes` the weights come in several files of that size.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     sizes = {
         "vocab_size": 512,
@@ -101,13 +100,45 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
         sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
     if family == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = _random(AutoConfig.for_model(family, **(sizes | changes)), seed)
+    limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.save_pretrained(folder, **limit)
+    return model
+
+
+def _random(config, seed: int = 0):
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(sizes | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
-    model.save_pretrained(folder, **limit)
+    return model
+
+
+def make_published(folder: Path, family: str, **changes):
+    """Like `make_model`, but `config.json` has the fields that are given and few others, as people publish it, and
+    transformers reads it from there. Fields that are "REMOVED" are left out."""
+    from transformers import AutoConfig
+
+    config = {
+        "model_type": family,
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.2,
+        "torch_dtype": "bfloat16",
+    } | changes
+    text = json.dumps({name: value for name, value in config.items() if value != "REMOVED"})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    model = _random(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(text, encoding="utf-8")
     return model

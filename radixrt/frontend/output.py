@@ -5,6 +5,7 @@ ToolUse, Constraint ──Formats.output──> Output: the Grammar that the wor
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 from radixrt.frontend.errors import refuse
 from radixrt.frontend.parsing import (
     PROBE,
+    QUESTION,
     OutputParser,
     ReasoningFormat,
     Thinking,
@@ -164,10 +166,9 @@ class Formats:
 
 
 def probe_text(tokenizer: Tokenizer | None) -> str:
-    """What the chat template makes of a chat with a call and a thought; "" where it refuses one."""
-    if tokenizer is None:
-        return ""
-    try:
-        return tokenizer.apply_chat(PROBE)
-    except FieldError:
-        return ""
+    """What the chat template makes of a chat with a call and a thought, and of a question; "" where it refuses one."""
+    texts = []
+    for probe in (PROBE, QUESTION) if tokenizer else ():
+        with contextlib.suppress(FieldError):
+            texts.append(tokenizer.apply_chat(probe))
+    return "\n".join(texts)

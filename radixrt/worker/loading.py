@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.quantized import block_size
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
 from radixrt.worker.runner import TorchRunner
@@ -76,7 +78,21 @@ def look_up(config: WorkerConfig) -> Loaded:
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = choose_dtype(config.dtype, hf_config, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
-    return Loaded(folder, hf_config, read_spec(hf_config), device, dtype, kv_dtype, checkpoint.eos_ids(folder))
+    spec = read_spec(hf_config)
+    for note in notes(hf_config):
+        log.warning("%s: %s", folder.name, note)
+    return Loaded(folder, hf_config, spec, device, dtype, kv_dtype, checkpoint.eos_ids(folder))
+
+
+def notes(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """What of a checkpoint is served otherwise than its user may think."""
+    if hf_config.get("auto_map"):
+        yield "it brings code of its own (auto_map), which is not run; it is served as its model_type"
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    if "dynamic" in (rope.get("rope_type"), rope.get("type")):
+        yield "positions of the kind 'dynamic' are served up to max_position_embeddings only"
+    if hf_config.get("quantization_config"):
+        yield "weights that are stored in FP8 are multiplied out at load: they take the memory of 16 bits"
 
 
 def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
@@ -113,10 +129,13 @@ def _no_kernels(loaded: Loaded) -> str:
 
 
 def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None) -> Decoder:
-    """The weights, with progress on stderr."""
+    """The weights, with progress on stderr, and a warning of those that the model has no place for."""
     weights = open_weights(config, loaded)
     try:
-        return Decoder(loaded.spec, weights, exact, ops)
+        model = Decoder(loaded.spec, weights, exact, ops)
+        if unused := weights.unused():
+            log.warning("%d tensors are not used, is it the right model? %s", len(unused), ", ".join(unused[:5]))
+        return model
     finally:
         weights.close()
 
@@ -153,10 +172,11 @@ def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> st
 
 
 def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> torch.dtype:
-    """`auto`: the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU. ValueError for no known name."""
+    """`auto`: the checkpoint's on a GPU if that is one of 16 bits, else bfloat16; float32 on a CPU. ValueError for no
+    known name."""
     if name == "auto":
-        stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-        name = "float32" if device.type == "cpu" else {"float32": "bfloat16"}.get(stated, stated)
+        stated = str(hf_config.get("dtype") or hf_config.get("torch_dtype")).removeprefix("torch.")
+        name = "float32" if device.type == "cpu" else stated if stated == "float16" else "bfloat16"
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype {name!r}: expected auto, float32, bfloat16 or float16")
     return DTYPES[name]
@@ -179,7 +199,8 @@ def open_weights(
     """By `load_format`. ValueError for no known one."""
     match config.load_format:
         case "auto" | "safetensors":
-            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device, progress)
+            block = block_size(loaded.hf_config)
+            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device, progress, block)
         case "dummy":
             return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")

@@ -45,7 +45,7 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         raise ValueError(f"structured output needs the tokenizer's files, and {folder} holds none")
     from transformers import AutoTokenizer
 
-    backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    backend = getattr(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{folder}: this kind of tokenizer is not known here")
     return _of_tokenizer(backend, config, size)
@@ -129,7 +129,7 @@ def _of_sentencepiece(path: Path, listed: dict[str, int], config: dict[str, Any]
 
 def _declared(config: dict[str, Any]) -> dict[int, tuple[str, bool]]:
     """`added_tokens_decoder` of tokenizer_config.json."""
-    found = config.get("added_tokens_decoder", {})
+    found = config.get("added_tokens_decoder") or {}
     return {int(i): (token["content"], token.get("special", False)) for i, token in found.items()}
 
 

@@ -304,6 +304,20 @@ def test_real_templates_show_their_format(tmp_path, shared_data, template, kind)
         assert found.forced([Function("f", True)], True)["begin"] == opening
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if messages[-1].role == 'user' %}<think>\n{% endif %}",
+        "{% for m in messages %}{{ raise_exception('!') if m.role == 'tool' }}{% endfor %}<think>\n",
+    ],
+)
+def test_thoughts_that_only_a_question_shows(tmp_path, template):
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    rendered = probe_text(load_tokenizer(make_family(tmp_path, "plain"), str(file)))
+    assert reasoning_format("auto", rendered) is THINK and tool_format("auto", rendered) is None
+
+
 @pytest.mark.parametrize("version", ["240323.model.v3", "241114.model.v7"])
 @pytest.mark.parametrize("cuts", [1, 10_000])
 def test_calls_by_mistral_s_own_tokenizer(tmp_path, shared_data, version, cuts):

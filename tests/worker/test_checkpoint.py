@@ -49,7 +49,6 @@ def test_families_are_files():
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"intermediate_size": 256}, "gate_proj.weight has shape"),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type 'dynamic'"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_named(folder, changes, words):

@@ -9,7 +9,7 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
 detect     which of them a model's chat template asks for
 """
 
-from radixrt.frontend.parsing.detect import PROBE, reasoning_format, tool_format
+from radixrt.frontend.parsing.detect import PROBE, QUESTION, reasoning_format, tool_format
 from radixrt.frontend.parsing.formats import Function, ToolFormat, either, json_schema
 from radixrt.frontend.parsing.parser import OutputParser
 from radixrt.frontend.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
@@ -17,6 +17,7 @@ from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
 
 __all__ = [
     "PROBE",
+    "QUESTION",
     "CallArguments",
     "CallStart",
     "Content",

@@ -39,6 +39,8 @@ PROBE = ChatPrompt(
     [{"type": "function", "function": _FUNCTION}],
 )
 """A chat with all that a template may have a form for; ids of nine letters and digits, as Mistral's want them."""
+QUESTION = ChatPrompt([{"role": "user", "content": "-"}])
+"""Some templates begin a thought only where the user has spoken last, and some refuse tools."""
 
 _MISTRAL = re.compile(r'(\[TOOL_CALLS\]\s*\[)\s*\{\s*"name":\s*"probe_tool"')
 _MISTRAL_EACH = re.compile(r"\[TOOL_CALLS\]\s*probe_tool")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,9 @@ from radixrt.router.errors import FieldError
 NO_TEMPLATE = "this model has no chat template; give one with --chat-template FILE, or send a plain prompt"
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+NO_CALLS = ("tool_calls", [])
+"""As some clients write it; templates ask whether there is the key."""
 
 Message = dict[str, Any]
 
@@ -50,9 +53,11 @@ def _from_file(path: Path) -> dict[str, str]:
         raise ValueError(f"no chat template in {path}: {error}") from error
 
 
-def _by_name(template: str | list[dict[str, str]] | None) -> dict[str, str]:
+def _by_name(template: str | list[dict[str, str]] | dict[str, str] | None) -> dict[str, str]:
     if isinstance(template, list):
         return {item["name"]: item["template"] for item in template}
+    if isinstance(template, dict):
+        return template
     return {"default": template} if template else {}
 
 
@@ -99,8 +104,9 @@ class _Template:
     """One compiled template and what it expects of messages.
 
     `takes_parts`: it loops over `content`, so a list of parts stays one; otherwise their texts are joined
-    by line feeds. `takes_objects`: it writes tool call `arguments` as JSON and makes no difference for a
-    string, so OpenAI's JSON string is parsed for it.
+    by line feeds. `takes_objects`: it writes tool call `arguments` as JSON, alone or in a call that it writes
+    whole, and makes no difference for a string, so OpenAI's JSON string is parsed for it. `takes_none`: it asks
+    whether `content` is none, as it then is in a message of tool calls alone; otherwise what is none is left out.
     """
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
@@ -110,12 +116,19 @@ class _Template:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         self.takes_parts = any(_is_named(loop.iter, "content") for loop in tree.find_all(nodes.For))
-        uses = {_use(node) for node in tree.find_all((nodes.Filter, nodes.Getattr, nodes.Test))}
-        self.takes_objects = bool(uses & {"tojson", "items"}) and "string" not in uses
+        sets = (node for node in tree.find_all(nodes.Assign) if _is_named(node.node, "arguments"))
+        names = {"arguments", *(node.target.name for node in sets if isinstance(node.target, nodes.Name))}
+        uses = {_use(node, names) for node in tree.find_all((nodes.Filter, nodes.Getattr, nodes.Test))}
+        whole = _mentions(tree, "tool_calls") and not _mentions(tree, "arguments")
+        self.takes_objects = whole or (bool(uses & {"tojson", "items"}) and "string" not in uses)
+        tests = (test for test in tree.find_all(nodes.Test) if test.name == "none")
+        self.takes_none = any(_is_named(test.node, "content") for test in tests)
 
     def adapted(self, index: int, message: Message) -> Message:
-        """A message as the template wants it: no None values, parts and arguments in its form."""
-        message = {key: value for key, value in message.items() if value is not None}
+        """A message as the template wants it: no None values but for content, parts and arguments in its form."""
+        message = {key: value for key, value in message.items() if value is not None and (key, value) != NO_CALLS}
+        if self.takes_none and message.get("tool_calls") and not message.get("content"):
+            message["content"] = None
         if isinstance(message.get("content"), list):
             texts = [_part_text(index, j, part) for j, part in enumerate(message["content"])]
             if not self.takes_parts:
@@ -140,11 +153,17 @@ class _Template:
             raise FieldError("messages", f"the chat template fails on these messages: {error}") from error
 
 
-def _use(node: nodes.Node) -> str | None:
-    """What an expression does with `arguments`: the name of the filter, attribute or test."""
-    if not _is_named(node.node, "arguments"):
+def _use(node: nodes.Node, names: Collection[str]) -> str | None:
+    """What an expression does with `arguments`, by any of its names: the name of the filter, attribute or test."""
+    if not any(_is_named(node.node, name) for name in names):
         return None
     return node.attr if isinstance(node, nodes.Getattr) else node.name
+
+
+def _mentions(tree: nodes.Template, name: str) -> bool:
+    """Whether a template reads `x.name`, `x['name']` or `x.get('name')` anywhere, or asks for the name."""
+    constants = any(constant.value == name for constant in tree.find_all(nodes.Const))
+    return constants or any(node.attr == name for node in tree.find_all(nodes.Getattr))
 
 
 def _is_named(node: nodes.Node, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from radixrt.router.tokens.pieces import Pieces, verified
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
+LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 LINE = "\n"
 HUB_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 
@@ -154,8 +156,10 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenize
     chat template. ValueError if there is no tokenizer or a file is broken."""
     folder = _local(folder)
     config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
-    backend = _load_backend(folder, config, named)
+    special = _read_json(folder / "special_tokens_map.json")
+    # A configuration that declares its tokens is newer than the map beside it.
+    named = _named_tokens(*((config, special) if "added_tokens_decoder" in config else (special, config)))
+    backend = _load_backend(folder, config, named, _extra_tokens(config, special))
     model = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json")
     text_model = model.get("text_config") or {}
@@ -170,10 +174,10 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenize
     )
 
 
-def _load_backend(folder: Path, config: Mapping[str, Any], named: dict[str, str]) -> Backend:
+def _load_backend(folder: Path, config: Mapping[str, Any], named: dict[str, str], extra: list[AddedToken]) -> Backend:
     path = folder / "tokenizer.json"
     if path.is_file():
-        return _load_json(path, config, named)
+        return _load_json(path, config, named, extra)
     for pattern in SENTENCEPIECE_FILES:
         for path in sorted(folder.glob(pattern)):
             backend = load_sentencepiece(path, config, _added_tokens(folder, config))
@@ -182,29 +186,37 @@ def _load_backend(folder: Path, config: Mapping[str, Any], named: dict[str, str]
     return _load_by_transformers(folder, named)
 
 
-def _load_json(path: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> JsonBackend:
+def _load_json(path: Path, config: Mapping[str, Any], named: Mapping[str, str], extra: list[AddedToken]) -> JsonBackend:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for any broken file
         raise ValueError(f"{path} cannot be read: {error}") from error
-    declared = _declared_tokens(config)
-    tokenizer.add_tokens([_added(t) for _, t in sorted(declared.items()) if tokenizer.token_to_id(t.content) is None])
+    tokenizer.add_tokens([_added(token) for _, token in sorted(_declared_tokens(config).items())])
     shown = {t.content for t in tokenizer.get_added_tokens_decoder().values() if not t.special}
     hidden = [token for token in named.values() if token in shown or tokenizer.token_to_id(token) is None]
     tokenizer.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in dict.fromkeys(hidden)])
-    if tokenizer.post_processor is None:
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    tokenizer.add_special_tokens([_added(token) for token in extra if token.content not in known])
+    # Llama's class obeys add_bos_token whatever tokenizer.json says, DeepSeek's distillates count on it.
+    is_llama = str(config.get("tokenizer_class")) in LLAMA_CLASSES and config.get("add_bos_token")
+    if tokenizer.post_processor is None or (is_llama and not tokenizer.num_special_tokens_to_add(False)):
         _add_bos_and_eos(tokenizer, config, named)
     return JsonBackend(tokenizer)
 
 
 def _added(token: AddedToken) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(
-        token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=token.special
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
     )
 
 
 def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Follow `add_bos_token` and `add_eos_token`, which count only where tokenizer.json has no post-processor."""
+    """Follow `add_bos_token` and `add_eos_token`."""
     bos = named.get("bos_token") if config.get("add_bos_token") else None
     eos = named.get("eos_token") if config.get("add_eos_token") else None
     if bos or eos:
@@ -219,8 +231,8 @@ def _load_by_transformers(folder: Path, named: dict[str, str]) -> JsonBackend:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of many kinds: files that lack something, packages that do, code that is not run
         raise ValueError(f"{folder} holds no tokenizer that can be read: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -252,19 +264,29 @@ def _name_sentencepiece_tokens(backend: Backend, named: dict[str, str]) -> None:
 
 def _declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """`added_tokens_decoder` of tokenizer_config.json."""
-    return {int(i): _added_token(token) for i, token in config.get("added_tokens_decoder", {}).items()}
+    return {int(i): _added_token(token) for i, token in (config.get("added_tokens_decoder") or {}).items()}
 
 
-def _added_token(token: Mapping[str, Any]) -> AddedToken:
-    return AddedToken(
-        token["content"], token.get("special", False), bool(token.get("lstrip")), bool(token.get("rstrip"))
-    )
+def _extra_tokens(*configs: Mapping[str, Any]) -> list[AddedToken]:
+    """Special tokens that have no name of SPECIAL_NAMES: lists of strings or objects, or objects of them by name."""
+    found = []
+    for config in configs:
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            tokens = config.get(key) or []
+            found += tokens.values() if isinstance(tokens, dict) else tokens
+    return [_added_token({"content": token} if isinstance(token, str) else token, special=True) for token in found]
+
+
+def _added_token(token: Mapping[str, Any], special: bool = False) -> AddedToken:
+    flags = (bool(token.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized"))
+    return AddedToken(token["content"], special or token.get("special", False), *flags)
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """Tokens beside a sentencepiece model: added_tokens.json, then tokenizer_config.json, which says more."""
     listed = {i: AddedToken(token, special=False) for token, i in _read_json(folder / "added_tokens.json").items()}
-    return listed | _declared_tokens(config)
+    declared = _declared_tokens(config).items()  # found in the text as it is, always
+    return listed | {i: dataclasses.replace(token, normalized=False) for i, token in declared}
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

@@ -16,7 +16,6 @@ from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.staging import Packer, Piece
 
-
 FA3_HEAD_DIMS = (64, 128, 256)
 """Of others a build fails, after most of a minute."""
 

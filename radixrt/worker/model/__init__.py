@@ -9,9 +9,11 @@ import importlib
 import pkgutil
 from typing import Any
 
+from radixrt.worker.model.quantized import check_quantization
+from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
 
-_PARTS = {"checkpoint", "decoder", "linear", "moe", "rope", "spec"}
+_PARTS = {"checkpoint", "decoder", "linear", "moe", "quantized", "rope", "spec"}
 
 
 def families() -> list[str]:
@@ -24,6 +26,10 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     family = config.get("model_type", "")
     if family not in families():
         raise ValueError(f"model_type {family!r} is not served; {', '.join(families())} are")
-    if config.get("quantization_config"):
-        raise ValueError("quantization_config: quantized weights are not served")
-    return importlib.import_module(f"{__name__}.{family}").spec(config)
+    check_quantization(config)
+    try:
+        spec: ModelSpec = importlib.import_module(f"{__name__}.{family}").spec(config)
+    except KeyError as missing:
+        raise ValueError(f"config.json has no {missing.args[0]}") from None
+    frequencies(spec.rope, spec.head_dim)  # says what is not served before gigabytes are read
+    return spec

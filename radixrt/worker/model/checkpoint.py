@@ -13,13 +13,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from radixrt.worker.model.quantized import BLOCK, SCALES, dequantized
+
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OTHER_FORMS = "consolidated*"
+"""Files of the same weights under other names, beside those of transformers."""
+SIDE_TENSORS = ("rotary_emb.inv_freq", "_scale", "_scale_inv")
+TOKENIZER_FILES = ("tokenizer_config", "special_tokens_map", "tokenizer")
+LFS_POINTER = b"version https://git-lfs"
 tqdm.monitor_interval = 0  # no thread of its own
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+HUB_OTHERS = ["original/*", OTHER_FORMS]
 
 
 class Weights(Protocol):
     """Where tensors come from: their names as transformers has them, their dtype and device as the worker wants."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor is there that need not be."""
 
     def load(self, name: str, shape: Sequence[int]) -> torch.Tensor: ...
 
@@ -34,7 +46,7 @@ def find(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS))
     except Exception as error:  # no network, no such name, not a valid name: all the same to the caller
         raise ValueError(f"{model} is neither a folder nor a model that the hub gave: {error}") from error
 
@@ -58,25 +70,38 @@ def eos_ids(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")
         ids.update([value] if isinstance(value, int) else value or [])
-    tokenizer = read_json(folder / "tokenizer_config.json")
-    token = tokenizer.get("eos_token")
+    config, special, tokenizer = (read_json(folder / f"{name}.json") for name in TOKENIZER_FILES)
+    token = config.get("eos_token") or special.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    known = [(int(i), t.get("content")) for i, t in tokenizer.get("added_tokens_decoder", {}).items()]
-    known += [(t["id"], t.get("content")) for t in read_json(folder / "tokenizer.json").get("added_tokens", [])]
+    known = [(int(i), t.get("content")) for i, t in (config.get("added_tokens_decoder") or {}).items()]
+    known += [(t["id"], t.get("content")) for t in tokenizer.get("added_tokens") or []]
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    known += [(vocabulary[token], token)] if isinstance(vocabulary, dict) and token in vocabulary else []
     return frozenset(ids | {i for i, content in known if token and content == token})
 
 
 class SafetensorsWeights:
     """The weights of a folder. Each tensor is read when it is asked for; a progress bar counts bytes on stderr.
 
-    ValueError for a folder without safetensors, a broken shard, a tensor that is missing or of another shape.
+    FP8 is multiplied with its scales, by row, or one for each `block` of rows and columns. ValueError for a folder
+    without safetensors, a shard that is missing or broken, a tensor that is missing, of another shape, or quantized in
+    another way.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, progress: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: bool = True,
+        block: tuple[int, int] = (BLOCK, BLOCK),
+    ) -> None:
         self._dtype = dtype
+        self._block = block
         self._device = device
         self._files: dict[Path, Any] = {}
         self._places = self._find_tensors(folder)
+        self._unread = set(self._places)
         size = sum(path.stat().st_size for path in set(self._places.values()))
         self._bar = tqdm(
             total=size, desc="loading weights", unit="B", unit_scale=True, file=sys.stderr, mininterval=0.5,
@@ -84,12 +109,21 @@ class SafetensorsWeights:
         )  # fmt: skip
 
     def _find_tensors(self, folder: Path) -> dict[str, Path]:
-        """Tensor name -> shard."""
-        if index := read_json(folder / INDEX):
-            return {name: folder / file for name, file in index["weight_map"].items()}
-        paths = sorted(folder.glob("*.safetensors"))
+        """Tensor name -> shard, as transformers looks for them: one file, or an index, or whatever there is."""
+        if not (folder / SINGLE).is_file() and (index := read_json(folder / INDEX)):
+            shards = {file: folder / file for file in index["weight_map"].values()}
+            missing = sorted(file for file, path in shards.items() if not path.is_file())
+            if missing:
+                raise ValueError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}")
+            return {name: shards[file] for name, file in index["weight_map"].items()}
+        paths = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+        foreign = [path.name for path in paths if path.match(OTHER_FORMS)]
+        paths = [path for path in paths if path.name not in foreign]
+        if foreign and not paths:
+            raise ValueError(f"{folder} holds no safetensors of transformers, only {', '.join(foreign)}: convert them")
         if not paths:
-            hint = "; convert its .bin files to safetensors" if list(folder.glob("*.bin")) else ""
+            others = sorted({path.suffix for path in folder.iterdir()} & {".bin", ".gguf", ".pt", ".pth"})
+            hint = f"; convert its {' and '.join(others)} files to safetensors" if others else ""
             raise ValueError(f"{folder} holds no safetensors{hint}")
         return {name: path for path in paths for name in self._open(path).keys()}
 
@@ -98,6 +132,8 @@ class SafetensorsWeights:
             try:
                 self._files[path] = safe_open(path, "pt", device=str(self._device))
             except (SafetensorError, OSError) as error:
+                if _begins_with(path, LFS_POINTER):
+                    raise ValueError(f"{path} is a pointer of git-lfs, not the file: run git lfs pull") from error
                 raise ValueError(f"{path} cannot be read: {error}") from error
         return self._files[path]
 
@@ -106,25 +142,45 @@ class SafetensorsWeights:
         bare = name.removeprefix("model.")
         return bare if name not in self._places and bare in self._places else name
 
+    def __contains__(self, name: str) -> bool:
+        return self._name(name) in self._places
+
     def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         name = self._name(name)
         if name not in self._places:
             raise ValueError(f"the checkpoint has no tensor {name}")
-        tensor = self._open(self._places[name]).get_tensor(name)
+        tensor = self.get(name)
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
         self._bar.update(tensor.nbytes)
-        return tensor.to(self._dtype)
+        scale = None
+        if tensor.dtype.itemsize == 1:
+            scale = next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)
+        return dequantized(name, tensor, scale, self._block, self._dtype)
 
     def get(self, name: str) -> torch.Tensor | None:
         name = self._name(name)
-        return self._open(self._places[name]).get_tensor(name) if name in self._places else None
+        if name not in self._places:
+            return None
+        self._unread.discard(name)
+        return self._open(self._places[name]).get_tensor(name)
+
+    def unused(self) -> list[str]:
+        """Tensors that nobody asked for, but for those that say nothing of their own: the model may be another one."""
+        return sorted(name for name in self._unread if not name.endswith(SIDE_TENSORS))
 
     def close(self) -> None:
         """Let go of the files, all of them read but for headers and tensors that nobody wants."""
         self._bar.update(self._bar.total - self._bar.n)
         self._bar.close()
         self._files.clear()
+
+
+def _begins_with(path: Path, start: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 class RandomWeights:
@@ -145,8 +201,14 @@ class RandomWeights:
         values = torch.empty(shape, dtype=self._dtype, device=self._device)
         return values.normal_(0, 0.02, generator=generator)
 
+    def __contains__(self, name: str) -> bool:
+        return False
+
     def get(self, name: str) -> None:
         return None
+
+    def unused(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         """Nothing is held."""

@@ -71,6 +71,8 @@ class Heads:
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
 
 
+HEAD = "lm_head.weight"
+
 Attend = Callable[[int, Heads], torch.Tensor]
 """(layer, its heads) -> [T, heads, D]; stores k and v first."""
 
@@ -112,8 +114,7 @@ class Decoder:
         self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         self._norm = reader.vector("norm", spec.hidden_size)
-        head = self._embedding if spec.tied else weights.load("lm_head.weight", self._embedding.shape)
-        self._head = Linear(head, None, batch_invariant)
+        self._head = Linear(reader.head(self._embedding), None, batch_invariant)
         angles, self._rope_factor = frequencies(spec.rope, spec.head_dim)
         self._angles = angles.to(self._embedding.device)
 
@@ -202,6 +203,13 @@ class _Reader:
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self._weights.load(f"model.{name}.weight", (size,))
+
+    def head(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The output projection. A tied one may be stored again, and counts if it differs: the flag is often stale."""
+        if self._spec.tied and HEAD not in self._weights:
+            return embedding
+        head = self._weights.load(HEAD, embedding.shape)
+        return embedding if self._spec.tied and torch.equal(head, embedding) else head
 
     def linear(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
         """Several projections of one input as one, their rows in that order."""

@@ -15,6 +15,9 @@ from radixrt.worker.model.spec import ModelSpec
 if TYPE_CHECKING:
     from radixrt.worker.model.decoder import Ops
 
+WHOLE = "mlp."
+"""Where transformers 5 has all experts of a layer in one tensor, of every family; it seldom writes files so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -70,19 +73,25 @@ class Experts:
 
 
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool) -> Experts:
-    """The experts of a layer, by the names of the family (`ExpertsSpec`)."""
+    """The experts of a layer, by the names of the family (`ExpertsSpec`), or all in one tensor."""
     moe = spec.experts
     assert moe is not None
     at, hidden, inner = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size, moe.intermediate_size
-    router = weights.load(f"{at}gate.weight", (moe.count, hidden))
-    gate_up = torch.empty((moe.count, 2 * inner, hidden), dtype=router.dtype, device=router.device)
-    down = torch.empty((moe.count, hidden, inner), dtype=router.dtype, device=router.device)
-    gate_name, up_name, down_name = moe.names
-    for expert in range(moe.count):
-        name = f"{at}experts.{expert}."
-        gate_up[expert, :inner] = weights.load(f"{name}{gate_name}.weight", (inner, hidden))
-        gate_up[expert, inner:] = weights.load(f"{name}{up_name}.weight", (inner, hidden))
-        down[expert] = weights.load(f"{name}{down_name}.weight", (hidden, inner))
+    shapes = (moe.count, 2 * inner, hidden), (moe.count, hidden, inner)
+    whole = f"model.layers.{layer}.{WHOLE}"
+    if f"{whole}experts.gate_up_proj" in weights:
+        router = weights.load(f"{whole}gate.weight", (moe.count, hidden))
+        gate_up = weights.load(f"{whole}experts.gate_up_proj", shapes[0])
+        down = weights.load(f"{whole}experts.down_proj", shapes[1])
+    else:
+        router = weights.load(f"{at}gate.weight", (moe.count, hidden))
+        gate_up, down = (torch.empty(shape, dtype=router.dtype, device=router.device) for shape in shapes)
+        gate_name, up_name, down_name = moe.names
+        for expert in range(moe.count):
+            name = f"{at}experts.{expert}."
+            gate_up[expert, :inner] = weights.load(f"{name}{gate_name}.weight", (inner, hidden))
+            gate_up[expert, inner:] = weights.load(f"{name}{up_name}.weight", (inner, hidden))
+            down[expert] = weights.load(f"{name}{down_name}.weight", (hidden, inner))
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.chosen, moe.normalized, spec.activation,
         batch_invariant,

@@ -9,6 +9,6 @@ from radixrt.worker.model.spec import ModelSpec, common, layer_windows
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Each head of q and k is normalized; windows only with `use_sliding_window`."""
-    config = {"use_sliding_window": False, "head_dim": 128} | config
+    config = {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128} | config
     bias = bool(config.get("attention_bias"))
     return common(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=layer_windows(config))

@@ -7,18 +7,28 @@ from typing import Any
 
 import torch
 
+TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+
 
 def frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """Angles per position, float32[head_dim / 2] in radians, and the factor that cos and sin are scaled by.
 
-    ValueError for a `rope_type` that is not served.
+    ValueError for a `rope_type` that is not served, or that something is missing of. `dynamic` is `default` up to the
+    model's `max_position_embeddings`, and longer contexts are not served with it: keys in the cache would change.
     """
+    try:
+        return _frequencies(rope, head_dim)
+    except KeyError as missing:
+        raise ValueError(f"rope_scaling of rope_type {rope['rope_type']!r} has no {missing.args[0]}") from None
+
+
+def _frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rotated != head_dim:
         raise ValueError("partial_rotary_factor other than 1 is not served")
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match rope["rope_type"]:
-        case "default":
+        case "default" | "dynamic":
             return base, 1.0
         case "linear":
             return base / rope["factor"], 1.0
@@ -26,7 +36,7 @@ def frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, floa
             return _llama3(base, rope), 1.0
         case "yarn":
             return _yarn(base, rope, head_dim)
-    raise ValueError(f"rope_type {rope['rope_type']!r} is not served; default, linear, llama3 and yarn are")
+    raise ValueError(f"rope_type {rope['rope_type']!r} is not served; {', '.join(TYPES)} are")
 
 
 def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
@@ -43,8 +53,8 @@ def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 def _yarn(base: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): as above, blended by dimension, and attention sharpened."""
-    context = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
-    factor = rope["factor"]
+    context = rope["original_max_position_embeddings"]
+    factor = rope["factor"] or rope["max_position_embeddings"] / context
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ACTIVATIONS = {"silu", "gelu", "gelu_pytorch_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
+"""By `hidden_act`: one function has several names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +63,28 @@ class ModelSpec:
 
 
 def common(config: dict[str, Any], **features: Any) -> ModelSpec:
-    """The fields that all families name alike; `features` are the family's own. ValueError names a bad one."""
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        features.setdefault("windows", (None,) * config["num_hidden_layers"])
-        spec = ModelSpec(
-            vocab_size=config["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            max_model_len=config["max_position_embeddings"],
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope=rope_parameters(config),
-            activation=config.get("hidden_act", "silu"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            **features,
-        )
-    except KeyError as missing:
-        raise ValueError(f"config.json has no {missing.args[0]}") from None
-    if spec.activation not in ACTIVATIONS:
-        raise ValueError(f"hidden_act {spec.activation!r} is not served")
+    """The fields that all families name alike; `features` are the family's own. ValueError names a bad one,
+    KeyError one that is missing."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    activation = config.get("hidden_act", "silu")
+    features.setdefault("windows", (None,) * config["num_hidden_layers"])
+    spec = ModelSpec(
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        max_model_len=context(config),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=rope_parameters(config),
+        activation=ACTIVATIONS.get(activation, ""),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        **features,
+    )
+    if not spec.activation:
+        raise ValueError(f"hidden_act {activation!r} is not served; {', '.join(ACTIVATIONS)} are")
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(f"num_key_value_heads {spec.num_kv_heads} does not divide {spec.num_heads} heads")
     return spec
@@ -95,13 +97,33 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     return dataclasses.replace(spec, experts=experts)
 
 
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` (transformers 5), or the same from `rope_theta` and `rope_scaling` (before)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` (transformers 4, and what users add to a file of 5), or else `rope_parameters`: with `rope_type`,
+    `rope_theta`, `max_position_embeddings` and `original_max_position_embeddings`, which stand in several places."""
+    given = config.get("rope_parameters") or {}
+    parameters = dict(config.get("rope_scaling") or given)
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ValueError("rope_parameters that differ by layer are not served")
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
+    parameters.setdefault("rope_theta", given.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    longest = parameters.setdefault("max_position_embeddings", config["max_position_embeddings"])
+    original = config.get("original_max_position_embeddings")
+    original = original or parameters.get("original_max_position_embeddings") or longest
+    parameters["original_max_position_embeddings"] = original
     return parameters
+
+
+def context(config: Mapping[str, Any]) -> int:
+    """Tokens that positions are made for: `max_position_embeddings`, which the scalings yarn and linear stretch by
+    their factor, where the file does not say the stretched length already."""
+    rope, longest = rope_parameters(config), config["max_position_embeddings"]
+    factor = rope.get("factor") or 1.0
+    match rope["rope_type"]:
+        case "yarn":
+            return max(longest, int(factor * rope["original_max_position_embeddings"]))
+        case "linear":
+            return int(factor * longest)
+    return longest
 
 
 def layer_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
@@ -111,5 +133,5 @@ def layer_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
     kinds = config.get("layer_types")
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = config.get("max_window_layers", 0)
+    first = config["max_window_layers"]
     return tuple(window if layer >= first else None for layer in range(layers))

@@ -190,6 +190,7 @@ def test_parts_are_joined_for_other_templates() -> None:
     ("use", "expected"),
     [
         ("{{ a.arguments | tojson }}", '{"x": 1}'),
+        ("{% set args = a['arguments'] %}{{ args | tojson }}", '{"x": 1}'),
         ("{% for k, v in a.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "x=1"),
         ("{{ '(' + a.arguments + ')' }}", '({"x":1})'),
         ("{{ a.arguments if a.arguments is string else a.arguments | tojson }}", '{"x":1}'),
@@ -198,6 +199,43 @@ def test_parts_are_joined_for_other_templates() -> None:
 def test_argument_strings_become_objects_where_templates_want_them(use: str, expected: str) -> None:
     source = "{% for m in messages %}{% set a = m.tool_calls[0].function %}" + use + "{% endfor %}"
     assert ours(source).render(ChatPrompt([called('{"x":1}')])) == expected
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("{{ call.function | tojson }}", '{"name": "get_weather", "arguments": {"x": 1}}'),
+        ("{{ call.function | tojson if call.function.arguments is string }}", ""),
+        ("{{ call['function'] | tojson }}{{ '(' + call['function']['arguments'] + ')' }}", None),
+    ],
+)
+def test_arguments_in_calls_that_are_written_whole(use: str, expected: str | None) -> None:
+    """Mistral's templates write `function` as JSON, in which a string of JSON would be quoted once more."""
+    source = "{% for m in messages %}{% for call in m.tool_calls %}" + use + "{% endfor %}{% endfor %}"
+    found = ours(source).render(ChatPrompt([called('{"x":1}')]))
+    if expected is None:
+        assert found.endswith('({"x":1})')
+    elif expected:
+        assert found == expected
+    else:
+        assert json.loads(found)["arguments"] == '{"x":1}'
+
+
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize("test", ["m['content'] is none", "m.content is not none"])
+def test_calls_alone_have_content_none_where_templates_ask(content: str | None, test: str) -> None:
+    """DeepSeek's distillates tell calls from text by it."""
+    source = "{% for m in messages %}{{ 1 if " + test + " else 0 }}{% endfor %}"
+    call = called("{}") | {"content": content}
+    call = {key: value for key, value in call.items() if value != "absent"}
+    chat = [said("user", "a"), call, said("assistant", "b"), called("{}") | {"content": "c"}, said("user", "")]
+    assert ours(source).render(ChatPrompt(chat)) == ("01000" if " is none" in test else "10111")
+    assert ours("{% for m in messages %}{{ m.content }}.{% endfor %}").render(ChatPrompt(chat)) == "a..b.c.."
+
+
+def test_no_calls_are_no_tool_calls() -> None:
+    source = "{% for m in messages %}{{ 'tool_calls' in m }}{% endfor %}"
+    assert ours(source).render(ChatPrompt([said("assistant", "a", tool_calls=[])])) == "False"
 
 
 def test_broken_arguments_reach_the_template_as_they_are() -> None:
@@ -253,6 +291,7 @@ def test_template_comes_from_where_transformers_looks(tmp_path: Path) -> None:
     templates = ChatTemplates(read_templates(tmp_path, config), {})
     assert templates.render(ChatPrompt([said("user", "a")])) == "d"
     assert templates.render(ChatPrompt([said("user", "a")], tools=[WEATHER])) == "t"
+    assert read_templates(tmp_path, {"chat_template": {"default": "d"}}) == {"default": "d"}
     (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
     assert read_templates(tmp_path, config) == {"default": "json"}
     (tmp_path / "chat_template.jinja").write_text("jinja")

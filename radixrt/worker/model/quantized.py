@@ -1,0 +1,71 @@
+"""Weights that are stored in FP8 with scales: they are multiplied out when they are read, and computed with as if they
+had been stored so. It saves a conversion, not memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+SCALES = ("_scale_inv", "_scale")
+"""Behind the name of a weight. Both are multiplied with, whatever they are called."""
+BLOCK = 128
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_quantization(config: Mapping[str, Any]) -> None:
+    """ValueError unless the `quantization_config` of a `config.json`, if there is one, is of FP8."""
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    method = quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
+    if quantization and method not in METHODS:
+        raise ValueError(f"quantization_config: quant_method {method!r} is not served; FP8 weights are, or plain ones")
+    for words in _widths(quantization):
+        raise ValueError(f"quantization_config: weights of {words} are not served; FP8 weights are, or plain ones")
+
+
+def _widths(quantization: Mapping[str, Any]) -> Iterator[str]:
+    """What weights are stored as that are not FP8."""
+    algorithm = quantization.get("quant_algo") or "FP8"
+    if not algorithm.startswith("FP8"):
+        yield f"quant_algo {algorithm}"
+    groups = quantization.get("config_groups") or {}
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") or {"type": "float"}  # of none: the group is of K and V, or of activations
+        kind = weights.get("type", "int"), weights.get("num_bits", 8)
+        if kind != ("float", 8):
+            yield f"{kind[1]} bits ({kind[0]})"
+
+
+def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale, where a weight has a grid of them."""
+    rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (BLOCK, BLOCK)
+    return rows, columns
+
+
+def dequantized(
+    name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A weight as it was stored, in `dtype`. FP8 [R, C] is multiplied with its `scale`: one number, [R] or [R, 1], or
+    one for each `block`, [ceil(R / rows), ceil(C / columns)]. ValueError where that cannot be."""
+    if weight.dtype in PLAIN:
+        return weight.to(dtype)
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name} is stored as {str(weight.dtype).removeprefix('torch.')}, which is not served")
+    if scale is None:
+        raise ValueError(f"{name} is stored in FP8, and the checkpoint has no {name}{SCALES[0]} or {name}{SCALES[1]}")
+    scale = scale.float()
+    if scale.numel() > 1:
+        scale = _spread(name, weight, scale, block)
+    return (weight.float() * scale).to(dtype)
+
+
+def _spread(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Scales by row, or by block, so that they can be multiplied with."""
+    rows, columns = weight.shape
+    if scale.numel() == rows and scale.shape[0] == rows:
+        return scale.view(rows, 1)
+    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+        raise ValueError(f"{name} {list(weight.shape)}: scales of shape {list(scale.shape)} are not served")
+    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]

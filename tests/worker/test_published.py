@@ -1,0 +1,346 @@
+"""Checkpoints as they are published: every odd setting of their config.json, against transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.loading import choose_dtype, look_up
+from radixrt.worker.model import read_spec
+from tests.checkpoints import make_published
+from tests.worker.engine import Engine, prompts
+from tests.worker.test_models import all_logits, load
+
+LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+ORIGINAL = {"original_max_position_embeddings": 64}
+YARN = {"type": "yarn", "factor": 4.0, **ORIGINAL}
+LONG = {"num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 500_000.0}
+WINDOW = {"sliding_window": 16, "max_window_layers": 1}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
+    "llama 3.1": ("llama", LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "eos_token_id": [1, 2, 3]}),
+    "llama 3.2": ("llama", LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama 3.1 of transformers 5": ("llama", LONG | {"rope_parameters": LLAMA3 | ORIGINAL | {"rope_theta": 5e5}}),
+    "llama3 without original": ("llama", LONG | {"rope_scaling": LLAMA3}),
+    "linear": ("llama", LONG | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "dynamic": ("llama", LONG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "yarn": ("llama", LONG | {"rope_scaling": YARN | {"finetuned": True}}),
+    "yarn without original": ("llama", LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "yarn, original beside it": ("llama", LONG | ORIGINAL | {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "yarn without factor": ("llama", LONG | {"rope_scaling": YARN | {"factor": None}}),
+    "yarn, sharpened": ("llama", LONG | {"rope_scaling": YARN | {"attention_factor": 1.3, "beta_fast": 16}}),
+    "yarn, mscale": ("llama", LONG | {"rope_scaling": YARN | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0}}),
+    "yarn, not truncated": ("llama", LONG | {"rope_scaling": YARN | {"truncate": False, "beta_slow": 2}}),
+    "both forms": ("llama", LONG | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}),
+    "nulls": ("llama", {"head_dim": None, "num_key_value_heads": None, "rope_parameters": None}),
+    "another activation": ("llama", {"hidden_act": "gelu_new"}),
+    "mistral 0.1": ("mistral", {"num_key_value_heads": 2, "sliding_window": 16}),
+    "mistral 0.3": ("mistral", {"num_key_value_heads": 2, "sliding_window": None, "rope_theta": 1e6}),
+    "nemo": ("mistral", {"num_key_value_heads": 2, "head_dim": 16, "hidden_size": 40, "sliding_window": None}),
+    "mistral of few words": ("mistral", {"num_attention_heads": 16, "hidden_size": 64}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "rope_theta": 1e6}),
+    "mixtral of few words": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "rms_norm_eps": "REMOVED"}),
+    "qwen 2": ("qwen2", {"num_key_value_heads": 2, "use_sliding_window": False} | WINDOW),
+    "qwen 2.5, small": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen 2.5, yarn": ("qwen2", LONG | {"rope_scaling": YARN} | WINDOW),
+    "qwen 2, windows": ("qwen2", {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 16}),
+    "qwen 3": ("qwen3", {"num_key_value_heads": 2, "rope_theta": 1e6, "attention_bias": False}),
+    "qwen 3, windows": ("qwen3", {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 16}),
+    "qwen 3, biases": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}),
+    "qwen 3 moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 2}),
+    "qwen 3 moe, steps": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "num_key_value_heads": 2}),
+    "qwen 3 moe, dense": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1], "attention_bias": True}),
+    "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_of_published_configs(tmp_path, name):
+    family, changes = PUBLISHED[name]
+    model = make_published(tmp_path, family, **changes)
+    prompt = prompts(1, 150, 150, 256)[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    assert (all_logits(Engine(load(tmp_path)), prompt) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"rope_scaling": YARN}, 512),
+        ({"rope_scaling": YARN | {"factor": 16.0}}, 1024),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 512),
+        ({"rope_scaling": LLAMA3 | ORIGINAL}, 512),
+        ({}, 512),
+    ],
+)
+def test_how_long_a_context_is(changes, tokens):
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = {"model_type": "llama", "num_hidden_layers": 2} | sizes | LONG | changes
+    assert read_spec(config).max_model_len == tokens
+
+
+def test_the_base_of_positions_is_kept_where_scaling_is_added():
+    """transformers forgets it."""
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    written = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64} | sizes | written
+    assert read_spec(config).rope["rope_theta"] == 1e6
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    """A copy that a test may change."""
+    shutil.copytree(checkpoint("llama")[0], tmp_path / "model")
+    return tmp_path / "model"
+
+
+def logits(folder: Path) -> torch.Tensor:
+    return all_logits(Engine(load(folder)), prompts(1, 40, 40)[0])
+
+
+def rewrite(folder: Path, change) -> None:
+    """Replace all weights by `change(weights)`."""
+    path = folder / "model.safetensors"
+    save_file({name: tensor.clone() for name, tensor in change(load_file(path)).items()}, path, {"format": "pt"})
+
+
+def edit(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_more_files_and_tensors_than_are_needed(folder):
+    before = logits(folder)
+    noise = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    rewrite(folder, lambda weights: {name: tensor.double() for name, tensor in weights.items()} | noise)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(zeros, folder / "consolidated.safetensors")
+    save_file(zeros, folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
+    assert torch.equal(logits(folder), before)
+    (folder / "model.safetensors").rename(folder / "a-1.safetensors")
+    for name in ("other.safetensors", "model.safetensors.index.json"):
+        (folder / name).unlink()
+    assert torch.equal(logits(folder), before), "the files of another library are left alone"
+    (folder / "a-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no safetensors of transformers, only consolidated\.safetensors"):
+        load(folder)
+
+
+def test_tensors_that_the_model_has_no_place_for_are_said(folder, caplog):
+    """They change the model, but for positions, scales, and a head that is tied."""
+    side = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "model.layers.1.mlp.up_proj.input_scale": 1}
+    rewrite(folder, lambda weights: weights | {name: torch.as_tensor(value) for name, value in side.items()})
+    load(folder)
+    edit(folder, tie_word_embeddings=True)
+    load(folder)
+    assert "not used" not in caplog.text
+    rewrite(
+        folder, lambda weights: weights | {f"model.layers.{i}.self_attn.o_proj.bias": torch.ones(64) for i in (0, 1)}
+    )
+    load(folder)
+    assert "2 tensors are not used, is it the right model? model.layers.0.self_attn.o_proj.bias, model" in caplog.text
+
+
+def test_shards_that_are_missing_are_named(checkpoint, tmp_path):
+    shutil.copytree(checkpoint("llama", shard_bytes=100_000)[0], tmp_path / "model")
+    shards = sorted((tmp_path / "model").glob("model-*.safetensors"))
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=f"lacks 1 of {len(shards)} shards: {shards[1].name}"):
+        load(tmp_path / "model")
+
+
+def test_a_pointer_in_place_of_a_file_is_told(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n")
+    with pytest.raises(ValueError, match="git lfs pull"):
+        load(folder)
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    with pytest.raises(ValueError, match="holds no safetensors; convert its .gguf files"):
+        load(folder)
+
+
+def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
+    untied = logits(folder)
+    edit(folder, tie_word_embeddings=True)
+    assert torch.equal(logits(folder), untied)
+    rewrite(folder, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    same = load(folder)
+    assert same._model._head.weight is same._model._embedding, "it is held once"
+    rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
+    assert torch.equal(logits(folder), all_logits(Engine(same), prompts(1, 40, 40)[0]))
+    edit(folder, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="no tensor lm_head.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor(checkpoint, tmp_path, family):
+    folder, model = checkpoint(family)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(logits(tmp_path), logits(folder))
+
+
+# ---------------------------------------------------------------- FP8
+
+GROUPS = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}, "group_1": {"weights": None}}
+METHODS = {
+    "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "row": {"quant_method": "fbgemm_fp8"},
+    "rows": {"quant_method": "compressed-tensors", "config_groups": GROUPS},
+    "block": {"quant_method": "fp8", "weight_block_size": [24, 40]},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+}
+LIMIT = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]:
+    """FP8 weight, name of its scale, scale, and what both stand for."""
+    size = {"block": (24, 40), "row": (1, weight.shape[1]), "rows": (1, weight.shape[1])}.get(kind, tuple(weight.shape))
+    scale = torch.zeros([-(-n // s) for n, s in zip(weight.shape, size, strict=True)])
+    stored, meant = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            at = slice(i * size[0], (i + 1) * size[0]), slice(j * size[1], (j + 1) * size[1])
+            scale[i, j] = weight[at].abs().max() / LIMIT
+            stored[at] = (weight[at] / scale[i, j]).to(stored.dtype)
+            meant[at] = stored[at].float() * scale[i, j]
+    shape = {"rows": scale.shape, "block": scale.shape, "row": (len(scale),), "tensor": (), "modelopt": (1,)}[kind]
+    return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), meant
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", METHODS)
+def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
+    shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
+    plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
+    for name in [name for name in plain if "proj" in name]:
+        weight, suffix, scale, plain[name] = quantized(plain[name], kind)
+        stored |= {name: weight, name.replace("weight", suffix): scale}
+    shutil.copytree(tmp_path / "stored", tmp_path / "plain")
+    rewrite(tmp_path / "plain", lambda _: plain)
+    rewrite(tmp_path / "stored", lambda _: plain | stored)
+    edit(tmp_path / "stored", quantization_config=METHODS[kind])
+    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "plain"))
+    assert "multiplied out at load" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not served; FP8"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+        ({"bits": 4}, "quant_method None"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
+            r"weights of 4 bits \(int\)",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"bits": 8}}}}, r"8 bits \(int\)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo NVFP4"),
+    ],
+)
+def test_other_quantized_weights_are_refused(folder, quantization, words):
+    edit(folder, quantization_config=quantization)
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_quantized_weights_that_nobody_spoke_of_are_refused(folder):
+    name, weight = "model.layers.1.mlp.up_proj.weight", {}
+    weight[torch.int8] = torch.ones((128, 64), dtype=torch.int8)
+    weight[torch.float8_e4m3fn] = weight[torch.int8].to(torch.float8_e4m3fn)
+    for dtype, words in ((torch.int8, "stored as int8"), (torch.float8_e4m3fn, "stored in FP8, and")):
+        rewrite(folder, lambda weights, dtype=dtype: weights | {name: weight[dtype]})
+        with pytest.raises(ValueError, match=f"{name} is {words}"):
+            load(folder)
+    rewrite(folder, lambda weights: weights | {f"{name}_scale": torch.ones(3, 3)})
+    with pytest.raises(ValueError, match=r"scales of shape \[3, 3\]"):
+        load(folder)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_what_is_served_otherwise_is_said(folder, caplog):
+    edit(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"}, rope_scaling={"type": "dynamic", "factor": 2.0})
+    with caplog.at_level(logging.WARNING):
+        look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
+    assert "auto_map" in caplog.text and "max_position_embeddings only" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not served; default, dyn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3' has no low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' has no factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer"),
+    ],
+)
+def test_positions_that_are_not_served_are_named_before_weights_are_read(folder, changes, words):
+    (folder / "model.safetensors").unlink()
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2", "qwen3_moe"])
+def test_what_a_config_lacks_is_named(family):
+    with pytest.raises(ValueError, match="config.json has no "):
+        read_spec({"model_type": family})
+
+
+@pytest.mark.parametrize(
+    ("stated", "chosen"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "torch.float16"}, torch.float16),
+        ({"torch_dtype": "float32"}, torch.bfloat16),
+        ({"torch_dtype": "auto"}, torch.bfloat16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_dtype_on_a_gpu(stated, chosen):
+    assert choose_dtype("auto", stated, torch.device("cuda", 0)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("meta-llama--Meta-Llama-3.1-8B", (131_072, 128, 8, 32)),
+        ("meta-llama--Meta-Llama-3.1-70B", (131_072, 128, 8, 80)),
+        ("mistralai--Mixtral-8x7B-v0.1", (32_768, 128, 8, 32)),
+        ("Qwen2.5-7B-Instruct", (32_768, 128, 4, 28)),
+        ("Qwen--Qwen3-0.6B", (40_960, 128, 8, 28)),
+        ("Qwen--Qwen3-32B-FP8", (40_960, 128, 8, 64)),
+        ("Qwen--Qwen3-30B-A3B", (40_960, 128, 4, 48)),
+        ("deepseek-ai--DeepSeek-V3", None),
+        ("openai--gpt-oss-20b", None),
+    ],
+)
+def test_real_configs(shared_data, name, sizes):
+    config = json.loads((shared_data / f"model_configs/{name}.json").read_text())
+    if sizes is None:
+        with pytest.raises(ValueError, match=r"is not served; llama, .* are"):
+            read_spec(config)
+    else:
+        spec = read_spec(config)
+        assert (spec.max_model_len, spec.head_dim, spec.num_kv_heads, spec.num_layers) == sizes
+        assert set(spec.windows) == {None}
