@@ -28,6 +28,7 @@ from bench.grammar import EOS, GRAMMARS, made_vocabulary
 from bench.shapes import LLAMA_8B
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
+from radixrt.worker.compiling import Compiling
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
@@ -229,8 +230,9 @@ def grammar_rows(bench: Bench) -> list[dict[str, Any]]:
         print("no xgrammar: decodes by a grammar are left out")
         return []
     worker, rows = bench.worker, []
-    worker._grammars = Grammars("", worker.runner.vocab_size, worker.runner.eos_ids, jump_forward=False)
-    worker._grammars._vocabulary = made_vocabulary(worker.runner.vocab_size)
+    grammars = Grammars("", worker.runner.vocab_size, worker.runner.eos_ids, jump_forward=False)
+    grammars._vocabulary = made_vocabulary(worker.runner.vocab_size)
+    worker._compiling = Compiling(grammars)
     for what, name in (("free", ""), ("by a JSON schema", "a person"), ("by any JSON", "any JSON")):
         for _ in range(64):
             bench.add(bench.ids(1024), 2 * STEPS + 16, GRAMMARS.get(name))

@@ -13,7 +13,8 @@ import msgspec
 from radixrt.config import RouterConfig
 from radixrt.messages import Generate, Sampling, Score, TokenPrompt
 from radixrt.router import validate
-from radixrt.router.members import Member, Members
+from radixrt.router.member import Member
+from radixrt.router.members import Members
 from radixrt.router.placement import DEFAULT_PREFILL_RATE
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.validate import Refused

@@ -1,7 +1,8 @@
 """The router's decisions: a state machine without sockets, threads or clocks.
 
 Each method takes what happened and the time (seconds, monotonic) and returns what to send. Only token prompts
-come here; text is encoded before and decoded after (`streams`).
+come here; text is encoded before and decoded after (`handlers`, `streams`). Requests are kept here; who the workers
+are, `members` knows, and which of them computes a run, `dispatch`.
 
     submit -> place at once with the best worker -> its outputs become Deltas, one message a step and client
     worker lost -> the same runs, with what they have emitted, go to another worker; the stream goes on
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterable
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -25,17 +27,16 @@ from radixrt.messages import (
     Output,
     Register,
     Score,
-    Snapshot,
     StepDone,
     Stop,
     Usage,
 )
-from radixrt.router import placement
 from radixrt.router.admission import Admission
+from radixrt.router.dispatch import Dispatcher
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
-from radixrt.router.members import Member, Members
+from radixrt.router.members import Members
 from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
 from radixrt.router.request import Client, Request, RunState
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 MAX_LOSSES = 3
 """Workers that may be lost under one run before it counts as what kills them."""
-SNAPSHOT_SECONDS = 10.0
-"""Until a snapshot that has not come is asked for again: it was lost with a connection."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a vanished one is noticed."""
 
@@ -66,18 +65,15 @@ class RouterCore:
         vocab_size: int = 0,
         rng: random.Random | None = None,
     ) -> None:
-        self.members = Members()
-        self.index = Index()
         self._config = config
-        self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
         self._recorder = Recorder(report)
+        self.index = Index()
+        self.members = Members(self.index, self.counters, config.worker_timeout)
         self.groups = Groups()
         self.pauses = Pauses(report)
+        self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
+        self._dispatcher = Dispatcher(self.members, self.index)
         self._requests: dict[Client, dict[int, Request]] = {}
-        self._runs: dict[int, RunState] = {}
-        self._waiting: dict[RunState, None] = {}
-        self._last_run = 0
-        self._last_tick: float | None = None
         self._next_keepalive = 0.0
 
     @property
@@ -87,7 +83,7 @@ class RouterCore:
     @property
     def runs_in_flight(self) -> int:
         """Sequences that are placed or wait for a worker."""
-        return len(self._runs) + len(self._waiting)
+        return len(self._dispatcher)
 
     # ------------------------------------------------------------ clients
 
@@ -123,7 +119,7 @@ class RouterCore:
         effects: list[Effect] = []
         for run in request.runs:
             self._recorder.arrived(run)
-            effects += self._dispatch(run, now)
+            effects += self._dispatcher.send(run, now)
         return effects
 
     def pause(self, state: Key, namespace: str, ids: bytes, seconds: float | None, now: float) -> list[Effect]:
@@ -189,43 +185,31 @@ class RouterCore:
 
     def register(self, info: Register, now: float) -> list[Effect]:
         """A worker joins. The same name with another pid is a new life of it; with the same pid, its cache lives on."""
-        before = self.members.get(info.name)
-        again = before is not None and before.info.pid == info.pid
-        orphans = self._remove(info.name, may_return=False)
-        member = self.members.join(info, now)
-        self.index.add_worker(member.number, fresh=not again)
-        effects = self._ask_snapshot(member) if again else []
-        if again and before.runs:  # it may have taken them after it had let go of all
-            effects.insert(0, Order(info.name, Abort(list(before.runs))))
-        return effects + self._redispatch(orphans, now) + self._dispatch_waiting(now)
+        orphans, orders = self.members.register(info, now)
+        return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 
     def heartbeat(self, name: str, now: float) -> list[Effect]:
-        member = self.members.get(name)
-        if member is None:
-            return self._revive(name, now)
-        member.heard = now
-        return []
+        return [] if self.members.hear(name, now) else self._revive(name, now)
 
     def leave(self, name: str, now: float) -> list[Effect]:
         """A worker is gone for good: its runs go on elsewhere."""
-        return self._redispatch(self._remove(name, may_return=False), now)
+        return self._redispatch(self.members.remove(name, may_return=False), now)
 
-    def lose(self, name: str, now: float) -> list[Effect]:
-        """A worker cannot be reached: as `leave`, but a heartbeat brings it back."""
-        return self._redispatch(self._remove(name, may_return=True), now)
+    def lose(self, names: Iterable[str], now: float) -> list[Effect]:
+        """Workers cannot be reached: as `leave`, but a heartbeat brings each back. No run goes from one of them to
+        another."""
+        orphans = [run for name in names for run in self.members.remove(name, may_return=True)]
+        return self._redispatch(orphans, now)
 
     def step(self, name: str, message: StepDone, now: float) -> list[Effect]:
         """Mirror a worker's events, then hand its outputs to the clients, one Deltas each."""
-        member = self.members.get(name)
+        member = self.members.hear(name, now)
         if member is None:
             return self._revive(name, now)
-        member.heard = now
-        effects: list[Effect] = []
-        if not self.index.apply(member.number, message):
-            effects += self._ask_snapshot(member)
+        effects = self.members.mirror(member, message, now)
         deltas: dict[Client, list[Delta]] = {}
         others: list[Effect] = []
-        runs = self._runs
+        runs = self._dispatcher.in_flight
         for output in message.outputs:
             run = runs.get(output.id)
             if run is not None and run.member is member:
@@ -237,20 +221,12 @@ class RouterCore:
 
     def tick(self, now: float) -> list[Effect]:
         """Time passes: workers are lost by silence, runs give up waiting for one. Call about once a second."""
-        effects: list[Effect] = []
-        timeout = self._config.worker_timeout
-        if self._last_tick is not None and now - self._last_tick > timeout / 2:
-            self.members.excuse(now)
-        self._last_tick = now
-        for member in self.members.silent(now, timeout):
-            effects += self.lose(member.name, now)
-        for member in self.members:
-            if now - member.asked > SNAPSHOT_SECONDS and self.index.awaits_snapshot(member.number):
-                effects += self._ask_snapshot(member)
-                member.asked = now
+        effects = self.lose(self.members.silent(now), now)
+        effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
-        for request in {run.request: None for run in self._waiting if now - run.waiting_since > timeout * 2}:
+        timeout = self._config.worker_timeout
+        for request in self._dispatcher.impatient(now, timeout * 2):
             message = "the worker was lost and no other serves this model"
             effects += self._fail(request, Error(request.id, 503, message, retry_after=timeout))
         if now >= self._next_keepalive:
@@ -263,48 +239,11 @@ class RouterCore:
 
     # ------------------------------------------------------------ runs
 
-    def _dispatch(self, run: RunState, now: float) -> list[Effect]:
-        """Send a run to the best worker, or let it wait for one to join."""
-        request = run.request
-        ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
-        tokens = len(ids) // 4
-        fits = {m.number: m for m in self.members if m.info.model == request.model and tokens <= m.token_limit}
-        if not fits:
-            run.waiting_since = now if run.waiting_since is None else run.waiting_since
-            self._waiting[run] = None
-            return []
-        member, hit, best_hit = self._choose(run, ids, tokens, fits)
-        if run.losses == 0:
-            run.hit, run.best_hit = hit, best_hit
-        self._last_run += 1
-        run.id, run.member, run.started, run.waiting_since = self._last_run, member, False, None
-        self._runs[run.id] = run
-        member.dispatched(run.id, tokens - hit)
-        self.index.computing(member.number, request.namespace, run.prompt)
-        return [Order(member.name, run.order(ids))]
-
-    def _choose(self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member]) -> tuple[Member, int, int]:
-        """The worker, the hit expected there, and the best hit of any worker, in tokens."""
-        limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
-        held = self.index.match(run.request.namespace, ids)
-        hits = {n: min(held.get(n, 0), limit) // m.info.page_size * m.info.page_size for n, m in fits.items()}
-        group = run.request.group
-        if len(fits) == 1 and group is None:  # there is nothing to choose
-            ((number, hit),) = hits.items()
-            return fits[number], hit, hit
-        candidates = [member.candidate(hits[number]) for number, member in fits.items()]
-        if group is not None:
-            candidates = [group.seen(candidate) for candidate in candidates]
-        best, _ = placement.place(tokens, candidates)
-        if group is not None:
-            group.placed(best, tokens - best.hit_tokens)
-        return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
-
     def _take(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
         """Apply one output: a Delta for a stream, the whole at the end for the rest."""
         request = run.request
         if not run.started:
-            self._leave_computing(run)
+            self._dispatcher.start(run)
             others += request.resumed.unpin() if request.resumed else []
         tokens = output.tokens
         run.emitted.extend(tokens)
@@ -340,22 +279,12 @@ class RouterCore:
         delta = Delta(request.id, run.index, fresh.tobytes(), "", output.finish, usage, logprobs, output.stop)
         deltas.setdefault(request.client, []).append(delta)
 
-    def _leave_computing(self, run: RunState) -> None:
-        run.started = True
-        if run.member is not None:
-            self.index.computed(run.member.number, run.request.namespace, run.prompt)
-
     def _close(self, run: RunState) -> None:
         """Forget a run that ends here, however it does; the request with its last one."""
         request = run.request
         if run.started:
             self._recorder.ended(run)
-        elif run.member is not None:
-            self._leave_computing(run)
-        self._runs.pop(run.id, None)
-        self._waiting.pop(run, None)
-        if run.member is not None:
-            run.member.runs.pop(run.id, None)
+        self._dispatcher.drop(run)
         run.finished = True
         request.open -= 1
         if request.open == 0:
@@ -384,24 +313,10 @@ class RouterCore:
 
     # ------------------------------------------------------------ lost workers
 
-    def _remove(self, name: str, *, may_return: bool) -> list[RunState]:
-        """Take a worker out: the runs it leaves behind, which are then nobody's."""
-        member = self.members.remove(name, may_return=may_return)
-        if member is None:
-            return []
-        self.counters.workers_lost += 1
-        self.index.drop_worker(member.number)
-        orphans = [self._runs.pop(run_id) for run_id in member.runs]
-        for run in orphans:
-            run.member = None
-            run.losses += 1
-            run.scores.clear()
-            run.counts_hits = run.counts_hits and not run.emitted
-        return orphans
-
-    def _redispatch(self, orphans: list[RunState], now: float) -> list[Effect]:
+    def _redispatch(self, orphans: list[int], now: float) -> list[Effect]:
+        """Runs whose worker was lost go on elsewhere."""
         effects: list[Effect] = []
-        for run in orphans:
+        for run in self._dispatcher.take_back(orphans):
             if run.finished:
                 continue
             if run.losses >= MAX_LOSSES:
@@ -409,28 +324,10 @@ class RouterCore:
                 effects += self._fail(run.request, Error(run.request.id, 500, message))
             else:
                 self.counters.redispatched += 1
-                effects += self._dispatch(run, now)
-        return effects
-
-    def _dispatch_waiting(self, now: float) -> list[Effect]:
-        """A worker joined: place what waited. What still fits nowhere keeps its place and its patience."""
-        waiting, self._waiting = self._waiting, {}
-        effects: list[Effect] = []
-        for run in waiting:
-            effects += self._dispatch(run, now)
+                effects += self._dispatcher.send(run, now)
         return effects
 
     def _revive(self, name: str, now: float) -> list[Effect]:
-        """One that was lost by silence speaks again: a new life, after what it still computes is stopped."""
-        lost = self.members.lost(name)
-        if lost is None:
-            return []
-        member = self.members.join(lost.info, now)
-        self.index.add_worker(member.number, fresh=False)
-        effects: list[Effect] = [Order(name, Abort(list(lost.runs)))] if lost.runs else []
-        return effects + self._ask_snapshot(member) + self._dispatch_waiting(now)
-
-    def _ask_snapshot(self, member: Member) -> list[Effect]:
-        self.counters.snapshots += 1
-        member.asked = member.heard
-        return [Order(member.name, Snapshot())]
+        """One that does not serve has spoken: if it was lost by silence, it serves again."""
+        orders = self.members.revive(name, now)
+        return orders + self._dispatcher.send_waiting(now) if orders else []

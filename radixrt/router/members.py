@@ -1,78 +1,39 @@
-"""The workers that serve: who they are, when they were last heard, what they have to do."""
+"""The workers that serve: how they join, fall silent, come back and leave, and what they are told of it.
+
+    register -> serving -> not heard for `timeout` seconds, or not reached: lost -> heard again: serving, a new life
+                        -> leave: forgotten                                      -> FORGET_SECONDS: forgotten
+
+Each life has a number in the index, and the runs that were sent to it; where these go on is not decided here.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 
-from radixrt.messages import Load, Register
-from radixrt.router.placement import Candidate
+from radixrt.messages import Abort, Register, Snapshot, StepDone
+from radixrt.router.effects import Effect, Order
+from radixrt.router.index import Index
+from radixrt.router.member import Member
+from radixrt.router.record import Counters
 
 FORGET_SECONDS = 600.0
 """A worker lost by silence may come back this long."""
-
-
-class Member:
-    """One life of one worker. `number` is its owner id in the index, never used for another life."""
-
-    __slots__ = ("asked", "heard", "info", "load", "number", "runs", "unseen_tokens")
-
-    def __init__(self, number: int, info: Register, now: float) -> None:
-        self.number = number
-        self.info = info
-        self.heard = now
-        self.asked = now
-        """When a snapshot was asked for last."""
-        self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
-        self.runs: dict[int, int] = {}
-        """Run id -> tokens it was expected to compute, in the order of dispatch."""
-        self.unseen_tokens = 0
-        """Tokens of dispatched runs that `load` does not count yet."""
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def token_limit(self) -> int:
-        """Tokens the longest sequence may have: by the model, and by what fits the pool."""
-        return min(self.info.max_model_len, self.info.total_pages * self.info.page_size)
-
-    def dispatched(self, run: int, uncached: int) -> None:
-        self.runs[run] = uncached
-        self.unseen_tokens += uncached
-
-    def update(self, load: Load) -> None:
-        """Take a newer load. Runs beyond those it counts were sent after it was made: the latest ones."""
-        self.load = load
-        unseen = len(self.runs) - load.running - load.waiting
-        if unseen <= 0:
-            self.unseen_tokens = 0
-        else:
-            self.unseen_tokens = sum(itertools.islice(reversed(self.runs.values()), unseen))
-
-    def candidate(self, hit_tokens: int) -> Candidate:
-        load, info = self.load, self.info
-        return Candidate(
-            worker=self.number,
-            hit_tokens=hit_tokens,
-            queued_tokens=load.queued_tokens + self.unseen_tokens,
-            requests=len(self.runs),
-            max_running=max(1, info.max_running),
-            free_tokens=(load.free_pages + load.evictable_pages) * info.page_size,
-            prefill_rate=load.prefill_rate,
-            step_seconds=load.step_seconds,
-            empty_tokens=load.free_pages * info.page_size,
-        )
+SNAPSHOT_SECONDS = 10.0
+"""Until a snapshot that has not come is asked for again: it was lost with a connection."""
 
 
 class Members:
     """Serving workers by name, and those lost by silence, who may come back."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: Index, counters: Counters, timeout: float) -> None:
+        self._index = index
+        self._counters = counters
+        self._timeout = timeout
         self._serving: dict[str, Member] = {}
         self._lost: dict[str, Member] = {}
         self._numbers = itertools.count()
+        self._last_look: float | None = None
 
     def __len__(self) -> int:
         return len(self._serving)
@@ -80,41 +41,93 @@ class Members:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._serving.values())
 
-    def get(self, name: str) -> Member | None:
-        return self._serving.get(name)
-
     def known(self, name: str) -> bool:
         """Whether it serves, or may come back."""
         return name in self._serving or name in self._lost
-
-    def lost(self, name: str) -> Member | None:
-        return self._lost.get(name)
 
     def models(self) -> set[str]:
         """Names of all models that are served, or were by a worker that may come back."""
         return {m.info.model for members in (self._serving, self._lost) for m in members.values()}
 
-    def join(self, info: Register, now: float) -> Member:
-        """Begin a new life of `info.name`; the one before must have been removed."""
-        self._lost.pop(info.name, None)
-        member = self._serving[info.name] = Member(next(self._numbers), info, now)
-        return member
+    # ------------------------------------------------------------ come and go
 
-    def remove(self, name: str, *, may_return: bool) -> Member | None:
+    def register(self, info: Register, now: float) -> tuple[list[int], list[Effect]]:
+        """A worker joins. The same name with another pid is a new life of it; with the same pid, its cache lives on.
+        The runs that its life before leaves behind, and what the worker is told."""
+        before = self._serving.get(info.name)
+        again = before is not None and before.info.pid == info.pid
+        orphans = self.remove(info.name, may_return=False)
+        member = self._join(info, now, fresh=not again)
+        if not again:
+            return orphans, []
+        # It may have taken them after it had let go of all.
+        return orphans, [*_abort(info.name, orphans), *self._ask_snapshot(member, now)]
+
+    def revive(self, name: str, now: float) -> list[Effect]:
+        """One that was lost by silence speaks again: a new life, after what it still computes is stopped. What it is
+        told; nothing if it may not come back."""
+        lost = self._lost.pop(name, None)
+        if lost is None:
+            return []
+        member = self._join(lost.info, now, fresh=False)
+        return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
+
+    def remove(self, name: str, *, may_return: bool) -> list[int]:
+        """A worker serves no more: the runs that it leaves behind."""
         member = self._serving.pop(name, None)
         if not may_return:
             self._lost.pop(name, None)
         elif member is not None:
             self._lost[name] = member
+        if member is None:
+            return []
+        self._counters.workers_lost += 1
+        self._index.drop_worker(member.number)
+        return list(member.runs)
+
+    def _join(self, info: Register, now: float, *, fresh: bool) -> Member:
+        """Begin a new life; the one before is over."""
+        member = self._serving[info.name] = Member(next(self._numbers), info, now)
+        self._index.add_worker(member.number, fresh=fresh)
         return member
 
-    def excuse(self, now: float) -> None:
-        """The router itself was away (suspended, starved): what it did not hear is nobody's fault."""
-        for member in self._serving.values():
-            member.heard = now
+    # ------------------------------------------------------------ what is heard of them
 
-    def silent(self, now: float, timeout: float) -> list[Member]:
-        """Members not heard for `timeout` seconds; forgets those lost very long ago."""
+    def hear(self, name: str, now: float) -> Member | None:
+        """A worker has spoken; None if it does not serve."""
+        member = self._serving.get(name)
+        if member is not None:
+            member.heard = now
+        return member
+
+    def mirror(self, member: Member, message: StepDone, now: float) -> list[Effect]:
+        """Take the events of a worker into the index."""
+        return [] if self._index.apply(member.number, message) else self._ask_snapshot(member, now)
+
+    def silent(self, now: float) -> list[str]:
+        """Names of those not heard for too long; forgets those lost very long ago. To be called about once a second: if
+        it was not, the router itself was away (suspended, starved), and what it did not hear is nobody's fault."""
+        if self._last_look is not None and now - self._last_look > self._timeout / 2:
+            for member in self:
+                member.heard = now
+        self._last_look = now
         for name in [name for name, m in self._lost.items() if now - m.heard > FORGET_SECONDS]:
             del self._lost[name]
-        return [m for m in self._serving.values() if now - m.heard > timeout]
+        return [m.name for m in self if now - m.heard > self._timeout]
+
+    def ask_again(self, now: float) -> list[Effect]:
+        """Ask for the snapshots that have not come."""
+        orders: list[Effect] = []
+        for member in self:
+            if now - member.asked > SNAPSHOT_SECONDS and self._index.awaits_snapshot(member.number):
+                orders += self._ask_snapshot(member, now)
+        return orders
+
+    def _ask_snapshot(self, member: Member, now: float) -> list[Effect]:
+        self._counters.snapshots += 1
+        member.asked = now
+        return [Order(member.name, Snapshot())]
+
+
+def _abort(name: str, runs: list[int]) -> list[Effect]:
+    return [Order(name, Abort(runs))] if runs else []

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from radixrt.messages import Origin, Run, Sampling, Scored, TokenLogprob, Usage
-from radixrt.router.members import Member
+from radixrt.router.member import Member
 
 if TYPE_CHECKING:
     from radixrt.router.groups import Group

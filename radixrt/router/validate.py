@@ -159,6 +159,13 @@ class _Head(msgspec.Struct):
 _head = msgspec.msgpack.Decoder(_Head)
 
 
+def refusal(request_id: int, problem: FieldError) -> Error:
+    """The Error for a request with a field that is wrong."""
+    if isinstance(problem, Refused):
+        return problem.error(request_id)
+    return Error(request_id, 400, str(problem), problem.field)
+
+
 def malformed(payload: bytes, problem: Exception) -> Error:
     """The Error for a payload that is no message: with its id where that can be read, and the field by its path."""
     try:

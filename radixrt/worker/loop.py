@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,19 +20,18 @@ import msgspec
 import numpy as np
 
 from radixrt import messages as m
+from radixrt.worker import status
 from radixrt.worker.cache import PageCache
-from radixrt.worker.grammar import Compiled, Grammars, Matcher
+from radixrt.worker.compiling import LOOK_SECONDS, Compiling
+from radixrt.worker.grammar import Grammars
 from radixrt.worker.plan import Plan, Result, Runner
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.status import Identity, Rates
 
 log = logging.getLogger("radixrt.worker")
 
 HEARTBEAT_SECONDS = 1.0
-COMPILING_SECONDS = 0.001
-"""Between looks at a grammar that is being compiled, when there is nothing else to do."""
-COMPILING_LIMIT = 60.0
-"""Seconds that a request waits for its grammar."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
 _EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared}
@@ -49,16 +46,6 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What a worker tells the router of itself."""
-
-    name: str
-    model: str
-    kv_dtype: str = ""
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, slots=True)
 class Flight:
     """A step that was launched and whose result has not been taken in."""
 
@@ -66,36 +53,6 @@ class Flight:
     wait: Callable[[], Result]
     launched: float
     """Seconds, by perf_counter."""
-
-
-@dataclass(slots=True)
-class Rates:
-    """Moving averages of speed, for placement."""
-
-    prefill: float = 0.0
-    """Tokens a second in steps that prefill."""
-    step: float = 0.0
-    """Seconds of a step that only decodes."""
-
-    def add(self, plan: Plan, seconds: float) -> None:
-        """Take in one step. A step of chunks counts for the prefill rate, one of decodes for the step time, be it that
-        some of them go on by more than a token."""
-        if _prefills(plan):
-            self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
-        else:
-            self.step = self._mix(self.step, seconds)
-
-    @staticmethod
-    def _mix(old: float, new: float) -> float:
-        return 0.9 * old + 0.1 * new if old else new
-
-
-def _prefills(plan: Plan) -> bool:
-    """Whether a step computes more than one token of a prompt."""
-    if len(plan.tokens) == len(plan.requests):
-        return False
-    chunks = np.flatnonzero(plan.counts > 1)
-    return any(start < plan.requests[b].prompt_len for b, start in zip(chunks, plan.starts[chunks], strict=True))
 
 
 class Worker:
@@ -126,7 +83,7 @@ class Worker:
         )
         self.scheduler = Scheduler(self.cache, limits)
         runner.bind(self.cache.table)
-        self._limits = limits
+        self._registration = status.registration(identity, runner, self.cache, limits, self.max_model_len)
         self._connect = connect
         self._check = check
         self._rates = Rates()
@@ -136,9 +93,7 @@ class Worker:
         self._stopped = threading.Event()
         self._last_report = 0.0
         self._refused: list[m.Output] = []
-        self._grammars = grammars or Grammars("", runner.vocab_size, runner.eos_ids)
-        self._compiling: dict[int, tuple[Request, Future[Compiled], float]] = {}
-        """By id: requests that wait for their grammar, and until when."""
+        self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))
         self._snapshot_wanted = False
         self._joined = False
         """The router has been sent a Register, and has read all since."""
@@ -148,7 +103,7 @@ class Worker:
     def run(self) -> None:
         """Serve until a Stop arrives or `stop` is called."""
         self._link = self._connect()
-        self._send(self._register())
+        self._send(self._registration)
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         try:
@@ -236,7 +191,7 @@ class Worker:
         """Handle all messages there are; wait for one only when there is nothing to compute."""
         busy = self.scheduler.has_work or self._flight
         idle = not busy and not self._refused and not self._snapshot_wanted
-        patience = COMPILING_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
+        patience = LOOK_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
         payload = self._link.recv(patience if idle else 0)
         while payload is not None:
             self._handle(payload)
@@ -255,7 +210,7 @@ class Worker:
                 self._add(message)
             case m.Abort():
                 for id in message.ids:
-                    if self._compiling.pop(id, None) is None:
+                    if not self._compiling.drop(id):
                         self.scheduler.abort(id)
                     self.cache.pins.settle(id, time.monotonic())
             case m.Pin():
@@ -278,13 +233,13 @@ class Worker:
             self.cache.pins.drop(id)
         self._compiling.clear()
         self._refused.clear()
-        self._send(self._register())
+        self._send(self._registration)
 
     def _send(self, message: m.ToRouter) -> None:
         """Send, if the router reads. If not, nothing but a Register is sent until one has gone through: the router may
         have missed anything by then."""
         if not self._joined:
-            message = self._register()
+            message = self._registration
         try:
             self._link.send(_encode(message))
             self._joined = True
@@ -301,25 +256,19 @@ class Worker:
             if run.sampling.grammar is None:
                 self.scheduler.add(request)
             else:
-                until = time.monotonic() + COMPILING_LIMIT
-                self._compiling[run.id] = request, self._grammars.get(run.sampling.grammar), until
+                self._compiling.add(request, time.monotonic())
         except ValueError as error:
             self._refuse(run.id, error)
 
     def _add_compiled(self) -> None:
         """Schedule requests whose grammar is ready; those whose grammar cannot be compiled fail alone."""
-        for id, (request, compiled, until) in list(self._compiling.items()):
-            late = time.monotonic() > until
-            if not compiled.done() and not late:
-                continue
-            del self._compiling[id]
+        for request, problem in self._compiling.take(time.monotonic()):
             try:
-                if not compiled.done():
-                    raise ValueError(f"grammar: it could not be compiled within {COMPILING_LIMIT:.0f} s")
-                request.matcher = Matcher(compiled.result(), request)
+                if problem:
+                    raise problem
                 self.scheduler.add(request)
             except ValueError as error:
-                self._refuse(id, error)
+                self._refuse(request.id, error)
 
     def _refuse(self, id: int, error: ValueError) -> None:
         self.cache.pins.drop(id)
@@ -365,39 +314,8 @@ class Worker:
         events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.snapshot()]
         self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
 
-    def _register(self) -> m.Register:
-        return m.Register(
-            name=self.identity.name,
-            model=self.identity.model,
-            max_model_len=self.max_model_len,
-            page_size=self.runner.page_size,
-            total_pages=self.cache.total_pages,
-            max_running=self._limits.max_num_seqs,
-            kv_dtype=self.identity.kv_dtype,
-            device=self.identity.device,
-            pid=os.getpid(),
-            vocab_size=self.runner.vocab_size,
-        )
-
     def _load(self) -> m.Load:
-        scheduler, cache = self.scheduler, self.cache
-        return m.Load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            queued_tokens=scheduler.queued_tokens,
-            free_pages=cache.free_pages,
-            evictable_pages=cache.evictable_pages,
-            total_pages=cache.total_pages,
-            prefill_rate=self._rates.prefill,
-            step_seconds=self._rates.step,
-            evicted_tokens=cache.evicted_tokens,
-            preemptions=scheduler.preemptions,
-            steps=scheduler.steps,
-            plain_keys=self.runner.plain_keys,
-            read_keys=self.runner.read_keys,
-            busy_seconds=self.runner.busy_seconds,
-            forced_tokens=scheduler.forced_tokens,
-        )
+        return status.load(self.scheduler, self.cache, self.runner, self._rates)
 
     def _beat(self) -> None:
         """Say that the process lives, also while a step is long."""

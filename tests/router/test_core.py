@@ -282,6 +282,28 @@ def test_silence_loses_a_worker_and_a_late_answer_of_it_is_nobodys():
     assert core.step("w1", step(Output(again.id, [9])), 7.2)[0].message.items[0].ids == ids(9)
 
 
+def test_workers_lost_together_do_not_take_over_from_each_other():
+    core = core_with(*(register(f"w{i}") for i in range(4)), worker_timeout=5.0)
+    runs = [only_run(core.submit(b"c", generate(i, ids(i, 7, 8)), 1.0)) for i in range(1, 9)]
+    assert {name for name, _ in runs} == {"w0", "w1", "w2", "w3"}
+    for now in range(1, 6):
+        core.heartbeat("w3", now)
+        assert not [e for e in core.tick(now) if isinstance(e, Order)]
+    orders = [e for e in core.tick(6.0) if isinstance(e, Order)]
+    lost = sum(name != "w3" for name, _ in runs)
+    assert [order.name for order in orders] == ["w3"] * lost and core.counters.redispatched == lost
+
+
+def test_what_waited_goes_to_a_worker_that_was_lost_by_silence_and_speaks_again():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    assert core.lose(["w0"], 1.5) == []
+    assert core.heartbeat("nobody", 1.6) == []
+    aborted, asked, dispatched = core.heartbeat("w0", 2.0)
+    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Snapshot()))
+    assert dispatched.message.ids == run.ids and dispatched.message.id != run.id
+
+
 def test_the_routers_own_pause_loses_nobody():
     core = core_with(register("w0"), worker_timeout=5.0)
     core.tick(1.0)

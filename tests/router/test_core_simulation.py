@@ -170,7 +170,7 @@ def check_answers(world: World) -> None:
 def check_nothing_is_left(world: World) -> None:
     """What requests leave behind in the core, once they are over: nothing."""
     core = world.core
-    assert core._requests == {} and core._runs == {} and core._waiting == {}
+    assert core._requests == {} and core.runs_in_flight == 0
     assert core.index._computing.tokens == 0
     assert all(member.runs == {} for member in core.members)
     assert all(worker.sequences == {} for worker in world.workers.values())

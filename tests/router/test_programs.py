@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 from array import array
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 from sim_workers import continuation
@@ -37,6 +39,7 @@ from radixrt.messages import (
     TurnBegins,
 )
 from radixrt.router import programs, said
+from radixrt.router.core import RouterCore
 from radixrt.router.loop import RouterServer
 from radixrt.router.said import NOTHING, Draft
 from radixrt.router.states import Key
@@ -285,19 +288,18 @@ def test_a_pause_ends_once_whatever_becomes_of_the_message(text, message, ends):
             here = server.attach(lambda _: None)
             if ends == "same id":
                 server.take(here, Tokenize(id=4, prompt=TextPrompt("x")))
-            if ends == "too many":
-                server.core._waiting.update(dict.fromkeys(range(server.config.max_queued_requests)))
-            server.take(here, messages[message])
-            server.core._waiting.clear()
+            full = patch.object(RouterCore, "runs_in_flight", server.config.max_queued_requests)
+            with full if ends == "too many" else nullcontext():
+                server.take(here, messages[message])
             if ends == "cancel":
                 server.take(here, Cancel(4))
             if ends == "drop":
-                server._perform(server._drop(here))
+                server._perform(server._handlers.drop(here))
             await asyncio.sleep(0.05)
 
         asyncio.run_coroutine_threadsafe(all_at_once(), router._loop).result(5)
         assert len(server.core.pauses) == 1 and len(waiting[Key("default", SCOPE, 1)]) == 1
-        assert not server._resuming
+        assert not server._handlers._tasks._resuming
 
 
 def test_a_value_that_is_shared_is_recalled_once(running):
@@ -313,5 +315,12 @@ def test_ids_that_the_tokenizer_does_not_have_do_not_break_the_report(text):
     for i in range(20):
         ids = array("i", [600, 601 + i, *range(3, 500)])
         server.report.arrived("default\nm\n", ids.tobytes(), "default")
-    (row,) = server._ask(Ask(id=1, what="report"))["volatile"]
+    answers = []
+
+    async def ask_it() -> None:
+        server.take(server.attach(answers.append), Ask(id=1, what="report"))
+        await asyncio.sleep(0)
+
+    asyncio.run(ask_it())
+    (row,) = answers[0].data["volatile"]
     assert row["before"] == "" and row["after"] and row["values"] == ["", ""]

@@ -269,8 +269,26 @@ def test_cancel_while_the_text_is_encoded(service):
     with stack(service) as (router, workers, client):
         client.send(generate(1, "a b c " * 100_000), Cancel(1), generate(2))
         assert set(client.gather(1)) == {(2, 0)}
-        eventually(lambda: not router.server._tasks)
+        eventually(lambda: not router.server._handlers._tasks)
         assert router.server.core.counters.requests == 1
+
+
+def test_nothing_is_left_of_a_client_that_has_vanished(service):
+    """One request of it is at a worker, another is being encoded."""
+    with stack(service) as (router, workers, _):
+        server = router.server
+
+        async def come_and_go() -> None:
+            here = server.attach(lambda _: None)
+            for request in (generate(1, max_tokens=4000), generate(2, "a b c " * 100_000)):
+                server.take(here, request)
+            assert server._streams._texts and server._handlers._tasks
+            server._perform(server._handlers.drop(here))
+            assert not server._streams._texts and not server._handlers._tasks
+
+        asyncio.run_coroutine_threadsafe(come_and_go(), router._loop).result(5)
+        eventually(lambda: not workers[0].sim.sequences)
+        assert server.core.runs_in_flight == 0 and server.core.counters.requests == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -324,7 +342,7 @@ def test_orders_of_one_turn_go_together(monkeypatch):
         assert len(sent) == len(orders) + 1, "a worker's next life gets nothing that was for the one before"
         server._perform([Order("nobody", Abort([1])), Order("nobody", Abort([2])), Order("w", Abort([3]))])
         await asyncio.sleep(0.01)
-        assert set(lost) == {"nobody"} and sent[-1] == (b"2", wire.encode(Abort([3])))
+        assert {name for names in lost for name in names} == {"nobody"} and sent[-1] == (b"2", wire.encode(Abort([3])))
         stop.set()
         await serving
 

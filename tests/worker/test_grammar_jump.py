@@ -20,9 +20,9 @@ from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.grammar import Grammars, Matcher, fill_masks
 from radixrt.worker.jump import Spelling, on_one_line
 from radixrt.worker.loading import load_runner
-from radixrt.worker.loop import Rates
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import FROM_DEVICE
+from radixrt.worker.status import Rates
 from radixrt.worker.vocabulary import Vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from radixrt.messages import Abort, Grammar, Sampling, StepDone
-from radixrt.worker import loop
+from radixrt.messages import Abort, Grammar, Register, Sampling, StepDone, Stop, Unknown
+from radixrt.worker import compiling
 from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.grammar import Grammars, Matcher
 from radixrt.worker.loop import Identity, Worker
@@ -49,6 +49,7 @@ def worker(folder, hold: threading.Event | None = None):
         if hold is not None:
             hold.set()
         serving.stop()
+        router.tell(Stop())  # it need not wait until it looks up by itself
         thread.join(5)
         assert not thread.is_alive()
 
@@ -108,8 +109,21 @@ def test_one_that_is_compiled_may_be_aborted(folder):
         assert not router.outputs(1) and not serving._compiling
 
 
+def test_a_router_that_started_anew_gets_no_answer_to_what_is_compiled(folder):
+    hold = threading.Event()
+    with worker(folder, hold) as (router, serving):
+        router.tell(run(1, [9, 9], DIGITS))
+        router.tell(Unknown())
+        router.hear(lambda messages: sum(isinstance(m, Register) for m in messages) == 2)
+        assert not serving._compiling
+        hold.set()
+        router.tell(run(2, [9, 9], DIGITS))
+        router.finished(2)
+        assert not router.outputs(1)
+
+
 def test_it_is_not_waited_for_without_end(folder, monkeypatch):
-    monkeypatch.setattr(loop, "COMPILING_LIMIT", 0.05)
+    monkeypatch.setattr(compiling, "LIMIT_SECONDS", 0.05)
     with worker(folder, threading.Event()) as (router, _):
         router.tell(run(1, [9, 9], DIGITS))
         router.finished(1)

@@ -109,6 +109,7 @@ def worker(runner: FakeRunner | None = None, **limits):
         yield router, serving
     finally:
         serving.stop()
+        router.tell(Stop())  # it need not wait until it looks up by itself
         thread.join(5)
         assert not thread.is_alive()
 

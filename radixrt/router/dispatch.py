@@ -1,0 +1,108 @@
+"""Which worker computes a run: the best one now; or none fits, and the run waits until one joins.
+
+    send -> a worker fits: in flight there, under an id of its own --take_back, when the worker was lost--> send
+         -> none does: it waits until a worker joins               --send_waiting--> send
+
+`drop` ends it, wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from radixrt.router import placement
+from radixrt.router.effects import Effect, Order
+from radixrt.router.index import Index
+from radixrt.router.member import Member
+from radixrt.router.members import Members
+from radixrt.router.request import Request, RunState
+
+
+class Dispatcher:
+    """All runs that are not over, and the workers that they are placed among."""
+
+    def __init__(self, members: Members, index: Index) -> None:
+        self.in_flight: dict[int, RunState] = {}
+        """By id: runs that a worker has. To be read."""
+        self._members = members
+        self._index = index
+        self._waiting: dict[RunState, None] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        """Runs that are in flight or wait for a worker."""
+        return len(self.in_flight) + len(self._waiting)
+
+    def send(self, run: RunState, now: float) -> list[Effect]:
+        """Send a run to the best worker, or let it wait for one to join."""
+        request = run.request
+        ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
+        tokens = len(ids) // 4
+        fits = {m.number: m for m in self._members if m.info.model == request.model and tokens <= m.token_limit}
+        if not fits:
+            run.waiting_since = now if run.waiting_since is None else run.waiting_since
+            self._waiting[run] = None
+            return []
+        member, hit, best_hit = self._choose(run, ids, tokens, fits)
+        if run.losses == 0:
+            run.hit, run.best_hit = hit, best_hit
+        self._last_id += 1
+        run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
+        self.in_flight[run.id] = run
+        member.dispatched(run.id, tokens - hit)
+        self._index.computing(member.number, request.namespace, run.prompt)
+        return [Order(member.name, run.order(ids))]
+
+    def _choose(self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member]) -> tuple[Member, int, int]:
+        """The worker, the hit expected there, and the best hit of any worker, in tokens."""
+        limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
+        held = self._index.match(run.request.namespace, ids)
+        hits = {n: min(held.get(n, 0), limit) // m.info.page_size * m.info.page_size for n, m in fits.items()}
+        group = run.request.group
+        if len(fits) == 1 and group is None:  # there is nothing to choose
+            ((number, hit),) = hits.items()
+            return fits[number], hit, hit
+        candidates = [member.candidate(hits[number]) for number, member in fits.items()]
+        if group is not None:
+            candidates = [group.seen(candidate) for candidate in candidates]
+        best, _ = placement.place(tokens, candidates)
+        if group is not None:
+            group.placed(best, tokens - best.hit_tokens)
+        return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
+
+    def send_waiting(self, now: float) -> list[Effect]:
+        """A worker joined: place what waited. What still fits nowhere keeps its place and its patience."""
+        waiting, self._waiting = self._waiting, {}
+        effects: list[Effect] = []
+        for run in waiting:
+            effects += self.send(run, now)
+        return effects
+
+    def impatient(self, now: float, seconds: float) -> list[Request]:
+        """Requests with a run that has waited longer than that for a worker."""
+        return list({run.request: None for run in self._waiting if now - run.waiting_since > seconds})
+
+    def take_back(self, ids: Iterable[int]) -> list[RunState]:
+        """The worker of these runs was lost: they are nobody's now."""
+        runs = [self.in_flight.pop(id) for id in ids]
+        for run in runs:
+            run.member = None
+            run.losses += 1
+            run.scores.clear()
+            run.counts_hits = run.counts_hits and not run.emitted
+        return runs
+
+    def start(self, run: RunState) -> None:
+        """Its worker has computed its prompt: from now on the worker's events say what is cached of it."""
+        run.started = True
+        if run.member is not None:
+            self._index.computed(run.member.number, run.request.namespace, run.prompt)
+
+    def drop(self, run: RunState) -> None:
+        """A run is over, however it ended."""
+        if not run.started and run.member is not None:
+            self.start(run)
+        self.in_flight.pop(run.id, None)
+        self._waiting.pop(run, None)
+        if run.member is not None:
+            run.member.runs.pop(run.id, None)

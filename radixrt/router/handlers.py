@@ -1,0 +1,259 @@
+"""What is done for each message of a client: token ids go to the core at once, what must be encoded first in a task.
+
+    Generate, Score            -> [encode, in a task] -> core
+    Cancel                     -> the task, or the core
+    Fork, Pause, Forget        -> states of programs
+    Share, Recall              -> what several front ends have in common
+    Tokenize, Detokenize, Ask  -> an answer
+
+What is wrong with a message is its answer, an Error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from radixrt.config import RouterConfig
+from radixrt.messages import (
+    Ask,
+    Cancel,
+    ChatPrompt,
+    ClientReply,
+    ClientRequest,
+    Detokenize,
+    Done,
+    Forget,
+    Fork,
+    Generate,
+    Info,
+    Pause,
+    Recall,
+    Score,
+    Share,
+    StatePrompt,
+    Tokenize,
+    TokenPrompt,
+    Tokens,
+)
+from radixrt.report import Report
+from radixrt.report.metrics import render
+from radixrt.router import status
+from radixrt.router.conversations import Conversations
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Effect, Reply
+from radixrt.router.errors import FieldError
+from radixrt.router.grammar import check_aside
+from radixrt.router.programs import Programs, Saving
+from radixrt.router.shared import SharedMemory
+from radixrt.router.states import Key
+from radixrt.router.streams import Keep, TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
+from radixrt.router.tasks import Tasks, Work, now
+from radixrt.router.tokens import Encoded, TextService
+from radixrt.router.validate import Refused, refusal
+
+
+class Handlers:
+    """One for each message of clients. What follows is handed to `perform`, replies too."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        core: RouterCore,
+        text: TextService,
+        streams: TextStreams,
+        programs: Programs,
+        report: Report,
+        perform: Callable[[list[Effect]], None],
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._text = text
+        self._streams = streams
+        self._programs = programs
+        self._report = report
+        self._perform = perform
+        self._conversations = Conversations(text, config)
+        self._shared = SharedMemory(config.shared_bytes)
+        self._tasks = Tasks(core, config.max_queued_requests, perform)
+
+    def take(self, client: bytes, message: ClientRequest) -> None:
+        """Act on a message of a client."""
+        try:
+            match message:
+                case Generate() | Score():
+                    self._take(client, message)
+                case Cancel(index=None):
+                    self._cancel(client, message.id)
+                case Cancel():
+                    self._perform(self._core.end_choice(client, message.id, message.index))
+                case Tokenize() | Detokenize():
+                    self._start(self._translate, client, message)
+                case Fork():
+                    self._start(self._fork, client, message)
+                case Pause():
+                    self._pause(client, message)
+                case Forget():
+                    self._start(self._forget, client, message)
+                case Share():
+                    tenant = self._core.tenant(message.api_key)
+                    for key, value in message.entries:
+                        self._shared.put(tenant, key, value)
+                    self._answer(client, Done(message.id))
+                case Recall():
+                    tenant, keys = self._core.tenant(message.api_key), message.keys
+                    if len(set(keys)) < len(keys):  # the answer could be of any size
+                        raise Refused("keys", "keys must not hold one twice")
+                    self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
+                case Ask():
+                    self._answer(client, Info(message.id, self._ask(message)))
+        except FieldError as problem:
+            self._answer(client, refusal(message.id, problem))
+
+    def in_flight(self, client: bytes) -> list[int]:
+        """Ids of a client's messages that are not answered."""
+        return self._tasks.in_flight(client) + self._core.in_flight(client)
+
+    def drop(self, client: bytes) -> list[Effect]:
+        """A client has vanished: cancel everything of it."""
+        self._tasks.cancel_client(client)
+        self._streams.forget_client(client)
+        return self._core.drop_client(client)
+
+    def close(self) -> None:
+        """Cancel what has not reached the core."""
+        self._tasks.close()
+
+    def _start(self, work: Work, client: bytes, message: Any) -> None:
+        """Do `work` in a task. Refused (401, 429, or where the id is in flight)."""
+        tenant, prompt = self._core.tenant(message.api_key), getattr(message, "prompt", None)
+        resumes = isinstance(prompt, StatePrompt) and prompt.resumes
+        self._tasks.start(work, client, message, self._programs.key(tenant, prompt) if resumes else None)
+
+    def _answer(self, client: bytes, message: ClientReply) -> None:
+        self._perform([Reply(client, message)])
+
+    # ------------------------------------------------------------ requests
+
+    def _take(self, client: bytes, request: Generate | Score) -> None:
+        """Submit what is token ids already; encode the rest first, off the loop."""
+        if is_encoded(request):
+            self._submit(client, request)
+        elif isinstance(request.prompt, StatePrompt):
+            self._start(self._go_on, client, request)
+        else:
+            self._start(self._encode_and_submit, client, request)
+
+    async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
+        keep = None
+        if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
+            tenant = self._core.tenant(request.api_key)
+            request, chat = await encode_chat(request, self._conversations, tenant)
+            keep = functools.partial(self._remember, chat)
+        encoded = await encode(request, self._text)
+        self._tasks.leave(client, request.id)
+        self._submit(client, encoded, keep)
+
+    def _remember(self, chat: Encoded, ids: bytes, text: str, stop: str | int | None) -> None:
+        """Keep an answer in a chat, unless it ended at a stop string: then its ids say more than its text."""
+        if not isinstance(stop, str):
+            self._conversations.remember(chat, {"role": "assistant", "content": text}, ids)
+
+    async def _go_on(self, client: bytes, request: Generate | Score) -> None:
+        """Submit what follows a state."""
+        prompt, tenant = request.prompt, self._core.tenant(request.api_key)
+        if isinstance(request, Generate) and request.sampling.grammar:
+            await check_aside(request.sampling.grammar)
+        ids, saving = await self._programs.prompt(tenant, request)
+        request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
+        if isinstance(request, Score):
+            request = await encode(request, self._text)
+        self._tasks.leave(client, request.id)
+        self._submit(client, request, saving, self._programs.key(tenant, prompt))
+
+    def _submit(
+        self,
+        client: bytes,
+        request: Generate | Score,
+        keep: Keep | None = None,
+        state: Key | None = None,
+    ) -> None:
+        """Place a request of ids, which follow a state if one is named; `keep` is told of its answers."""
+        self._tasks.check_id(client, request.id)
+        wanted = request
+        if isinstance(request, Generate):
+            if request.sampling.stop and request.text and not self._text.has_tokenizer:
+                raise Refused("stop", "stop strings need a tokenizer, and there is none here")
+            wanted = msgspec.structs.replace(request, stream=core_streams(request, self._text))
+        effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
+        if (namespace := self._core.namespace(client, request.id)) is not None:
+            if isinstance(keep, Saving):
+                keep.namespace = namespace
+            if isinstance(request, Generate) and wants_text(request, self._text):
+                self._streams.add(client, request, keep)
+            elif isinstance(request, Score) and keep is not None:
+                self._streams.add_score(client, request, keep)
+        self._perform(effects)
+
+    def _cancel(self, client: bytes, request_id: int) -> None:
+        self._tasks.cancel(client, request_id)
+        self._streams.forget(client, request_id)
+        self._perform(self._core.cancel(client, request_id))
+
+    # ------------------------------------------------------------ states of programs
+
+    async def _fork(self, client: bytes, message: Fork) -> None:
+        tenant = self._core.tenant(message.api_key)
+        state = await self._programs.fork(tenant, message)
+        self._core.groups.open(state, message.count + 1, now())  # with the one that they were forked off
+        self._answer(client, Done(message.id))
+
+    def _pause(self, client: bytes, message: Pause) -> None:
+        if message.seconds is not None and not message.seconds > 0:
+            raise Refused("seconds", "seconds must be above 0")
+        key = Key(self._core.tenant(message.api_key), message.scope, message.state)
+        state = self._programs.states.get(key, "state")
+        if state.namespace:
+            self._perform(self._core.pause(key, state.namespace, state.ids, message.seconds, now()))
+        self._answer(client, Done(message.id))
+
+    async def _forget(self, client: bytes, message: Forget) -> None:
+        """In a task, for a Fork that came before must have begun."""
+        tenant = self._core.tenant(message.api_key)
+        self._programs.forget(tenant, message.scope)
+        self._perform(self._core.pauses.forget(tenant, message.scope, now()))
+        self._answer(client, Done(message.id))
+
+    # ------------------------------------------------------------ questions
+
+    async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
+        if isinstance(message, Tokenize):
+            ids, text = await self._text.encode_shown(message.prompt, render_only=message.render_only)
+            tokens = Tokens(message.id, ids, text)
+        else:
+            tokens = Tokens(message.id, text=await self._text.decode(message.ids))
+        self._answer(client, tokens)
+
+    def _ask(self, message: Ask) -> Any:
+        match message.what:
+            case "health":
+                return status.health(self._core, self._programs.states)
+            case "models":
+                return status.models(self._core)
+            case "report":
+                decode = self._decode if self._text.has_tokenizer else None
+                return self._report.to_json(self._visible(message.api_key), decode)
+            case "metrics":
+                return render(self._report, self._core, self._visible(message.api_key))
+
+    def _decode(self, ids: bytes) -> str:
+        """Text of any ids that workers take, also those that the tokenizer does not have."""
+        return self._text.tokenizer.decode(memoryview(ids).cast("i").tolist())
+
+    def _visible(self, api_key: str) -> str | None:
+        """The tenant whose figures a key may see; None, all of them, where no keys are configured."""
+        tenant = self._core.tenant(api_key)
+        return tenant if self._config.api_key else None

@@ -1,0 +1,62 @@
+"""One worker: who it is, when it was last heard, what it has to do."""
+
+from __future__ import annotations
+
+import itertools
+
+from radixrt.messages import Load, Register
+from radixrt.router.placement import Candidate
+
+
+class Member:
+    """One life of one worker. `number` is its owner id in the index, never used for another life."""
+
+    __slots__ = ("asked", "heard", "info", "load", "number", "runs", "unseen_tokens")
+
+    def __init__(self, number: int, info: Register, now: float) -> None:
+        self.number = number
+        self.info = info
+        self.heard = now
+        self.asked = now
+        """When a snapshot was asked for last."""
+        self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
+        self.runs: dict[int, int] = {}
+        """Run id -> tokens it was expected to compute, in the order of dispatch."""
+        self.unseen_tokens = 0
+        """Tokens of dispatched runs that `load` does not count yet."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens the longest sequence may have: by the model, and by what fits the pool."""
+        return min(self.info.max_model_len, self.info.total_pages * self.info.page_size)
+
+    def dispatched(self, run: int, uncached: int) -> None:
+        self.runs[run] = uncached
+        self.unseen_tokens += uncached
+
+    def update(self, load: Load) -> None:
+        """Take a newer load. Runs beyond those it counts were sent after it was made: the latest ones."""
+        self.load = load
+        unseen = len(self.runs) - load.running - load.waiting
+        if unseen <= 0:
+            self.unseen_tokens = 0
+        else:
+            self.unseen_tokens = sum(itertools.islice(reversed(self.runs.values()), unseen))
+
+    def candidate(self, hit_tokens: int) -> Candidate:
+        load, info = self.load, self.info
+        return Candidate(
+            worker=self.number,
+            hit_tokens=hit_tokens,
+            queued_tokens=load.queued_tokens + self.unseen_tokens,
+            requests=len(self.runs),
+            max_running=max(1, info.max_running),
+            free_tokens=(load.free_pages + load.evictable_pages) * info.page_size,
+            prefill_rate=load.prefill_rate,
+            step_seconds=load.step_seconds,
+            empty_tokens=load.free_pages * info.page_size,
+        )

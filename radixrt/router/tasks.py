@@ -1,0 +1,122 @@
+"""What clients' messages need that takes longer than a turn of the event loop, done in tasks.
+
+    start -> the work answers, or it hands its message on to the core (`leave`), or it fails: an Error
+          -> cancel, or the client has vanished: nothing
+
+A message may end a pause of a state. Whatever becomes of the message, the pause is over when its task is at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from radixrt.messages import Error
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Effect, Reply
+from radixrt.router.errors import FieldError
+from radixrt.router.states import Key
+from radixrt.router.validate import Refused, refusal
+
+log = logging.getLogger("radixrt.router")
+
+Work = Callable[[bytes, Any], Coroutine[Any, Any, None]]
+"""Takes a client and its message."""
+
+
+def now() -> float:
+    """The running event loop's time, seconds: the core's clock."""
+    return asyncio.get_running_loop().time()
+
+
+class Tasks:
+    """Tasks by client and message id: with what the core has in flight, at most `limit`. `perform` is told what
+    follows from them."""
+
+    def __init__(self, core: RouterCore, limit: int, perform: Callable[[list[Effect]], None]) -> None:
+        self._core = core
+        self._limit = limit
+        self._perform = perform
+        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._resuming: dict[asyncio.Task[None], Key] = {}
+        """Tasks that end a pause of a state, unless they have handed that on to the core."""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def check_id(self, client: bytes, request_id: int) -> None:
+        """Refused if a client's message of this id is in flight, here or in the core."""
+        if (client, request_id) in self._tasks or self._core.serves(client, request_id):
+            raise Refused("id", f"request id {request_id} is in flight already")
+
+    def start(self, work: Work, client: bytes, message: Any, paused: Key | None = None) -> None:
+        """Do `work` in a task that answers with an Error if it fails. `paused` is the state in which a pause is over
+        with the message, also where that is Refused."""
+        try:
+            self.check_id(client, message.id)
+            if self._core.runs_in_flight + len(self._tasks) >= self._limit:
+                raise Refused("", "too many requests in flight", 429, retry_after=1.0)
+        except Refused:
+            if paused:
+                self._perform(self._core.resume(paused, now()))
+            raise
+        task = asyncio.get_running_loop().create_task(self._guard(work, client, message))
+        self._tasks[client, message.id] = task
+        if paused:
+            self._resuming[task] = paused
+            task.add_done_callback(self._resume)  # for one that is cancelled before it has begun
+
+    async def _guard(self, work: Work, client: bytes, message: Any) -> None:
+        request_id = message.id
+        try:
+            try:
+                await work(client, message)
+            finally:
+                self._resume(asyncio.current_task())
+        except FieldError as problem:
+            self._perform([Reply(client, refusal(request_id, problem))])
+        except Exception:
+            log.exception("request %d failed before it reached a worker", request_id)
+            error = Error(request_id, 500, "the router failed on this request; its log says why")
+            self._perform([Reply(client, error)])
+        finally:
+            if self._tasks.get((client, request_id)) is asyncio.current_task():
+                del self._tasks[client, request_id]
+
+    def in_flight(self, client: bytes) -> list[int]:
+        """Ids of a client's messages that are being worked on."""
+        return [request_id for whose, request_id in self._tasks if whose == client]
+
+    # ------------------------------------------------------------ from within the work
+
+    def leave(self, client: bytes, request_id: int) -> None:
+        """The message is the core's from now on."""
+        del self._tasks[client, request_id]
+
+    def hand_on_pause(self) -> bool:
+        """Whether the running task ends a pause: the caller sees to that from now on."""
+        return self._resuming.pop(asyncio.current_task(), None) is not None
+
+    def _resume(self, task: asyncio.Task[None]) -> None:
+        """End the pause that a task ends, unless that is done or handed on."""
+        if (paused := self._resuming.pop(task, None)) is not None:
+            self._perform(self._core.resume(paused, now()))
+
+    # ------------------------------------------------------------ to end them
+
+    def cancel(self, client: bytes, request_id: int) -> None:
+        if task := self._tasks.pop((client, request_id), None):
+            task.cancel()
+
+    def cancel_client(self, client: bytes) -> None:
+        """Cancel everything of a client."""
+        for key in [key for key in self._tasks if key[0] == client]:
+            self._tasks.pop(key).cancel()
+
+    def close(self) -> None:
+        """Cancel everything; pauses are left as they are."""
+        self._resuming.clear()
+        for task in self._tasks.values():
+            task.cancel()

@@ -1,0 +1,90 @@
+"""What a worker tells its router of itself: who it is when it joins, how much it has to do after each step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.messages import Load, Register
+from radixrt.worker.cache import PageCache
+from radixrt.worker.plan import Plan, Runner
+from radixrt.worker.scheduler import Limits, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker is called, what it serves, and on what."""
+
+    name: str
+    model: str
+    kv_dtype: str = ""
+    device: str = "cpu"
+
+
+def registration(identity: Identity, runner: Runner, cache: PageCache, limits: Limits, max_model_len: int) -> Register:
+    """With which a worker joins. Sequences may have `max_model_len` tokens."""
+    return Register(
+        name=identity.name,
+        model=identity.model,
+        max_model_len=max_model_len,
+        page_size=runner.page_size,
+        total_pages=cache.total_pages,
+        max_running=limits.max_num_seqs,
+        kv_dtype=identity.kv_dtype,
+        device=identity.device,
+        pid=os.getpid(),
+        vocab_size=runner.vocab_size,
+    )
+
+
+@dataclass(slots=True)
+class Rates:
+    """Moving averages of speed, for placement."""
+
+    prefill: float = 0.0
+    """Tokens a second in steps that prefill."""
+    step: float = 0.0
+    """Seconds of a step that only decodes."""
+
+    def add(self, plan: Plan, seconds: float) -> None:
+        """Take in one step. A step of chunks counts for the prefill rate, one of decodes for the step time, be it that
+        some of them go on by more than a token."""
+        if _prefills(plan):
+            self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
+        else:
+            self.step = self._mix(self.step, seconds)
+
+    @staticmethod
+    def _mix(old: float, new: float) -> float:
+        return 0.9 * old + 0.1 * new if old else new
+
+
+def _prefills(plan: Plan) -> bool:
+    """Whether a step computes more than one token of a prompt."""
+    if len(plan.tokens) == len(plan.requests):
+        return False
+    chunks = np.flatnonzero(plan.counts > 1)
+    return any(start < plan.requests[b].prompt_len for b, start in zip(chunks, plan.starts[chunks], strict=True))
+
+
+def load(scheduler: Scheduler, cache: PageCache, runner: Runner, rates: Rates) -> Load:
+    """Its state now."""
+    return Load(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        queued_tokens=scheduler.queued_tokens,
+        free_pages=cache.free_pages,
+        evictable_pages=cache.evictable_pages,
+        total_pages=cache.total_pages,
+        prefill_rate=rates.prefill,
+        step_seconds=rates.step,
+        evicted_tokens=cache.evicted_tokens,
+        preemptions=scheduler.preemptions,
+        steps=scheduler.steps,
+        plain_keys=runner.plain_keys,
+        read_keys=runner.read_keys,
+        busy_seconds=runner.busy_seconds,
+        forced_tokens=scheduler.forced_tokens,
+    )

@@ -1,0 +1,89 @@
+"""Workers that come and go, by what they are told and what the index holds of them."""
+
+from __future__ import annotations
+
+import pytest
+from sim_workers import ids, register
+
+from radixrt.messages import Abort, Load, Snapshot, StepDone, Stored
+from radixrt.router.effects import Order
+from radixrt.router.index import Index
+from radixrt.router.members import FORGET_SECONDS, SNAPSHOT_SECONDS, Members
+from radixrt.router.record import Counters
+
+HELD = StepDone([], Load(), 0, [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6, 7))])
+
+
+@pytest.fixture
+def index():
+    return Index()
+
+
+@pytest.fixture
+def counters():
+    return Counters()
+
+
+@pytest.fixture
+def members(index, counters):
+    return Members(index, counters, timeout=5.0)
+
+
+def member(members: Members, name: str = "w0"):
+    return next(m for m in members if m.name == name)
+
+
+def test_with_another_pid_nothing_is_left_of_the_life_before(members, index, counters):
+    assert members.register(register("w0", pid=1), 0.0) == ([], [])
+    assert members.mirror(member(members), HELD, 0.0) == [] and index.tokens == 3
+    member(members).dispatched(7, 10)
+    assert members.register(register("w0", pid=2), 1.0) == ([7], [])
+    assert index.tokens == 0 and not member(members).runs
+    assert members.mirror(member(members), HELD, 1.0) == [], "its events begin anew"
+    assert len(members) == 1 and counters.workers_lost == 1
+
+
+def test_with_the_same_pid_what_it_holds_comes_as_a_snapshot(members, index, counters):
+    members.register(register("w0", pid=1), 0.0)
+    member(members).dispatched(7, 10)
+    orphans, orders = members.register(register("w0", pid=1), 1.0)
+    assert orphans == [7] and orders == [Order("w0", Abort([7])), Order("w0", Snapshot())]
+    number = member(members).number
+    assert index.awaits_snapshot(number)
+    assert members.mirror(member(members), HELD, 1.0) == [] and index.tokens == 0, "not before it comes"
+    assert members.ask_again(1.0 + SNAPSHOT_SECONDS) == []
+    assert members.ask_again(1.1 + SNAPSHOT_SECONDS) == [Order("w0", Snapshot())] == members.ask_again(99.0)
+    snapshot = StepDone([], Load(), 9, HELD.events, snapshot=True)
+    assert members.mirror(member(members), snapshot, 99.0) == [] and index.tokens == 3
+    assert members.ask_again(199.0) == [] and counters.snapshots == 3
+
+
+def test_one_that_is_lost_may_come_back_for_a_time(members):
+    members.register(register("w0"), 0.0)
+    members.register(register("w1", model="other"), 0.0)
+    member(members).dispatched(7, 10)
+    assert members.silent(2.0) == [] and members.hear("w1", 4.0) is member(members, "w1")
+    assert members.silent(4.4) == [] and members.silent(6.0) == ["w0"]
+    assert members.remove("w0", may_return=True) == [7] and members.remove("w0", may_return=True) == []
+    assert members.hear("w0", 6.1) is None and members.known("w0") and members.models() == {"m", "other"}
+    assert members.revive("w0", 6.2) == [Order("w0", Abort([7])), Order("w0", Snapshot())]
+    assert members.revive("w0", 6.3) == [], "it serves"
+    assert not member(members).runs and members.hear("w0", 7.0)
+    members.remove("w0", may_return=True)
+    members.silent(7.0 + FORGET_SECONDS)
+    assert members.known("w0")
+    members.silent(7.1 + FORGET_SECONDS)
+    assert not members.known("w0") and members.revive("w0", 700.0) == [] and members.models() == {"other"}
+
+
+def test_one_that_has_left_does_not_come_back(members):
+    members.register(register("w0"), 0.0)
+    members.remove("w0", may_return=True)
+    members.remove("w0", may_return=False)
+    assert not members.known("w0") and members.revive("w0", 1.0) == []
+
+
+def test_while_the_router_was_away_nobody_was_silent(members):
+    members.register(register("w0"), 0.0)
+    assert members.silent(1.0) == [] and members.silent(100.0) == []
+    assert members.silent(102.0) == [] and members.silent(104.0) == [] and members.silent(105.1) == ["w0"]
