@@ -284,6 +284,7 @@ class LocalStack:
     def __exit__(self, *_exc: object) -> None:
         for worker in self._workers:
             worker.stop()
+        self._router_thread.stop_workers()  # who has no work looks up when a message comes
         for thread in self._threads:
             thread.join()
         self._router_thread.stop()

@@ -107,6 +107,8 @@ def make_worker(config: WorkerConfig) -> Worker:
 def make_runner(config: WorkerConfig) -> Runner:
     """The model on its device, or the fake with the time model of `config.fake`. ValueError names a bad setting."""
     if not config.fake:
+        # OpenMP's threads would spin for each other: where anything else wants a core, a step takes ten times as long.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from radixrt.worker.loading import load_runner
 
         return load_runner(config)

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A CPU worker that is alone takes all cores. Where something else needs one, threads that spin for each other make a
+# step of a small model ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from tests import interpreter  # noqa: E402  (torch reads the environment when imported)
 

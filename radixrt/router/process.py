@@ -59,6 +59,10 @@ class RouterThread:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         await self.server.run(self._stop, lambda: self._ready.set_result(None))
 
+    def stop_workers(self) -> None:
+        """Tell every worker to stop."""
+        self._loop.call_soon_threadsafe(self.server.stop_workers)
+
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)

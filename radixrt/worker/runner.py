@@ -14,6 +14,9 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 
+SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
+"""Bytes of a matrix, and multiplications of a product, below which threads meet for longer than they compute."""
+
 
 class ModelRunner:
     """What a Runner of a model says of it (see `plan.Runner`)."""
@@ -49,12 +52,19 @@ class TorchRunner(ModelRunner):
         super().__init__(model, pool, page_size, eos_ids)
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
         self._attention = kind(pool, page_size, model.spec.windows)
+        widest = model.spec.hidden_size * max(model.spec.intermediate_size, model.spec.num_heads * model.spec.head_dim)
+        small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
+        self._alone = SMALL_PRODUCT // widest if small else 0
+        """Steps of up to so many tokens are computed by one thread."""
+        self._threads = torch.get_num_threads()
 
     def bind(self, table: np.ndarray) -> None:
         self._attention.bind(table)
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         began = time.monotonic()
+        if self._alone:
+            torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
         with torch.inference_mode():
             picking = Picking(plan, self.logits(plan))
             result = picking.read(picking.packed.cpu().numpy())
