@@ -337,11 +337,11 @@ def test_no_worker_is_503():
 
 def test_more_work_than_pages(folder):
     """Requests wait or are preempted; all finish, with the tokens they have alone. The pool is checked every step."""
-    asked = prompts(24, 40, 120, seed=2)
-    sampling = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
+    asked = prompts(16, 40, 120, seed=2)
+    sampling = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
     with LocalStack(config(folder, 1)) as local, Client(local.address) as client:
         expected = [client.generate(prompt, sampling).token_ids for prompt in asked]
-    with LocalStack(config(folder, 1, max_total_tokens=600, check=True)) as local, Client(local.address) as client:
+    with LocalStack(config(folder, 1, max_total_tokens=400, check=True)) as local, Client(local.address) as client:
         results: list[list[int]] = [[] for _ in asked]
 
         def ask(i: int) -> None:
@@ -353,7 +353,7 @@ def test_more_work_than_pages(folder):
         for thread in threads:
             thread.join(60)
         assert results == expected
-        assert client.health()["workers"][0]["total_pages"] == 600
+        assert client.health()["workers"][0]["total_pages"] == 400
 
 
 def test_too_many_requests_is_429(folder):
