@@ -202,15 +202,16 @@ class Frontend:
         try:
             check_choices(n)
             check_sampling(sampling, self._text.vocab_size)
-            found = [await self._encode(prompt, key, body.cache_salt) for prompt in prompts]
-            samplings = [self._fitted(sampling, encoded.ids) for encoded in found]
+            found, samplings = [], []
+            for prompt in prompts:
+                found.append(await self._encode(prompt, key, body.cache_salt))
+                samplings.append(self._fitted(sampling, found[-1].ids))
         except FieldError as problem:
             raise api_error(problem, names) from None
-        outputs = [
-            self._output(prompt, encoded.ids, sampling, use, wanted)
-            for prompt, encoded in zip(prompts, found, strict=True)
-        ]
-        grammars = [await output.checked_grammar() for output in outputs]
+        outputs, grammars = [], []
+        for prompt, encoded in zip(prompts, found, strict=True):
+            outputs.append(self._output(prompt, encoded.ids, sampling, use, wanted))
+            grammars.append(await outputs[-1].checked_grammar())
         pins = await self._pins(body, use, found[0].ids) if isinstance(body, Messages) else []
         self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
@@ -259,6 +260,8 @@ class Frontend:
 
     async def _encode(self, prompt: Prompt, key: str, cache_salt: str | None) -> Encoded:
         """Ids of a prompt; answers in a chat as they were generated for the same caller."""
+        if isinstance(prompt, TokenPrompt):
+            return Encoded(self._text.encode_now(prompt), "")
         return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "", key)
 
     def _tenant(self, key: str) -> str:

@@ -43,9 +43,9 @@ def usage_json(usages: Sequence[Usage], prompts: int) -> dict[str, Any]:
 def session_json(encoded: Encoded) -> dict[str, Any]:
     """What a reply's `radixrt` says of the answers in a chat that were generated here; nothing where there are none.
     Notes count messages as the chat template sees them."""
-    notes = {"respelled": list(encoded.respelled), "dropped": list(encoded.dropped)}
     if not encoded.kept_turns and not encoded.dropped:
         return {}
+    notes = {"respelled": list(encoded.respelled), "dropped": list(encoded.dropped)}
     return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}
 
 

@@ -102,9 +102,10 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
 
     def constraint(self) -> Constraint | None:
         """What the text must be."""
-        values = zip(structured.FIELDS, _structured(self), strict=True)
-        asked = {name: value for name, value in values if value is not None}
-        return structured.constraint(asked) if asked else None
+        values = _structured(self)
+        if values == _UNCONSTRAINED:
+            return None
+        return structured.constraint(dict(zip(structured.FIELDS, values, strict=True)))
 
     def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
         if any(unserved := _unserved(self)):
@@ -127,6 +128,7 @@ _SAMPLING = [{"include_stop_str_in_output": "include_stop"}.get(name, name) for 
 """How a Sampling calls them."""
 _plain, _unserved = operator.attrgetter(*_PLAIN), operator.attrgetter(*UNSERVED)
 _structured = operator.attrgetter(*structured.FIELDS)
+_UNCONSTRAINED = (None,) * len(structured.FIELDS)
 
 
 class Completion(Common, kw_only=True):

@@ -74,6 +74,8 @@ class Conversations:
 
 def facts(encoded: Encoded) -> SessionFacts:
     """What became of the answers in a chat, in numbers."""
+    if not (encoded.kept_turns or encoded.dropped):
+        return SessionFacts()
     dropped = Counter(_reason(note.partition(": ")[2]) for note in encoded.dropped)
     return SessionFacts(encoded.kept_turns, len(encoded.respelled), dict(dropped))
 

@@ -38,11 +38,18 @@ class Owners {
 
   // Count `owner` on the tokens [start, n) of the path. std::out_of_range when the path is not held up to `start`.
   void add(const std::string& name, const Token* tokens, size_t n, int32_t owner, size_t start) {
-    N* known = tree.find_root(name);
-    if (start && (!known || tree.walk(known, tokens, start).length < start)) throw std::out_of_range("start");
-    N* node = tree.make_root(name);
-    if (n == start) return drop_if_empty(node);
-    node = end_at(node, tokens, start);
+    N* node = tree.find_root(name);
+    if (start) {
+      if (!node) throw std::out_of_range("start");
+      auto known = tree.walk(node, tokens, start);
+      if (known.length < start) throw std::out_of_range("start");
+      if (n == start) return;
+      node = tree.split(known);
+    } else if (n) {
+      node = tree.make_root(name);
+    } else {
+      return;
+    }
     auto place = tree.walk(node, tokens + start, n - start);
     N* last = tree.split(place);
     for (N* held = last; held != node; held = held->parent) held->extra.add(owner, 1);
@@ -57,8 +64,10 @@ class Owners {
   // Take one count of `owner` from the tokens [keep, n) of the path, as far as it is held.
   void remove(const std::string& name, const Token* tokens, size_t n, int32_t owner, size_t keep) {
     N* root = tree.find_root(name);
-    if (!root || keep >= n || tree.walk(root, tokens, keep).length < keep) return;
-    N* top = end_at(root, tokens, keep);
+    if (!root || keep >= n) return;
+    auto kept = tree.walk(root, tokens, keep);
+    if (kept.length < keep) return;
+    N* top = tree.split(kept);
     N* bottom = tree.split(tree.walk(top, tokens + keep, n - keep));
     for (N* node = bottom; node != top; node = node->parent) node->extra.add(owner, -1);
     prune(bottom);
@@ -105,7 +114,6 @@ class Owners {
 
  private:
   static bool idle(const N* node) { return node->children.empty() && node->extra.counts.empty(); }
-  N* end_at(N* root, const Token* tokens, size_t n) { return n ? tree.split(tree.walk(root, tokens, n)) : root; }
   void drop_if_empty(N* node) {
     if (node->is_root() && node->children.empty()) tree.drop_root(node);
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,8 +24,7 @@ _export = msgspec.msgpack.Encoder().encode
 _exported = msgspec.msgpack.Decoder(list[Turn])
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A chat as token ids, and what became of the answers in it.
 
     ids: int32 bytes. text: what the template made of the chat. kept_turns: how many answers are spelled by the ids that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
 
 import pytest
@@ -39,6 +40,33 @@ def test_what_stands_behind_a_number(number, behind):
         ids = [-1]
     plain = min(ids) >= 0 and max(ids) < 1 << 31
     assert parse_ids(text.encode()) == (array("i", ids).tobytes() if plain else None)
+
+
+def expected(text: bytes) -> bytes | None:
+    """What Python's parser makes of a list of ids."""
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        return None
+    plain = isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+    return array("i", ids).tobytes() if plain else None
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_long_lists_and_what_one_wrong_byte_makes_of_them(seed):
+    """Everything that can stand across the end of a block of bytes that are looked at together."""
+    draw = random.Random(seed)
+    comma = [",", ", ", " ,", ",\n\t", ",\r\n  "][: draw.randint(1, 5)]
+    ids = [str(draw.randrange(10 ** draw.randint(1, 9))) for _ in range(draw.randint(1, 90))]
+    text = "[" + " " * draw.randint(0, 70) + "".join(one + draw.choice(comma) for one in ids[:-1]) + ids[-1]
+    text = bytearray((text + " " * draw.randint(0, 70) + "]").encode())
+    assert parse_ids(text) == expected(text)
+    for _ in range(20):
+        place, byte = draw.randrange(len(text)), draw.choice(b"0123456789,, ]x-/:")
+        kept, text[place] = text[place], byte
+        found = parse_ids(text)
+        assert found == expected(text) or (found is None and b"-0" in text), bytes(text)
+        text[place] = kept
 
 
 @given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)))
