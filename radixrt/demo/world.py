@@ -45,9 +45,9 @@ SUMS = (
 )
 
 CREW = {
-    ("Mia", "team"): "Falcon",
+    ("Mia", "team"): "Kestrel",
     ("Tom", "team"): "Heron",
-    ("Falcon", "leader"): "Paula",
+    ("Kestrel", "leader"): "Paula",
     ("Heron", "leader"): "Viktor",
 }
 HOPS = (
