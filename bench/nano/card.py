@@ -25,6 +25,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def fill(results: dict[str, Any], log: list[dict[str, Any]]) -> str:
     facts = {
         **training(log),
+        "curve": curve(log),
         "pages": results.get("kv_cache_dtype", "an endpoint's own choice"),
         "json": "held to its schema" if results["constrained"] else "not held to its schema",
         "table": accuracy_table(results["rows"]),
@@ -51,6 +52,26 @@ def training(log: list[dict[str, Any]]) -> dict[str, str]:
                 f"- {entry['seconds'] / 60:.1f} minutes, {steps:,} steps of {start['tokens_a_step']:,} tokens, {begins}"
             )
     return {"minutes": f"{seconds / 60:.0f}", "tokens": f"{tokens / 1e6:,.0f} million", "runs": "\n".join(lines)}
+
+
+CURVE = (("recall", "2048"), ("tools", "3"), ("tools", "two"), ("arithmetic", "2"), ("choose", "sum"), ("json", "6"))
+
+
+def curve(log: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each check of a log: minutes, the loss of answers since the check before, nats a token, the
+    mean of all kinds, and the share of evaluation items that are right token for token, percent."""
+    tasks = " | ".join(" ".join(task) for task in CURVE)
+    lines = [f"| minutes | loss | {tasks} |", "|" + "---|" * (2 + len(CURVE))]
+    losses: list[float] = []
+    for entry in log:
+        if entry["event"] == "step":
+            losses += [sum(entry["loss"].values()) / len(entry["loss"])]
+        if entry["event"] == "check":
+            right = [f"{100 * entry['exact'][kind][tag]:.0f}" for kind, tag in CURVE]
+            loss = f"{sum(losses) / len(losses):.3f}" if losses else ""
+            lines.append(f"| {entry['seconds'] / 60:.1f} | {loss} | " + " | ".join(right) + " |")
+            losses = []
+    return "\n".join(lines)
 
 
 def accuracy_table(rows: list[dict[str, Any]]) -> str:

@@ -229,6 +229,20 @@ def test_the_card_says_what_was_measured():
     assert "{" not in (NANO / "README.md").read_text().replace('{"name": ..., "arguments": {...}}', "")
 
 
+def test_the_curve_is_that_of_the_log():
+    """By hand: a line for each check, with the mean of the losses since the one before."""
+    right = {kind: dict.fromkeys(tags, 0.5) for kind, tags in TAGS.items()}
+    log = [
+        {"event": "check", "seconds": 30.0, "exact": right},
+        {"event": "step", "loss": {"a": 1.0, "b": 3.0}},
+        {"event": "step", "loss": {"a": 0.0, "b": 2.0}},
+        {"event": "check", "seconds": 90.0, "exact": right | {"choose": {"sum": 1.0}}},
+    ]
+    _, _, first, second = card.curve(log).splitlines()
+    assert first == "| 0.5 |  | 50 | 50 | 50 | 50 | 50 | 50 |"
+    assert second == "| 1.5 | 1.500 | 50 | 50 | 50 | 50 | 100 | 50 |"
+
+
 def test_the_card_counts_the_runs_of_the_log():
     log = [
         {"event": "start", "step": 0, "tokens_a_step": 1_000_000, "init": None},
