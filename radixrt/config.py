@@ -22,12 +22,12 @@ def setting(default: Any, help: str) -> Any:
 
 
 SESSION_TOKENS = (
-    "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); front ends "
-    "remember what they served themselves, and the router what it served over ZMQ"
+    "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); an answer "
+    "counts for 32 at least; front ends remember what they served themselves, and the router what it served over ZMQ"
 )
 RESPONSE_BYTES = (
-    "memory of a front end for responses that previous_response_id may name, a fourth of it for one tenant (0: none); "
-    "other front ends do not know them"
+    "memory of a front end for responses that previous_response_id may name (0: none); when it is full, the tenant "
+    "that holds most gives; other front ends do not know them"
 )
 KEEP_THINKING = "thinking that the chat template drops from earlier answers stays in the prompt"
 
@@ -81,7 +81,9 @@ class RouterConfig:
     worker_address: str = setting("tcp://127.0.0.1:5556", "ZMQ address for workers")
     api_key: tuple[str, ...] = setting((), "TENANT:KEY, repeatable; without any, all are tenant 'default'")
     worker_timeout: float = setting(5.0, "seconds of silence after which a worker is lost")
-    max_queued_requests: int = setting(4096, "requests in flight, all workers; more get 429")
+    max_queued_requests: int = setting(
+        4096, "requests in flight, all workers; more get 429; the last eighth is for tenants that have less than that"
+    )
     tokenizer_threads: int = setting(2, "threads that tokenize")
     report_tokens: int = setting(16_000_000, "tokens remembered for the infinite-cache bound, 5 bytes each")
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
@@ -108,11 +110,13 @@ class FrontendConfig:
     host: str = setting("127.0.0.1", "address to listen on; beyond loopback API keys are needed")
     port: int = setting(8000, "port to listen on")
     api_key: tuple[str, ...] = setting((), "TENANT:KEY, repeatable")
+    allowed_origins: tuple[str, ...] = setting((), "origin whose web pages may call (CORS), repeatable; * for all")
     max_body_bytes: int = setting(32 << 20, "largest request body")
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: what the router says)")
     tokenizer_threads: int = setting(2, "threads that tokenize")
     tool_call_parser: str = setting("auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral")
     reasoning_parser: str = setting("auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral")
+    generation_config: str = setting("auto", "sampling defaults: auto (the model's generation_config.json), none")
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
     keep_thinking: bool = setting(False, KEEP_THINKING)
     response_bytes: int = setting(256 << 20, RESPONSE_BYTES)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+import radixrt
 from radixrt.client import AsyncClient, ServerError, token_bytes, token_list
 from radixrt.config import FrontendConfig
 from radixrt.frontend import schema
@@ -25,11 +26,12 @@ from radixrt.frontend.anthropic.exchange import Identified, MessageExchange
 from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.choice import Choice
+from radixrt.frontend.defaults import sampling_defaults
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.guard import MESSAGES_PATH, Application, api_error, header, key_of, origin_of
+from radixrt.frontend.guard import MESSAGES_PATH, Application, api_error, for_pages, header, key_of, origin_of
 from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.peers import Peers
-from radixrt.frontend.replies import ChatReply, Reply, encode, native_line, session_json
+from radixrt.frontend.replies import ChatReply, Reply, encode, model_json, models_json, native_line, session_json
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
@@ -45,7 +47,7 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.router.conversations import Conversations, facts
-from radixrt.router.errors import FieldError
+from radixrt.router.errors import FieldError, too_long
 from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import check_choices, check_sampling, parse_api_keys
 from radixrt.transports import NATIVE_PATH, Here, HereTransport, ZmqTransport
@@ -81,6 +83,7 @@ class Frontend:
         self._peers = Peers(lambda: self._transport) if config.share_sessions else None
         self._conversations = Conversations(text, config, self._peers)
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self._defaults = sampling_defaults(config.generation_config, text.generation)
         self._tenants = parse_api_keys(config.api_key)
         responses = Responses(config.response_bytes, self._peers, self._generate, self._body, self._tenant)
         posts = {
@@ -101,8 +104,10 @@ class Frontend:
             Route("/v1/report", self._guarded(self.report)),
             Route("/metrics", self._guarded(self.metrics)),
             Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version),
         ]
-        self.app = Application(posts, others, self._lifespan)
+        self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -162,6 +167,8 @@ class Frontend:
             raise ApiError(503, "the router cannot be reached", retry_after=1.0)
 
     async def _body(self, request: Request) -> bytes:
+        if (coding := header(request, b"content-encoding")) not in ("", "identity"):
+            raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
         limit = self._config.max_body_bytes
         length = header(request, b"content-length")
         if length.isdigit() and int(length) > limit:
@@ -197,8 +204,8 @@ class Frontend:
         exchange_kind: type[Exchange] = Exchange,
     ) -> StreamAnswer | WholeAnswer:
         names, use, wanted = body.names(), body.tool_use(), body.constraint()
-        sampling, prompts, n, usage = body.sampling(), body.prompts(use), body.choices(), body.wants_usage()
-        origin = origin_of(request)
+        sampling, prompts = body.sampling(self._defaults), body.prompts(use)
+        n, usage, origin = body.choices(), body.wants_usage(), origin_of(request)
         try:
             check_choices(n)
             check_sampling(sampling, self._text.vocab_size)
@@ -290,7 +297,7 @@ class Frontend:
         room = self._config.max_model_len - tokens
         if room < (sampling.max_tokens != 0):
             limit = self._config.max_model_len
-            raise FieldError("prompt", f"prompt has {tokens} tokens; prompt and output may have {limit} together")
+            raise FieldError("prompt", too_long(tokens, limit, int(sampling.max_tokens != 0)))
         most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         return msgspec.structs.replace(sampling, max_tokens=most)
 
@@ -322,7 +329,7 @@ class Frontend:
     # ------------------------------------------------------------ models
 
     async def models(self, request: Request, key: str) -> Response:
-        return json_response({"object": "list", "data": await self._models(key)})
+        return json_response(models_json(await self._models(key)))
 
     async def model(self, request: Request, key: str) -> Response:
         wanted = request.path_params["model"]
@@ -332,10 +339,7 @@ class Frontend:
         raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
 
     async def _models(self, key: str) -> list[dict[str, Any]]:
-        return [
-            {"id": m["id"], "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": m["max_model_len"]}
-            for m in await self._ask(key).models()
-        ]
+        return [model_json(model["id"], model["max_model_len"]) for model in await self._ask(key).models()]
 
     # ------------------------------------------------------------ the native API
 
@@ -381,6 +385,9 @@ class Frontend:
 
     async def metrics(self, request: Request, key: str) -> Response:
         return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": radixrt.__version__})
 
     async def health(self, request: Request) -> Response:
         """200 while a worker serves, else 503 with the reason."""

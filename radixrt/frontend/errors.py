@@ -8,6 +8,7 @@ from typing import NoReturn
 import msgspec
 
 from radixrt.messages import Error
+from radixrt.router.errors import MAX_CONTEXT
 
 _encode = msgspec.json.Encoder().encode
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -33,6 +34,8 @@ class ApiError(Exception):
         own = (names or {}).get(field, field)
         message = own + error.message.removeprefix(field) if error.message.startswith(f"{field} ") else error.message
         code = "model_not_found" if error.code == 404 else None
+        if MAX_CONTEXT in error.message:
+            code = "context_length_exceeded"
         return cls(error.code, message, own + (f"[{rest}" if rest else ""), code, error.retry_after)
 
     def body(self) -> bytes:

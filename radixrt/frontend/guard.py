@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Lifespan, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from radixrt.client import ServerError
-from radixrt.frontend.anthropic.errors import AnthropicError
+from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
 from radixrt.frontend.errors import ApiError
 from radixrt.messages import Error, Origin
 from radixrt.router.errors import FieldError
@@ -73,6 +74,15 @@ async def on_http_error(request: Request, error: HTTPException) -> Response:
 async def on_crash(request: Request, error: Exception) -> Response:
     problem = _told(request, ApiError(500, "the server failed on this request; its log says why"))
     return Response(problem.body(), 500, media_type="application/json")
+
+
+def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application for web pages of `origins` ("*": any) too, whose browsers ask first (CORS). Without any it stays
+    as it is: a page that somebody visits must not read what is said to a server on their machine."""
+    if not origins:
+        return app
+    exposed = (REQUEST_ID, "retry-after")
+    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
 class Application:

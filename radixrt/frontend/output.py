@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from radixrt.frontend.errors import refuse
 from radixrt.frontend.parsing import (
     PROBE,
     QUESTION,
@@ -141,8 +140,7 @@ class Formats:
     ) -> tuple[Grammar | None, str]:
         """The grammar of an answer, and the field that has asked for it."""
         if tools is not None and use.forced:
-            if wanted is not None:
-                refuse(wanted.field, "cannot be followed when tool_choice asks for a call")
+            # `wanted` is of the text, and there is none.
             form = tools.forced([tool.function() for tool in use.forced], use.parallel)
             return self._tagged(form, thinking), "tool_choice"
         if tools is not None and wanted is not None:

@@ -49,6 +49,19 @@ def session_json(encoded: Encoded) -> dict[str, Any]:
     return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}
 
 
+def model_json(name: str, max_model_len: int) -> dict[str, Any]:
+    """A model as OpenAI, vLLM and Anthropic describe it, each client reads its own. When it was made is not known,
+    which both APIs write as the epoch."""
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": max_model_len}
+    return about | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def models_json(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A list of models, which for Anthropic's client is a page."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": models, "has_more": False} | ends
+
+
 class Reply:
     """What the answers of one HTTP request share: its id, its time, its model."""
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from radixrt.frontend import structured
+from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.history import checked_messages
 from radixrt.frontend.structured import Constraint
@@ -32,9 +33,10 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """Numbers that a message can carry: JSON knows larger ones."""
 
 UNSERVED = (
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "documents", "logits_processors", "lora_path",
-    "prompt_embeds", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "structural_tag",
-    "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
+    "logits_processors", "lora_path", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
+    "return_token_ids", "return_tokens_as_token_ids", "stop_regex", "structural_tag", "truncate_prompt_tokens",
+    "use_beam_search", "web_search_options",
 )  # fmt: skip
 """Fields that change an answer, known from OpenAI, vLLM and SGLang: to ignore them would be a wrong answer."""
 
@@ -107,10 +109,12 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             return None
         return structured.constraint(dict(zip(structured.FIELDS, values, strict=True)))
 
-    def base_sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
-        if any(unserved := _unserved(self)):
-            refuse(next(name for name, value in zip(UNSERVED, unserved, strict=True) if value), "is not served")
-        fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+    def base_sampling(self, defaults: Defaults, max_tokens: int | None, logprobs: int | None) -> Sampling:
+        if (unserved := _unserved(self)) != _NOTHING:
+            for name, value in zip(UNSERVED, unserved, strict=True):
+                if value is not None and value is not False and value not in ("", []):  # as some clients fill it in
+                    refuse(name, "is not served")
+        fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         fields |= {name: value for name, value in zip(_SAMPLING, _plain(self), strict=True) if value is not None}
         try:
@@ -128,7 +132,7 @@ _SAMPLING = [{"include_stop_str_in_output": "include_stop"}.get(name, name) for 
 """How a Sampling calls them."""
 _plain, _unserved = operator.attrgetter(*_PLAIN), operator.attrgetter(*UNSERVED)
 _structured = operator.attrgetter(*structured.FIELDS)
-_UNCONSTRAINED = (None,) * len(structured.FIELDS)
+_UNCONSTRAINED, _NOTHING = (None,) * len(structured.FIELDS), (None,) * len(UNSERVED)
 
 
 class Completion(Common, kw_only=True):
@@ -164,14 +168,14 @@ class Completion(Common, kw_only=True):
                 return [_ids(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
         refuse("prompt", "expected text, a list of texts, token ids, or a list of lists of token ids")
 
-    def sampling(self) -> Sampling:
+    def sampling(self, defaults: Defaults) -> Sampling:
+        """How tokens are drawn; `defaults` where the request does not say."""
         if self.suffix:
             refuse("suffix", "is not served")
         if self.echo and self.logprobs is not None:
             refuse("echo", "is not served together with logprobs; POST /v1/native scores a text")
-        return self.base_sampling(
-            DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs
-        )
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.base_sampling(defaults, max_tokens, self.logprobs)
 
 
 class Chat(Common, kw_only=True):
@@ -223,13 +227,12 @@ class Chat(Common, kw_only=True):
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().names() | {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
 
-    def sampling(self) -> Sampling:
+    def sampling(self, defaults: Defaults) -> Sampling:
+        """See Completion."""
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "only with logprobs")
-        limit = self.max_completion_tokens
-        return self.base_sampling(
-            self.max_tokens if limit is None else limit, (self.top_logprobs or 0) if self.logprobs else None
-        )
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.base_sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -15,6 +15,7 @@ import uvloop
 
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.frontend.app import Frontend
+from radixrt.frontend.protocol import PatientProtocol
 from radixrt.garbage import settle
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
@@ -71,7 +72,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 frontend.app,
                 loop="uvloop",
-                http="httptools",
+                http=PatientProtocol,
                 lifespan="on",
                 log_level="warning",
                 access_log=False,

@@ -40,13 +40,15 @@ class Constraint:
 
 
 def constraint(fields: Mapping[str, Any]) -> Constraint | None:
-    """The one constraint that the `fields` of a request ask for. ApiError (400) if there are two, or one is broken."""
+    """The one constraint that the `fields` of a request ask for, maybe by several names. ApiError (400) if there are
+    two, or one is broken."""
     found: list[Constraint] = []
     for field, read in _FIELDS.items():
         if fields.get(field) not in (None, False, {}) and (grammar := read(fields[field], field)) is not None:
             found.append(grammar)
-    if len(found) > 1:
-        refuse(found[1].field, f"only one of {found[0].field} and {found[1].field} can be followed")
+    for other in found[1:]:
+        if other.grammar != found[0].grammar:
+            refuse(other.field, f"only one of {found[0].field} and {other.field} can be followed")
     return found[0] if found else None
 
 
@@ -58,7 +60,8 @@ def _response_format(value: dict[str, Any], field: str) -> Constraint | None:
         case "text":
             return None
         case "json_object":
-            return Constraint(OBJECT, field)
+            # Its schema is an extension of llama.cpp and others.
+            return _schema(value["schema"], f"{field}.schema") if value.get("schema") else Constraint(OBJECT, field)
         case "json_schema":
             return _named_schema(value.get("json_schema"), f"{field}.json_schema")
         case "structural_tag":

@@ -69,7 +69,7 @@ class Tally:
         self._add_misses(other.misses)
 
     def _add_misses(self, misses: Iterable[int]) -> None:
-        self.misses = [a + b for a, b in zip(self.misses, misses, strict=True)]
+        self.misses = list(map(operator.add, self.misses, misses))
 
     def to_json(self) -> dict[str, Any]:
         row = asdict(self) | {"misses": dict(zip(Misses._fields, self.misses, strict=True))}

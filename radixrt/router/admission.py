@@ -7,20 +7,24 @@ a caller writes reaches another tenant's prefixes.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import msgspec
 
 from radixrt.config import RouterConfig
 from radixrt.messages import Generate, Sampling, Score, TokenPrompt
 from radixrt.router import validate
-from radixrt.router.member import Member
-from radixrt.router.members import Members
+from radixrt.router.errors import too_long
+from radixrt.router.members import Members, Serving
 from radixrt.router.placement import DEFAULT_PREFILL_RATE
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.validate import Refused
 
 SEED_MASK = (1 << 63) - 1
 NO_LIMIT = (1 << 31) - 1
+SPARE = 8
+"""Where there are several tenants, the last eighth of the places is for those that have less than an eighth in flight:
+one that fills all others leaves them room."""
 
 
 class Admission:
@@ -32,6 +36,9 @@ class Admission:
         self._vocab_size = vocab_size
         self._rng = rng
         self._tenants = validate.parse_api_keys(config.api_key)
+        several = len(set(self._tenants.values())) > 1
+        self._spare = config.max_queued_requests // SPARE if several else 0
+        """Places that are for tenants with fewer in flight."""
 
     def tenant(self, api_key: str) -> str:
         """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
@@ -42,14 +49,16 @@ class Admission:
             raise Refused("api_key", "unknown API key", 401)
         return tenant
 
-    def admit(self, client: Client, message: Generate | Score, runs_in_flight: int) -> Request:
+    def admit(
+        self, client: Client, message: Generate | Score, runs_in_flight: int, runs_by_tenant: Mapping[str, int]
+    ) -> Request:
         """The request with its runs, none of them placed yet. Refused says what is wrong with it."""
         tenant = self.tenant(message.api_key)
         model = self._model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
             raise Refused("prompt", "only token ids are served here")
-        serving = [m for m in self._members if m.info.model == model]
-        vocab_size = max((m.info.vocab_size for m in serving), default=0) or self._vocab_size
+        serving = self._members.serving(model)
+        vocab_size = serving.vocab_size or self._vocab_size
         validate.check_token_bytes(message.prompt.ids, "prompt", vocab_size)
         request = Request(
             client,
@@ -66,7 +75,7 @@ class Admission:
         else:
             self._add_scores(request, message, serving, vocab_size)
         request.open = len(request.runs)
-        self._check_capacity(serving, runs_in_flight + request.open)
+        self._check_capacity(serving, runs_in_flight + request.open, runs_by_tenant.get(tenant, 0) + request.open)
         return request
 
     def _model(self, name: str) -> str:
@@ -82,7 +91,7 @@ class Admission:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name
 
-    def _add_choices(self, request: Request, message: Generate, serving: list[Member], vocab_size: int) -> None:
+    def _add_choices(self, request: Request, message: Generate, serving: Serving, vocab_size: int) -> None:
         sampling = message.sampling
         validate.check_choices(message.n)
         validate.check_sampling(sampling, vocab_size)
@@ -97,7 +106,7 @@ class Admission:
             own = msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=own_seed, stop=())
             request.runs.append(RunState(request, index, prompt, own, None))
 
-    def _add_scores(self, request: Request, message: Score, serving: list[Member], vocab_size: int) -> None:
+    def _add_scores(self, request: Request, message: Score, serving: Serving, vocab_size: int) -> None:
         prompt = message.prompt.ids
         if not message.choices:
             raise Refused("choices", "choices is empty: at least one continuation is needed")
@@ -112,18 +121,20 @@ class Admission:
             self._room(serving, len(ids) // 4, 0)
             request.runs.append(RunState(request, index, ids, sampling, len(prompt) // 4))
 
-    def _room(self, serving: list[Member], tokens: int, least: int) -> int:
+    def _room(self, serving: Serving, tokens: int, least: int) -> int:
         """Tokens that can follow `tokens` of prompt on the roomiest worker; Refused if fewer than `least`."""
-        if not serving:
+        if not serving.members:
             return NO_LIMIT
-        limit = max(m.token_limit for m in serving)
+        limit = serving.token_limit
         if tokens + least > limit:
-            raise Refused("prompt", f"the prompt has {tokens} tokens; prompt and output may have {limit} together")
+            raise Refused("prompt", too_long(tokens, limit, least))
         return limit - tokens
 
-    def _check_capacity(self, serving: list[Member], runs: int) -> None:
-        if not serving:
+    def _check_capacity(self, serving: Serving, runs: int, own: int) -> None:
+        """With a request there would be so many runs, so many of them its tenant's `own`."""
+        if not serving.members:
             raise Refused("model", "no worker serves this model now", 503, self._config.worker_timeout)
-        if runs > self._config.max_queued_requests:
-            queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving)
+        limit, spare = self._config.max_queued_requests, self._spare
+        if runs > limit or (runs > limit - spare and own > spare):
+            queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving.members)
             raise Refused("", "too many requests in flight", 429, float(min(60, max(1, round(queue)))))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -74,6 +75,8 @@ class RouterCore:
         self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
         self._dispatcher = Dispatcher(self.members, self.index)
         self._requests: dict[Client, dict[int, Request]] = {}
+        self._tenants: Counter[str] = Counter()
+        """Runs of each that are not over."""
         self._next_keepalive = 0.0
 
     @property
@@ -105,7 +108,7 @@ class RouterCore:
         try:
             if self.serves(client, message.id):
                 raise Refused("id", f"request id {message.id} is in flight already")
-            request = self._admission.admit(client, message, self.runs_in_flight)
+            request = self._admission.admit(client, message, self.runs_in_flight, self._tenants)
         except Refused as refused:
             self.counters.refused += 1
             over = self.resume(state, now) if resumes and state else []  # it went on all the same
@@ -114,6 +117,7 @@ class RouterCore:
         if isinstance(message, Generate):
             self._recorder.session(request.tenant, message.session)
         self._requests.setdefault(client, {})[message.id] = request
+        self._tenants[request.tenant] += request.open
         request.group = self.groups.join(state, request.open, now)
         request.resumed = self.pauses.end(state, now) if resumes and state else None
         effects: list[Effect] = []
@@ -287,6 +291,7 @@ class RouterCore:
         self._dispatcher.drop(run)
         run.finished = True
         request.open -= 1
+        self._tenants[request.tenant] -= 1
         if request.open == 0:
             requests = self._requests[request.client]
             del requests[request.id]

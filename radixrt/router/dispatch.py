@@ -38,7 +38,7 @@ class Dispatcher:
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
         tokens = len(ids) // 4
-        fits = {m.number: m for m in self._members if m.info.model == request.model and tokens <= m.token_limit}
+        fits = {m.number: m for m in self._members.serving(request.model).members if tokens <= m.token_limit}
         if not fits:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
             self._waiting[run] = None

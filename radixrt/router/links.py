@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixrt import wire
-from radixrt.messages import ClientReply, Error, Unknown
+from radixrt.messages import ClientReply, Deltas, Error, Unknown
 
 log = logging.getLogger("radixrt.router")
 
@@ -25,6 +25,10 @@ MOST_REFUSED = 256
 """Workers that are known to have been told that they are unknown; others are told again."""
 REFUSED_SECONDS = 5.0
 """Until a worker that still does not register is told again: the message, or the answer, was lost with a connection."""
+
+MOST_OWED = 4 * wire.HIGH_WATER
+"""Requests that a client is owed an Error for. One that asks on and on and never reads does not hear of the oldest."""
+NOT_READ = "the client did not read its replies: cancelled"
 
 
 class WorkerLinks:
@@ -105,13 +109,15 @@ class WorkerLinks:
 
 
 class ClientLinks:
-    """Clients, of a socket or on this event loop. One that does not read is owed an Error for each of its requests."""
+    """Clients, of a socket or on this event loop. One that does not read is owed an Error for each of its requests that
+    is not answered: those in flight, and those whose last answer it did not take."""
 
     def __init__(self) -> None:
         self.socket: wire.RouterSocket | None = None
         """None before it listens."""
         self._attached: dict[bytes, Callable[[ClientReply], None]] = {}
-        self._owed: dict[bytes, list[Error]] = {}
+        self._owed: dict[bytes, dict[int, None]] = {}
+        """Ids of requests, in the order of their Errors."""
 
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes:
         """The identity of a client on this event loop; `deliver` is called for each message, never within `send`."""
@@ -120,7 +126,8 @@ class ClientLinks:
         return identity
 
     def send(self, client: bytes, message: ClientReply, in_flight: Callable[[], Iterable[int]]) -> bool:
-        """False if the client has vanished or does not read: then it is owed Errors for its requests `in_flight`."""
+        """False if the client has vanished or does not read: then it is owed Errors for its requests `in_flight`, and
+        for those that this message would have ended."""
         if (deliver := self._attached.get(client)) is not None:
             asyncio.get_running_loop().call_soon(deliver, message)
             return True
@@ -131,18 +138,29 @@ class ClientLinks:
         except wire.PeerGone:
             self._owed.pop(client, None)
             return False
-        text = "the client did not read its replies: cancelled"
-        self._owed.setdefault(client, []).extend(Error(id, 503, text) for id in in_flight())
+        owed = self._owed.setdefault(client, {})
+        owed.update(dict.fromkeys([*in_flight(), *_ended(message)]))
+        while len(owed) > MOST_OWED:
+            del owed[next(iter(owed))]
         return False
 
     def pay(self) -> None:
         """Tell clients that read again which requests they lost."""
         assert self.socket is not None
-        for client, errors in list(self._owed.items()):
+        for client, owed in list(self._owed.items()):
             try:
-                while errors and self.socket.send(client, wire.encode(errors[0])):
-                    errors.pop(0)
+                for id in list(owed):
+                    if not self.socket.send(client, wire.encode(Error(id, 503, NOT_READ))):
+                        break
+                    del owed[id]
             except wire.PeerGone:
-                errors.clear()
-            if not errors:
+                owed.clear()
+            if not owed:
                 del self._owed[client]
+
+
+def _ended(message: ClientReply) -> list[int]:
+    """Requests of which a message has the last answer, or that of a choice."""
+    if isinstance(message, Deltas):
+        return [delta.id for delta in message.items if delta.finish is not None]
+    return [] if message.id is None else [message.id]

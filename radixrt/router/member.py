@@ -11,11 +11,13 @@ from radixrt.router.placement import Candidate
 class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
-    __slots__ = ("asked", "heard", "info", "load", "number", "runs", "unseen_tokens")
+    __slots__ = ("asked", "heard", "info", "load", "number", "runs", "token_limit", "unseen_tokens")
 
     def __init__(self, number: int, info: Register, now: float) -> None:
         self.number = number
         self.info = info
+        self.token_limit = min(info.max_model_len, info.total_pages * info.page_size)
+        """Tokens the longest sequence may have: by the model, and by what fits the pool."""
         self.heard = now
         self.asked = now
         """When a snapshot was asked for last."""
@@ -28,11 +30,6 @@ class Member:
     @property
     def name(self) -> str:
         return self.info.name
-
-    @property
-    def token_limit(self) -> int:
-        """Tokens the longest sequence may have: by the model, and by what fits the pool."""
-        return min(self.info.max_model_len, self.info.total_pages * self.info.page_size)
 
     def dispatched(self, run: int, uncached: int) -> None:
         self.runs[run] = uncached

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from radixrt.messages import Abort, Register, Snapshot, StepDone
 from radixrt.router.effects import Effect, Order
@@ -23,6 +24,16 @@ SNAPSHOT_SECONDS = 10.0
 """Until a snapshot that has not come is asked for again: it was lost with a connection."""
 
 
+class Serving(NamedTuple):
+    """The workers that serve a model."""
+
+    members: list[Member]
+    vocab_size: int
+    """Token ids that it takes; 0 if no worker says so."""
+    token_limit: int
+    """Tokens that the longest sequence may have on the roomiest of them."""
+
+
 class Members:
     """Serving workers by name, and those lost by silence, who may come back."""
 
@@ -32,6 +43,8 @@ class Members:
         self._timeout = timeout
         self._serving: dict[str, Member] = {}
         self._lost: dict[str, Member] = {}
+        self._by_model: dict[str, Serving] = {}
+        """Of models that were asked for since a worker came or went."""
         self._numbers = itertools.count()
         self._last_look: float | None = None
 
@@ -48,6 +61,17 @@ class Members:
     def models(self) -> set[str]:
         """Names of all models that are served, or were by a worker that may come back."""
         return {m.info.model for members in (self._serving, self._lost) for m in members.values()}
+
+    def serving(self, model: str) -> Serving:
+        """Who serves a model now. To be read."""
+        found = self._by_model.get(model)
+        if found is None:
+            members = [member for member in self if member.info.model == model]
+            vocab_size = max((m.info.vocab_size for m in members), default=0)
+            found = Serving(members, vocab_size, max((m.token_limit for m in members), default=0))
+            if members:  # callers may ask for any name
+                self._by_model[model] = found
+        return found
 
     # ------------------------------------------------------------ come and go
 
@@ -75,6 +99,7 @@ class Members:
     def remove(self, name: str, *, may_return: bool) -> list[int]:
         """A worker serves no more: the runs that it leaves behind."""
         member = self._serving.pop(name, None)
+        self._by_model.clear()
         if not may_return:
             self._lost.pop(name, None)
         elif member is not None:
@@ -88,6 +113,7 @@ class Members:
     def _join(self, info: Register, now: float, *, fresh: bool) -> Member:
         """Begin a new life; the one before is over."""
         member = self._serving[info.name] = Member(next(self._numbers), info, now)
+        self._by_model.clear()
         self._index.add_worker(member.number, fresh=fresh)
         return member
 

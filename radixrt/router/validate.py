@@ -12,7 +12,7 @@ import msgspec
 from radixrt.messages import Error, Grammar, Sampling
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import check_grammar
-from radixrt.router.tokens import largest_id
+from radixrt.router.tokens import ids_below
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -117,7 +117,7 @@ def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
         raise Refused(
             field, f"{field} has {len(ids)} bytes: token ids are little-endian int32, {TOKEN_BYTES} bytes each"
         )
-    if largest_id(ids) >= (vocab_size or 1 << 31):  # a negative id is a huge one
+    if not ids_below(ids, vocab_size or 1 << 31):
         tokens = memoryview(ids).cast("i")
         _check_ids(min(tokens), max(tokens), field, vocab_size)
 

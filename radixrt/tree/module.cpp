@@ -582,33 +582,61 @@ bool load_owner(PyObject* object, int32_t* owner) {
   return true;
 }
 
-// (namespace, tokens, owner, bound=0) of add and remove.
+bool load_run(PyObject* object, int64_t* run) {
+  *run = PyLong_AsLongLong(object);
+  return *run != -1 || !PyErr_Occurred();
+}
+
+// (namespace, tokens, owner) of add and remove.
 template <class F>
-PyObject* with_path(PyObject* const* given, Py_ssize_t n, PyObject* keywords, const char* bound_name, F f) {
-  PyObject* args[4];
+PyObject* with_path(PyObject* const* given, Py_ssize_t n, F f) {
+  PyObject* args[3];
   std::string name;
   IntBuffer tokens;
   int32_t owner;
-  size_t bound = 0;
-  if (!arguments(given, n, keywords, 3, 4, bound_name, args) || !load_name(args[0], &name) ||
-      !tokens.load(args[1], "tokens") || !load_owner(args[2], &owner) ||
-      (args[3] && !load_count(args[3], bound_name, &bound)))
+  if (!arguments(given, n, nullptr, 3, 3, nullptr, args) || !load_name(args[0], &name) ||
+      !tokens.load(args[1], "tokens") || !load_owner(args[2], &owner))
     return nullptr;
-  if (bound > tokens.size()) {
-    PyErr_Format(PyExc_ValueError, "%s: beyond the tokens", bound_name);
-    return nullptr;
-  }
   return guarded([&]() -> PyObject* {
-    f(name, tokens.data(), tokens.size(), owner, bound);
+    f(name, tokens.data(), tokens.size(), owner);
     Py_RETURN_NONE;
   });
 }
 
-PyObject* owners_add(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
-  return with_path(given, n, keywords, "start", [&](const auto&... path) { owners_of(self)->add(path...); });
+PyObject* owners_add(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  return with_path(given, n, [&](const auto&... path) { owners_of(self)->add(path...); });
 }
-PyObject* owners_remove(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
-  return with_path(given, n, keywords, "keep", [&](const auto&... path) { owners_of(self)->remove(path...); });
+PyObject* owners_remove(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  return with_path(given, n, [&](const auto&... path) { owners_of(self)->remove(path...); });
+}
+PyObject* owners_store(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[7];
+  int32_t owner;
+  std::string name;
+  int64_t run, parent;
+  size_t at, parent_at;
+  IntBuffer ids;
+  if (!arguments(given, n, nullptr, 7, 7, nullptr, args) || !load_owner(args[0], &owner) || !load_name(args[1], &name) ||
+      !load_run(args[2], &run) || !load_count(args[3], "at", &at) || !load_run(args[4], &parent) ||
+      !load_count(args[5], "parent_at", &parent_at) || !ids.load(args[6], "ids"))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    owners_of(self)->store(owner, name, run, at, parent, parent_at, ids.data(), ids.size());
+    Py_RETURN_NONE;
+  });
+}
+PyObject* owners_cut(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[3];
+  int32_t owner;
+  int64_t run;
+  size_t keep;
+  if (!arguments(given, n, nullptr, 3, 3, nullptr, args) || !load_owner(args[0], &owner) || !load_run(args[1], &run) ||
+      !load_count(args[2], "keep", &keep))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    owners_of(self)->cut(owner, run, keep);
+    Py_RETURN_NONE;
+  });
 }
 PyObject* owners_remove_owner(PyObject* self, PyObject* object) {
   int32_t owner;
@@ -731,8 +759,13 @@ PyGetSetDef owners_getset[] = {{"tokens", owners_figure, nullptr, "Tokens held b
                                {"memory_bytes", owners_figure, nullptr, "Bytes; walks the tree.", figure(kMemory)},
                                {}};
 PyMethodDef owners_methods[] = {
-    {"add", method(owners_add), kNamed, "add(namespace, tokens, owner, start=0): count `owner` on tokens [start, end) of the path."},
-    {"remove", method(owners_remove), kNamed, "remove(namespace, tokens, owner, keep=0): take one count from tokens [keep, end)."},
+    {"add", method(owners_add), kFast, "add(namespace, tokens, owner): count `owner` on the path."},
+    {"remove", method(owners_remove), kFast, "remove(namespace, tokens, owner): take one count from the path."},
+    {"store", method(owners_store), kFast,
+     "store(owner, namespace, run, at, parent, parent_at, ids): `ids` follow the `at` tokens of a run of the owner's tree. At "
+     "0 it is new, below the first `parent_at` tokens of run `parent` (0: the root). ValueError where that does not fit."},
+    {"cut", method(owners_cut), kFast,
+     "cut(owner, run, keep): a run keeps its first `keep` tokens; with 0 it is gone. ValueError where it does not have them."},
     {"remove_owner", owners_remove_owner, METH_O, "remove_owner(owner): everywhere, whatever its counts; walks the tree."},
     {"match", method(owners_match), kFast, "match(namespace, tokens) -> [(owner, length)]: how long a prefix each owner holds."},
     {"check", owners_check, METH_NOARGS, "check(): assert every invariant."},

@@ -1,4 +1,12 @@
 // The tree of an index: who holds which path, counted, so that overlapping claims of one owner can be withdrawn singly.
+//
+// A claim is a path from the root, or a run of an owner's own tree, as its events tell of it:
+//
+//     run 1  [ a b c d e f ]            below the root
+//     run 2        [ x y ]              below the first 3 tokens of run 1: its path is a b c x y
+//
+// A run is known by the node that it ends with. A split leaves the lower part to the node that was there, so a run ends
+// where its node does for as long as it lasts, and no path is ever walked from the root for it.
 #pragma once
 
 #include "structure.h"
@@ -7,6 +15,7 @@ namespace radix {
 
 struct OwnersExtra {
   std::vector<std::pair<int32_t, int32_t>> counts;  // (owner, count), by owner
+  uint32_t ends = 0;                                // runs that end here
 
   void inherit(const OwnersExtra& lower) { counts = lower.counts; }
   size_t bytes() const { return counts.capacity() * sizeof(counts[0]); }
@@ -36,43 +45,76 @@ class Owners {
   Owners() : tree(1) {}
   S tree;
 
-  // Count `owner` on the tokens [start, n) of the path. std::out_of_range when the path is not held up to `start`.
-  void add(const std::string& name, const Token* tokens, size_t n, int32_t owner, size_t start) {
-    N* node = tree.find_root(name);
-    if (start) {
-      if (!node) throw std::out_of_range("start");
-      auto known = tree.walk(node, tokens, start);
-      if (known.length < start) throw std::out_of_range("start");
-      if (n == start) return;
-      node = tree.split(known);
-    } else if (n) {
-      node = tree.make_root(name);
-    } else {
-      return;
-    }
-    auto place = tree.walk(node, tokens + start, n - start);
-    N* last = tree.split(place);
-    for (N* held = last; held != node; held = held->parent) held->extra.add(owner, 1);
-    const size_t there = start + place.length;
-    if (there == n) return;
-    if (last->children.empty() && last->ends_its_run() && last->extra.only(owner) && place.length == 0) {
-      tree.extend_leaf(last, tokens + there, n - there, nullptr);
-    } else {
-      tree.add_leaf(last, tokens + there, n - there, nullptr)->extra.add(owner, 1);
-    }
+  // ------------------------------------------------------------ paths
+
+  // Count `owner` on the whole path.
+  void add(const std::string& name, const Token* tokens, size_t n, int32_t owner) {
+    if (n) claim(tree.make_root(name), tokens, n, owner);
   }
-  // Take one count of `owner` from the tokens [keep, n) of the path, as far as it is held.
-  void remove(const std::string& name, const Token* tokens, size_t n, int32_t owner, size_t keep) {
+  // Take one count of `owner` from the path, as far as it is held.
+  void remove(const std::string& name, const Token* tokens, size_t n, int32_t owner) {
     N* root = tree.find_root(name);
-    if (!root || keep >= n) return;
-    auto kept = tree.walk(root, tokens, keep);
-    if (kept.length < keep) return;
-    N* top = tree.split(kept);
-    N* bottom = tree.split(tree.walk(top, tokens + keep, n - keep));
-    for (N* node = bottom; node != top; node = node->parent) node->extra.add(owner, -1);
+    if (!root || !n) return;
+    N* bottom = tree.split(tree.walk(root, tokens, n));
+    give_up(bottom, root, owner);
     prune(bottom);
   }
+
+  // ------------------------------------------------------------ runs
+
+  // `tokens` follow the first `at` of a run, which are all that it has; at 0 it is new, and below the first `parent_at`
+  // tokens of run `parent`, or below the root for `parent_at` 0. std::out_of_range where that does not fit.
+  void store(int32_t owner, const std::string& name, int64_t id, size_t at, int64_t parent, size_t parent_at,
+             const Token* tokens, size_t n) {
+    auto& runs = runs_[owner];
+    auto found = runs.find(id);
+    if (at ? found == runs.end() || found->second.length() != at : found != runs.end()) throw std::out_of_range("at");
+    if (!n) throw std::out_of_range("ids");
+    if (at) {
+      End& run = found->second;
+      --run.node->extra.ends;
+      run.node = claim(run.node, tokens, n, owner);
+      ++run.node->extra.ends;
+      return;
+    }
+    N* top;
+    if (parent_at) {
+      auto above = runs.find(parent);
+      if (above == runs.end() || above->second.length() < parent_at) throw std::out_of_range("parent_at");
+      if (S::name_of(above->second.node) != name) throw std::out_of_range("namespace");
+      top = tree.split(above->second.place(parent_at));
+    } else {
+      top = tree.make_root(name);
+    }
+    const size_t begin = top->depth + top->length();
+    N* node = claim(top, tokens, n, owner);
+    ++node->extra.ends;
+    runs[id] = {node, begin};
+  }
+  // A run keeps its first `keep` tokens; with 0 it is gone. std::out_of_range where it does not have them.
+  void cut(int32_t owner, int64_t id, size_t keep) {
+    auto& runs = runs_[owner];
+    auto found = runs.find(id);
+    if (found == runs.end() || found->second.length() < keep) throw std::out_of_range("run");
+    N* bottom = found->second.node;
+    N* top = tree.split(found->second.place(keep));
+    give_up(bottom, top, owner);
+    --bottom->extra.ends;
+    if (keep) {
+      ++top->extra.ends;
+      found->second.node = top;
+    } else {
+      runs.erase(found);
+    }
+    prune(bottom);
+  }
+
+  // ------------------------------------------------------------ both
+
+  // Everywhere, whatever its counts.
   void remove_owner(int32_t owner) {
+    for (auto& [id, run] : runs_[owner]) --run.node->extra.ends;
+    runs_.erase(owner);
     std::vector<N*> nodes;  // parents first
     tree.each([&](const std::string&, N* node) {
       node->extra.drop(owner);
@@ -102,18 +144,65 @@ class Owners {
     return held;
   }
   void check() const {
+    auto require = [](bool holds, const char* rule) {
+      if (!holds) throw std::logic_error(rule);
+    };
     tree.check();
+    std::unordered_map<const N*, uint32_t> ends;
+    for (auto& [owner, runs] : runs_)
+      for (auto& [id, run] : runs) {
+        require(run.length() > 0, "a run has tokens");
+        ++ends[run.node];
+      }
+    size_t ended = 0;
     tree.each([&](const std::string&, N* node) {
-      if (idle(node)) throw std::logic_error("a leaf has an owner");
-      for (auto& [owner, count] : node->extra.counts)
-        if (count <= 0) throw std::logic_error("an owner is counted at least once");
+      require(!idle(node), "a leaf has an owner");
+      auto found = ends.find(node);
+      require(node->extra.ends == (found == ends.end() ? 0 : found->second), "a node counts the runs that end with it");
+      ended += found != ends.end();
+      for (auto& [owner, count] : node->extra.counts) require(count > 0, "an owner is counted at least once");
     });
-    for (auto& [name, root] : tree.roots())
-      if (root->children.empty()) throw std::logic_error("an empty namespace is dropped");
+    require(ended == ends.size(), "a run ends with a node of the tree");
+    for (auto& [name, root] : tree.roots()) require(!root->children.empty(), "an empty namespace is dropped");
   }
 
  private:
-  static bool idle(const N* node) { return node->children.empty() && node->extra.counts.empty(); }
+  struct End {
+    N* node;
+    size_t begin;  // tokens above the run
+
+    size_t length() const { return node->depth + node->length() - begin; }
+    // Behind its first `tokens`.
+    S::Place place(size_t tokens) const {
+      const size_t depth = begin + tokens;
+      N* at = node;
+      while (at->depth >= depth && !at->is_root()) at = at->parent;
+      return {at, depth - at->depth, depth};
+    }
+  };
+
+  // Count `owner` on `tokens` below the end of `top`: the node that they end with.
+  N* claim(N* top, const Token* tokens, size_t n, int32_t owner) {
+    auto place = tree.walk(top, tokens, n);
+    N* last = tree.split(place);
+    for (N* node = last; node != top; node = node->parent) node->extra.add(owner, 1);
+    if (place.length == n) return last;
+    // No other claim may end where the node does now.
+    if (!place.length && last->children.empty() && last->ends_its_run() && last->extra.only(owner) && !last->extra.ends) {
+      tree.extend_leaf(last, tokens, n, nullptr);
+      return last;
+    }
+    N* leaf = tree.add_leaf(last, tokens + place.length, n - place.length, nullptr);
+    leaf->extra.add(owner, 1);
+    return leaf;
+  }
+  // Take one count of `owner` from the nodes from `bottom` up to, but without, `top`.
+  void give_up(N* bottom, N* top, int32_t owner) {
+    for (N* node = bottom; node != top; node = node->parent) node->extra.add(owner, -1);
+  }
+  static bool idle(const N* node) {
+    return node->children.empty() && node->extra.counts.empty() && !node->extra.ends;
+  }
   void drop_if_empty(N* node) {
     if (node->is_root() && node->children.empty()) tree.drop_root(node);
   }
@@ -121,6 +210,7 @@ class Owners {
     while (!node->is_root() && idle(node)) node = tree.remove_leaf(node);
     drop_if_empty(node);
   }
+  std::unordered_map<int32_t, std::unordered_map<int64_t, End>> runs_;  // by owner and their number
 };
 
 }  // namespace radix

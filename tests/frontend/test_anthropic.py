@@ -32,6 +32,12 @@ class Speaker:
         self.model = model
         self.client = anthropic.Anthropic(base_url=model.url, api_key="any", max_retries=0)
 
+    def __enter__(self) -> Speaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
     def ask(self, *texts: str, **fields: Any) -> anthropic.types.Message:
         self.model.says(*texts)
         return self.client.messages.create(**({"model": "m", "max_tokens": 400, "messages": HELLO} | fields))
@@ -68,14 +74,14 @@ def total(usage: Any) -> int:
 
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory) -> Iterator[Speaker]:
-    with scripted("hermes", tmp_path_factory.mktemp("hermes")) as model:
-        yield Speaker(model)
+    with scripted("hermes", tmp_path_factory.mktemp("hermes")) as model, Speaker(model) as speaker:
+        yield speaker
 
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory) -> Iterator[Speaker]:
-    with scripted("thinking", tmp_path_factory.mktemp("thinking")) as model:
-        yield Speaker(model)
+    with scripted("thinking", tmp_path_factory.mktemp("thinking")) as model, Speaker(model) as speaker:
+        yield speaker
 
 
 # ---------------------------------------------------------------- answers

@@ -332,7 +332,7 @@ def test_not_stored(model):
 
 
 def test_the_store_is_bounded():
-    store = ResponseStore(40_000)
+    store = ResponseStore(10_000)
     said = {"role": "user", "content": "x" * 1000}
     for i in range(100):
         store.put("a", f"a{i}", b"body", (), [said])
@@ -343,12 +343,28 @@ def test_the_store_is_bounded():
     for i in range(100, 107):
         store.put("a", f"a{i}", b"body", (), [said])
     assert store.get("a", "a95") and not store.get("a", "a96"), "what is used stays"
-    for i in range(30):
-        store.put(f"n{i % 10}", f"r{i}", b"body", (), [said])
-        store.get("a", "a99")
-        assert store.num_bytes <= 40_000
-    assert store.get("a", "a99"), "what is used stays"
-    assert not store.get("n0", "r0")
+
+
+def test_a_tenant_that_fills_the_store_loses_his_own():
+    """However many salts he uses, and however long the others have been quiet."""
+    store = ResponseStore(20_000)
+    said = {"role": "user", "content": "x" * 1000}
+    quiet = [(f"{tenant}\n{salt}", f"{tenant}{salt}") for tenant in "bc" for salt in range(2)]
+    for namespace, response_id in quiet:
+        store.put(namespace, response_id, b"", (), [said])
+    for i in range(100):
+        store.put(f"a\nsalt{i}", f"a{i}", b"", (), [said])
+        assert store.num_bytes <= 20_000
+    assert all(store.get(*name) for name in quiet)
+    assert store.get("a\nsalt99", "a99") and not store.get("a\nsalt80", "a80") and not store.get("a\nsalt0", "a99")
+    assert not store.get("a", "a99") and not store.get("b\nsalt99", "a99"), "of another namespace"
+    store.put("d\n", "huge", b"y" * 30_000, (), [said])
+    assert all(store.get(*name) for name in quiet) and not store.get("d\n", "huge"), "too large for the store"
+    for i in range(85, 100):
+        store.delete(f"a\nsalt{i}", f"a{i}")
+    for name in quiet:
+        assert store.delete(*name)
+    assert store.num_bytes == 0
 
 
 def test_a_chain_costs_its_turns_once():

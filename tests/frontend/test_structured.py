@@ -125,7 +125,6 @@ BAD = [
     ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
     ({"response_format": NAMED, "regex": "a"}, "regex"),
     ({"guided_json": SCHEMA, "guided_choice": ["a"]}, "guided_choice"),
-    ({"response_format": NAMED, "tools": TOOLS, "tool_choice": "required"}, "response_format.json_schema.schema"),
     ({"structural_tag": "{}"}, "structural_tag"),
 ]
 

@@ -205,6 +205,28 @@ def test_duplicate_id_leaves_the_first_alone():
     assert core.step("w0", step(Output(run.id, [9])), 1.1)[0].message.items[0].ids == ids(9)
 
 
+def test_a_tenant_that_fills_all_places_leaves_others_some():
+    """With 16 places, two are for tenants that have fewer than two in flight."""
+    core = core_with(register("w0"), max_queued_requests=16, api_key=("a:ka", "b:kb", "c:kc"))
+
+    def asks(key: str, id: int, n: int = 1) -> bool:
+        effects = core.submit(key, generate(id, api_key=key, n=n), 1.0)
+        return isinstance(effects[0], Order) or error(effects).code != 429
+
+    assert [asks("ka", id) for id in range(20)] == [True] * 14 + [False] * 6
+    assert [asks("kb", id) for id in range(3)] == [True, True, False], "the spare places are full"
+    assert not asks("kc", 1)
+    core.cancel("kb", 0)
+    assert not asks("kb", 3, n=2) and not asks("ka", 30), "it is no place of theirs"
+    assert asks("kc", 2)
+    core.drop_client("ka")
+    assert core._tenants["a"] == 0 and asks("kb", 4, n=12) and not asks("kb", 5)
+    assert asks("kc", 3) and not asks("kc", 4)
+    for key in ("kb", "kc"):
+        core.drop_client(key)
+    assert not any(core._tenants.values()) and core.runs_in_flight == 0
+
+
 def test_too_many_in_flight_is_429_with_retry_after():
     core = core_with(register("w0"), max_queued_requests=2)
     core.submit(b"c", generate(1), 1.0)

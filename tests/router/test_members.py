@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from sim_workers import ids, register
 
@@ -87,3 +89,24 @@ def test_while_the_router_was_away_nobody_was_silent(members):
     members.register(register("w0"), 0.0)
     assert members.silent(1.0) == [] and members.silent(100.0) == []
     assert members.silent(102.0) == [] and members.silent(104.0) == [] and members.silent(105.1) == ["w0"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_serves_a_model_is_known_at_every_moment(members, seed):
+    rng = random.Random(seed)
+    for now in range(60):
+        name = rng.choice(["w0", "w1", "w2"])
+        match rng.randrange(4):
+            case 0 | 1:
+                facts = {"vocab_size": rng.randrange(3), "max_model_len": rng.randrange(8, 12), "total_pages": 10}
+                members.register(register(name, pid=now, model=rng.choice("mn"), **facts), now)
+            case 2:
+                members.remove(name, may_return=rng.random() < 0.5)
+            case 3:
+                members.revive(name, now)
+        for model in ("m", "n", "nobody's"):
+            infos = [m.info for m in members if m.info.model == model]
+            found = members.serving(model)
+            assert [m.info for m in found.members] == infos
+            assert found.vocab_size == max((i.vocab_size for i in infos), default=0)
+            assert found.token_limit == max((min(i.max_model_len, i.total_pages) for i in infos), default=0)

@@ -71,10 +71,11 @@ class NaiveCache:
 
 
 class NaiveOwners:
-    """OwnerTree's rules, token by token."""
+    """OwnerTree's rules, token by token. A run is (namespace, its path, tokens above it)."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, Path], Counter[int]] = {}
+        self.runs: dict[tuple[int, int], tuple[str, Path, int]] = {}
 
     def prefixes(self, path: Path, start: int) -> list[Path]:
         return [path[:end] for end in range(start + 1, len(path) + 1)]
@@ -85,17 +86,52 @@ class NaiveOwners:
             length += 1
         return length
 
-    def add(self, namespace: str, path: Path, owner: int, start: int) -> None:
+    def add(self, namespace: str, path: Path, owner: int, start: int = 0) -> None:
         for prefix in self.prefixes(path, start):
             self.counts.setdefault((namespace, prefix), Counter())[owner] += 1
 
-    def remove(self, namespace: str, path: Path, owner: int, keep: int) -> None:
+    def remove(self, namespace: str, path: Path, owner: int, keep: int = 0) -> None:
         for prefix in self.prefixes(path, keep):
             if (counts := self.counts.get((namespace, prefix))) and owner in counts:
                 counts[owner] -= 1
         self.prune()
 
+    def store(self, owner: int, namespace: str, run: int, at: int, parent: int, parent_at: int, ids: Path) -> bool:
+        """False where it does not fit, and then nothing happens."""
+        known = self.runs.get((owner, run))
+        if at:
+            if known is None or len(known[1]) - known[2] != at:
+                return False
+            namespace, path, above = known
+        elif known is not None:
+            return False
+        elif parent_at:
+            upper = self.runs.get((owner, parent))
+            if upper is None or upper[0] != namespace or len(upper[1]) - upper[2] < parent_at:
+                return False
+            path, above = upper[1][: upper[2] + parent_at], upper[2] + parent_at
+        else:
+            path, above = (), 0
+        if not ids:
+            return False
+        self.add(namespace, path + ids, owner, len(path))
+        self.runs[owner, run] = (namespace, path + ids, above)
+        return True
+
+    def cut(self, owner: int, run: int, keep: int) -> bool:
+        namespace, path, above = self.runs.get((owner, run), ("", (), 0))
+        if (owner, run) not in self.runs or len(path) - above < keep:
+            return False
+        self.remove(namespace, path, owner, above + keep)
+        if keep:
+            self.runs[owner, run] = (namespace, path[: above + keep], above)
+        else:
+            del self.runs[owner, run]
+        return True
+
     def remove_owner(self, owner: int) -> None:
+        for key in [key for key in self.runs if key[0] == owner]:
+            del self.runs[key]
         for counts in self.counts.values():
             counts.pop(owner, None)
         self.prune()

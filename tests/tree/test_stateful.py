@@ -183,19 +183,51 @@ class OwnersMachine(RuleBasedStateMachine):
         self.oracle = NaiveOwners()
 
     owners = st.integers(0, 3)
+    claimants, tellers = st.integers(0, 1), st.integers(2, 3)  # of paths, of runs
+    runs = st.integers(1, 4)
 
-    @rule(name=names, path=tokens, owner=owners, start=st.integers(0, 20))
-    def add(self, name: str, path: list[int], owner: int, start: int) -> None:
-        start = min(start, self.oracle.held(name, tuple(path)))
-        self.tree.add(name, ints(path), owner, start)
-        self.oracle.add(name, tuple(path), owner, start)
+    @rule(name=names, path=tokens, owner=claimants)
+    def add(self, name: str, path: list[int], owner: int) -> None:
+        self.tree.add(name, ints(path), owner)
+        self.oracle.add(name, tuple(path), owner)
 
-    @rule(name=names, path=tokens, owner=owners, keep=st.integers(0, 20))
-    def remove(self, name: str, path: list[int], owner: int, keep: int) -> None:
-        keep = min(keep, len(path))
-        self.tree.remove(name, ints(path), owner, keep=keep)
-        if self.oracle.held(name, tuple(path[:keep])) == keep:
-            self.oracle.remove(name, tuple(path), owner, keep)
+    @rule(owner=claimants, teller=tellers, run=runs)
+    def add_path_of_run(self, owner: int, teller: int, run: int) -> None:
+        name, path, _ = self.oracle.runs.get((teller, run), ("a", (), 0))
+        self.add(name, list(path), owner)
+
+    @rule(name=names, path=tokens, owner=claimants)
+    def remove(self, name: str, path: list[int], owner: int) -> None:
+        self.tree.remove(name, ints(path), owner)
+        self.oracle.remove(name, tuple(path), owner)
+
+    @rule(owner=tellers, name=names, run=runs, parent=runs, back=st.integers(-1, 4), ids=tokens)
+    def store(self, owner: int, name: str, run: int, parent: int, back: int, ids: list[int]) -> None:
+        """A run is new, and begins so many tokens before the end of another, or at the root."""
+        _, path, above = self.oracle.runs.get((owner, parent), ("", (), 0))
+        parent_at = max(0, len(path) - above - back)
+        self._tell(owner, name, run, 0, parent, parent_at, ids)
+
+    @rule(owner=tellers, run=runs, off=st.sampled_from([0, 0, 0, 0, 1]), ids=tokens)
+    def grow(self, owner: int, run: int, off: int, ids: list[int]) -> None:
+        """A run goes on, at its end or, `off`, beyond it."""
+        name, path, above = self.oracle.runs.get((owner, run), ("a", (), 0))
+        self._tell(owner, name, run, len(path) - above + off, 0, 0, ids)
+
+    def _tell(self, owner: int, name: str, run: int, at: int, parent: int, parent_at: int, ids: list[int]) -> None:
+        if self.oracle.store(owner, name, run, at, parent, parent_at, tuple(ids)):
+            self.tree.store(owner, name, run, at, parent, parent_at, ints(ids))
+        else:
+            with pytest.raises(ValueError):
+                self.tree.store(owner, name, run, at, parent, parent_at, ints(ids))
+
+    @rule(owner=tellers, run=runs, keep=st.integers(0, 4))
+    def cut(self, owner: int, run: int, keep: int) -> None:
+        if self.oracle.cut(owner, run, keep):
+            self.tree.cut(owner, run, keep)
+        else:
+            with pytest.raises(ValueError):
+                self.tree.cut(owner, run, keep)
 
     @rule(owner=owners)
     def remove_owner(self, owner: int) -> None:
@@ -210,6 +242,8 @@ class OwnersMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         self.tree.check()
         assert self.tree.tokens == len(self.oracle.counts)
+        for name, path, _ in self.oracle.runs.values():
+            self.match(name, list(path))
 
 
 def test_owners_equal_oracle() -> None:

@@ -187,6 +187,32 @@ def test_costs_do_not_grow_with_what_is_not_touched():
     assert before - tree.leaves <= 3
 
 
+def test_a_path_that_is_taken_away_leaves_a_run_its_node():
+    """An owner's paths and runs should not be of the same tokens; where they are, nothing dangles."""
+    owners = OwnerTree()
+    owners.store(0, "", 1, 0, 0, 0, ints(1, 2, 3))
+    owners.remove("", ints(1, 2, 3), 0)
+    owners.check()
+    assert owners.match("", ints(1, 2, 3)) == [] and owners.tokens == 3
+    owners.store(0, "", 1, 3, 0, 0, ints(4))
+    owners.cut(0, 1, 0)
+    owners.check()
+    assert owners.tokens == 0
+
+
+def test_what_a_run_grows_by_is_nobody_elses():
+    owners = OwnerTree()
+    owners.store(0, "", 1, 0, 0, 0, ints(1, 2))
+    owners.add("", ints(1, 2), 1)
+    owners.store(0, "", 2, 0, 1, 2, ints(5))
+    owners.store(0, "", 1, 2, 0, 0, ints(3))
+    assert dict(owners.match("", ints(1, 2, 3))) == {0: 3, 1: 2}
+    owners.cut(0, 2, 0)
+    owners.store(0, "", 1, 3, 0, 0, ints(4))
+    assert dict(owners.match("", ints(1, 2, 3, 4))) == {0: 4, 1: 2} and owners.tokens == owners.nodes + 2 == 4
+    owners.check()
+
+
 def test_owners_are_counted():
     owners = OwnerTree()
     owners.add("", ints(1, 2, 3), 0)

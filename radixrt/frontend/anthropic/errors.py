@@ -20,6 +20,8 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+NO_THREADS = "thread_unsupported_request"
+"""Code of an error that makes Anthropic's client send the whole conversation, without `thread`, from then on."""
 REQUEST_ID = "request-id"
 """The header with a request's id, for its owner's log."""
 
@@ -44,7 +46,9 @@ class AnthropicError(ApiError):
 
     def data(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
-        error = {"type": kind, "message": self.message}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code == NO_THREADS:
+            error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error, "request_id": self.request_id or None}
 
     def body(self) -> bytes:

@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 
+from radixrt.frontend.anthropic.errors import NO_THREADS
 from radixrt.frontend.anthropic.history import Block, History
 from radixrt.frontend.anthropic.tools import tool_use
-from radixrt.frontend.errors import refuse
+from radixrt.frontend.defaults import Defaults
+from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.schema import Int
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
 
-UNSERVED = ("container", "mcp_servers")
+UNSERVED = ("compaction", "container", "mcp_servers")
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 
 
@@ -36,6 +38,7 @@ class Counted(msgspec.Struct, kw_only=True):
     """As in OpenAI's API here: arguments for the template."""
     cache_salt: str | None = None
     """As in OpenAI's API here: narrows the namespace that the key gives."""
+    thread: Any = None
 
     def names(self) -> dict[str, str]:
         """How the caller calls the fields of a message."""
@@ -47,6 +50,9 @@ class Counted(msgspec.Struct, kw_only=True):
 
     def prompt(self, use: ToolUse, changed: Block | None = None) -> ChatPrompt:
         """The chat; with one of its blocks made longer, if `changed` names one."""
+        if self.thread is not None:
+            message = "is not served; send the whole conversation without it"
+            raise ApiError(400, f"thread: {message}", "thread", NO_THREADS)
         history = History(self.system, self.messages, changed)
         arguments = {"enable_thinking": self.thinks()} | (self.chat_template_kwargs or {})
         return ChatPrompt(history.messages, use.shown, history.partial, arguments)
@@ -74,6 +80,9 @@ class Messages(Counted, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     output_config: dict[str, Any] | None = None
+    output_format: Any = None
+    """`output_config.format` as it was called in the beta structured-outputs-2025-11-13."""
+    compaction: Any = None
     container: Any = None
     mcp_servers: Any = None
 
@@ -91,10 +100,13 @@ class Messages(Counted, kw_only=True):
 
     def constraint(self) -> Constraint | None:
         """What the text must be."""
-        form = (self.output_config or {}).get("format")
+        form, field = (self.output_config or {}).get("format"), "output_config.format"
+        if self.output_format is not None:
+            if form is not None:
+                refuse("output_format", "is output_config.format by another name: only one of them can be followed")
+            form, field = self.output_format, "output_format"
         if form is None:
             return None
-        field = "output_config.format"
         if not isinstance(form, dict) or form.get("type") != "json_schema":
             refuse(f"{field}.type", "must be 'json_schema'")
         if not isinstance(form.get("schema"), dict):
@@ -102,7 +114,8 @@ class Messages(Counted, kw_only=True):
         text = json.dumps(form["schema"], ensure_ascii=False, separators=(",", ":"))
         return Constraint(Grammar("json_schema", text), f"{field}.schema")
 
-    def sampling(self) -> Sampling:
+    def sampling(self, defaults: Defaults) -> Sampling:
+        """How tokens are drawn; `defaults` where the request does not say."""
         for name in UNSERVED:
             if getattr(self, name):
                 refuse(name, "is not served")
@@ -113,4 +126,5 @@ class Messages(Counted, kw_only=True):
             refuse("metadata.user_id", "must be a string")
         fields = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in fields.items() if value is not None}
-        return Sampling(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()), **given)
+        stop = tuple(self.stop_sequences or ())
+        return Sampling(**{**defaults, **given}, max_tokens=self.max_tokens, stop=stop)

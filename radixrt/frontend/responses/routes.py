@@ -95,7 +95,8 @@ class Responses:
         return self._namespace(key, request.query_params.get("cache_salt", "")), request.path_params["id"]
 
     def _namespace(self, key: str, cache_salt: str) -> str:
-        return encode([self._tenant(key), cache_salt]).decode()
+        # The tenant as JSON, which has no line feeds: the first line is his alone.
+        return f"{encode(self._tenant(key)).decode()}\n{cache_salt}"
 
 
 def _unknown(response_id: str) -> ApiError:

@@ -12,14 +12,18 @@ from typing import Any
 
 import msgspec
 
+from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
-from radixrt.frontend.schema import Int, effort_args
+from radixrt.frontend.schema import Int, Seed, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
 
 UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt", "top_logprobs")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -52,6 +56,14 @@ class Create(msgspec.Struct, kw_only=True):
     moderation: Any = None
     prompt: Any = None
     top_logprobs: Int | None = None
+    top_k: Int | None = None
+    """This field and the next ones are vLLM's, as in chats here."""
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     cache_salt: str | None = None
     """As in chats here: narrows the namespace that the key gives."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -150,12 +162,15 @@ class Asked:
         first = [{"role": "system", "content": self.body.instructions}] if self.body.instructions else []
         return [ChatPrompt([*first, *self.before, *self.added], use.shown, template_args=self.body.template_args())]
 
-    def sampling(self) -> Sampling:
+    def sampling(self, defaults: Defaults) -> Sampling:
+        """How tokens are drawn; `defaults` where the request does not say. Kept as `sampled`, for the reply."""
         body = self.body
         if body.max_output_tokens is not None and body.max_output_tokens < 1:
             refuse("max_output_tokens", "must be at least 1")
-        given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
-        return Sampling(max_tokens=body.max_output_tokens, **given)
+        given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        self.sampled = Sampling(**{**defaults, **given}, max_tokens=body.max_output_tokens, stop=stop)
+        return self.sampled
 
 
 def _flat_name(field: str) -> str:

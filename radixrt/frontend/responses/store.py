@@ -12,12 +12,15 @@ from typing import Any
 
 import msgspec
 
+from radixrt.router.shares import Shares
+from radixrt.router.tokens.sessions import tenant_of
+
 Message = dict[str, Any]
+Name = tuple[str, str]
+"""Of a response: its namespace and id."""
 
 LINK_BYTES = 64
 """That a response costs for each turn of its chain."""
-MOST_SHARE = 4
-"""One namespace may use a fourth of the memory."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -49,86 +52,64 @@ class Kept(msgspec.Struct, gc=False):
         return len(self.body) + LINK_BYTES * len(self.turns)
 
 
-class _Namespace:
-    """Responses of one tenant and cache salt, the latest used last."""
-
-    def __init__(self) -> None:
-        self.kept: OrderedDict[str, Kept] = OrderedDict()
-        self.size = 0
-
-    def add(self, response_id: str, kept: Kept) -> int:
-        """Bytes gained."""
-        before = self.size
-        self.size += kept.size
-        for turn in kept.turns:
-            self.size += 0 if turn.holders else turn.size
-            turn.holders += 1
-        self.kept[response_id] = kept
-        return self.size - before
-
-    def remove(self, response_id: str) -> int:
-        """Bytes freed."""
-        before, kept = self.size, self.kept.pop(response_id)
-        self.size -= kept.size
-        for turn in kept.turns:
-            turn.holders -= 1
-            self.size -= 0 if turn.holders else turn.size
-        return before - self.size
-
-    def remove_oldest(self) -> int:
-        """Bytes freed."""
-        return self.remove(next(iter(self.kept)))
-
-
 class ResponseStore:
-    """At most `max_bytes`; beyond it, or its share, the least recently used response goes, of the namespace that is
-    the least recently used."""
+    """At most `max_bytes`; beyond it the least recently used responses go, of the tenant that has most, whatever salts
+    he uses. The first line of a namespace is its tenant."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._size = 0
-        self._namespaces: OrderedDict[str, _Namespace] = OrderedDict()
+        self._tenants: dict[str, OrderedDict[Name, Kept]] = {}
+        """The latest used last."""
+        self._shares = Shares()
 
     @property
     def num_bytes(self) -> int:
-        return self._size
+        return self._shares.total
 
     def get(self, namespace: str, response_id: str) -> Kept | None:
         """A response, if it is kept, and was put there in the same namespace."""
-        found = self._namespaces.get(namespace)
-        if found is None or response_id not in found.kept:
+        own, name = self._tenants.get(tenant_of(namespace), {}), (namespace, response_id)
+        if name not in own:
             return None
-        self._namespaces.move_to_end(namespace)
-        found.kept.move_to_end(response_id)
-        return found.kept[response_id]
+        own.move_to_end(name)
+        return own[name]
 
     def put(
         self, namespace: str, response_id: str, body: bytes, before: Sequence[Turn], new: Sequence[Message]
     ) -> None:
         """Keep a response that answers to the messages `new` (it is the last of them) after the turns `before`."""
-        found = self._namespaces.setdefault(namespace, _Namespace())
-        self._namespaces.move_to_end(namespace)
-        self._size += found.add(response_id, Kept(body, (*before, Turn(new))))
-        while found.size > self._max_bytes // MOST_SHARE:
-            self._size -= found.remove_oldest()
-        while self._size > self._max_bytes:
-            self._size -= next(iter(self._namespaces.values())).remove_oldest()
-            self._forget_empty()
-        self._forget_empty(namespace)
+        tenant, kept = tenant_of(namespace), Kept(body, (*before, Turn(new)))
+        self._tenants.setdefault(tenant, OrderedDict())[namespace, response_id] = kept
+        self._shares.add(tenant, kept.size + sum(map(_hold, kept.turns)))
+        while self.num_bytes > self._max_bytes:
+            most = self._shares.largest()
+            self._remove(most, next(iter(self._tenants[most])))
 
     def delete(self, namespace: str, response_id: str) -> bool:
         """Whether it was there. Responses that went on from it stay."""
         if self.get(namespace, response_id) is None:
             return False
-        self._size -= self._namespaces[namespace].remove(response_id)
-        self._forget_empty(namespace)
+        self._remove(tenant_of(namespace), (namespace, response_id))
         return True
 
-    def _forget_empty(self, namespace: str | None = None) -> None:
-        """Drop a namespace, the oldest by default, that holds nothing."""
-        name = next(iter(self._namespaces), "") if namespace is None else namespace
-        if name in self._namespaces and not self._namespaces[name].kept:
-            del self._namespaces[name]
+    def _remove(self, tenant: str, name: Name) -> None:
+        own = self._tenants[tenant]
+        kept = own.pop(name)
+        self._shares.add(tenant, -kept.size - sum(map(_let_go, kept.turns)))
+        if not own:
+            del self._tenants[tenant]
+
+
+def _hold(turn: Turn) -> int:
+    """One chain more holds a turn: the bytes that it costs."""
+    turn.holders += 1
+    return turn.size if turn.holders == 1 else 0
+
+
+def _let_go(turn: Turn) -> int:
+    """One chain less: the bytes that are freed."""
+    turn.holders -= 1
+    return 0 if turn.holders else turn.size
 
 
 class LocalResponses:

@@ -8,7 +8,7 @@
 The only folder that imports tokenizers, sentencepiece and transformers.
 """
 
-from radixrt.router.tokens._ids import cut_ids, largest_id, parse_ids
+from radixrt.router.tokens._ids import cut_ids, ids_below, parse_ids
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.text import TextService, TextStream
@@ -22,7 +22,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "cut_ids",
-    "largest_id",
+    "ids_below",
     "load_tokenizer",
     "parse_ids",
 ]

@@ -204,18 +204,22 @@ PyObject* cut_ids(PyObject*, PyObject* args) {
   return none_or_error();
 }
 
-PyObject* largest_id(PyObject*, PyObject* object) {
+PyObject* ids_below(PyObject*, PyObject* args) {
   Py_buffer ids;
-  if (PyObject_GetBuffer(object, &ids, PyBUF_SIMPLE) < 0) return nullptr;
+  Py_ssize_t limit;
+  if (!PyArg_ParseTuple(args, "y*n", &ids, &limit)) return nullptr;
+  // An id below 0 has the top bit, and so has limit - 1 - id of one that is too large. Without a comparison the compiler
+  // makes vectors of it on any processor.
+  const uint32_t highest = static_cast<uint32_t>(std::min<Py_ssize_t>(limit, 1ll << 31) - 1);
   const char* bytes = static_cast<const char*>(ids.buf);
-  uint32_t largest = 0;
+  uint32_t wrong = 0;
   for (Py_ssize_t i = 0; i < ids.len / 4; ++i) {
     uint32_t id;
     std::memcpy(&id, bytes + i * 4, 4);
-    largest = std::max(largest, id);
+    wrong |= id | (highest - id);
   }
   PyBuffer_Release(&ids);
-  return PyLong_FromUnsignedLong(largest);
+  return PyBool_FromLong(!(wrong >> 31));
 }
 
 PyMethodDef methods[] = {
@@ -225,8 +229,8 @@ PyMethodDef methods[] = {
      "cut_ids(json, key) -> (bytes, bytes) | None: an object in JSON with null in place of the list of ids that it has as "
      "`key`, and that list as `parse_ids` gives it; None where the value is anything else, or the key is not there "
      "exactly once and without escapes. What is returned is valid JSON only if `json` is."},
-    {"largest_id", largest_id, METH_O,
-     "largest_id(ids) -> int: of int32 bytes, read as unsigned: a negative id is one that no vocabulary has."},
+    {"ids_below", ids_below, METH_VARARGS,
+     "ids_below(ids, limit) -> bool: whether all ids, which are int32 bytes, are in [0, limit); limit is at least 1."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ids", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
 

@@ -11,12 +11,15 @@ from radixrt.router.tokens.cuts import ANCHOR, Cuts
 
 MEMORY_TOKENS = 4_000_000
 TOKEN_BYTES = 4
+LEAST_BYTES = 32 * TOKEN_BYTES
+"""That a part counts for, however short it is: it costs some 250 bytes beside its ids."""
 
 EncodeMany = Callable[[list[str]], list[list[int]]]
 
 
 class Incremental:
-    """Remembers the ids of the parts that texts are cut into, at most `max_tokens` of them, the latest used.
+    """Remembers the ids of the parts that texts are cut into, at most `max_tokens` of them, the latest used. A part
+    counts for LEAST_BYTES at least.
 
     Parts are cut where ids of parts are ids of the whole (`cuts.py`), so that what this returns is what `encode_many`
     would return for the whole text, whatever is remembered. A long text is cut into spans, and those into parts: all
@@ -34,7 +37,7 @@ class Incremental:
 
     @property
     def num_tokens(self) -> int:
-        """Ids that are remembered."""
+        """Ids that are remembered, as they count."""
         return self._bytes // TOKEN_BYTES
 
     def start(self, text: str, before: bytes = b"", behind: bytes = b"", *, grows: bool = True) -> Work:
@@ -73,10 +76,11 @@ class Incremental:
         memory = self._memory
         with self._lock:
             for part, ids in encoded.items():
-                self._bytes += len(ids) - len(memory.pop(part, b""))
+                before = memory.pop(part, None)
+                self._bytes += max(len(ids), LEAST_BYTES) - (0 if before is None else max(len(before), LEAST_BYTES))
                 memory[part] = ids
             while self._bytes > self._max_bytes:
-                self._bytes -= len(memory.popitem(last=False)[1])
+                self._bytes -= max(len(memory.popitem(last=False)[1]), LEAST_BYTES)
 
     def _known(self, parts: list[str]) -> list[bytes | None]:
         get, touch = self._memory.get, self._memory.move_to_end

@@ -17,6 +17,8 @@ from radixrt.router.tokens.spelling import BEFORE_CHARS, TOKEN_BYTES, Span, Spel
 from radixrt.router.tokens.tokenizer import Tokenizer
 
 MEMORY_TOKENS = 4_000_000
+LEAST_TOKENS = 32
+"""That an answer counts for, however short it is: it costs some 600 bytes beside its tokens."""
 MAX_VARIANTS = 8
 """Answers of one text but of different thinking that are kept."""
 
@@ -44,7 +46,8 @@ class Encoded(NamedTuple):
 
 class Sessions:
     """A memory of at most `max_tokens` generated tokens; beyond it those go that were not used for longest, of the
-    tenant that has most. The first line of a namespace is its tenant. Thread safe; no I/O.
+    tenant that has most. An answer counts for `least_tokens` at least. The first line of a namespace is its tenant.
+    Thread safe; no I/O.
 
         encode_chat(messages) -> Encoded -> ... generate ... -> remember(encoded, answer, ids)
         encode_chat([*messages, answer, more]).ids  =  encoded.ids + ids + ids of what is new
@@ -54,10 +57,17 @@ class Sessions:
     that the template would drop from it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_tokens: int = MEMORY_TOKENS, keep_thinking: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_tokens: int = MEMORY_TOKENS,
+        keep_thinking: bool = False,
+        *,
+        least_tokens: int = LEAST_TOKENS,
+    ) -> None:
         self._tokenizer = tokenizer
         self._speller = Speller(tokenizer, keep_thinking)
-        self._max_bytes = max_tokens * TOKEN_BYTES
+        self._max_bytes, self._least_bytes = max_tokens * TOKEN_BYTES, least_tokens * TOKEN_BYTES
         self._shares = Shares()
         self._turns: dict[Key, list[Turn]] = {}
         self._used: dict[str, OrderedDict[Key, None]] = {}
@@ -66,7 +76,7 @@ class Sessions:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens that are kept."""
+        """Generated tokens that are kept, as they count."""
         return self._shares.total // TOKEN_BYTES
 
     def encode_chat(self, namespace: str, prompt: ChatPrompt) -> Encoded:
@@ -121,21 +131,25 @@ class Sessions:
             turns = _exported.decode(exported)
         except msgspec.MsgspecError:
             return
-        if 0 < _size(turns) <= self._max_bytes:
+        if 0 < self._size(turns) <= self._max_bytes:
             with self._lock:
                 self._put(tenant_of(namespace), key, turns)
 
     def _put(self, tenant: str, key: Key, turns: list[Turn]) -> None:
         used = self._used.setdefault(tenant, OrderedDict())
-        self._shares.add(tenant, _size(turns) - _size(self._turns.get(key, [])))
+        self._shares.add(tenant, self._size(turns) - self._size(self._turns.get(key, [])))
         self._turns[key], used[key] = turns, None
         used.move_to_end(key)
         while self._shares.total > self._max_bytes:
             most = self._shares.largest()
             oldest, _ = self._used[most].popitem(last=False)
-            self._shares.add(most, -_size(self._turns.pop(oldest)))
+            self._shares.add(most, -self._size(self._turns.pop(oldest)))
             if not self._used[most]:
                 del self._used[most]
+
+    def _size(self, turns: list[Turn]) -> int:
+        """Bytes that turns count for."""
+        return sum(max(len(turn.ids), self._least_bytes) for turn in turns)
 
     def _turn(self, encoded: Encoded, message: Message, generated: bytes) -> Turn:
         tokenizer = self._tokenizer
@@ -223,7 +237,3 @@ def _with_thinking(prompt: ChatPrompt, turns: dict[int, Turn]) -> ChatPrompt:
 
 def _notes(found: dict[int, str]) -> tuple[str, ...]:
     return tuple(f"message {index}: {why}" for index, why in sorted(found.items()))
-
-
-def _size(turns: list[Turn]) -> int:
-    return sum(len(turn.ids) for turn in turns)

@@ -7,14 +7,14 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from struct import Struct
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
-from radixrt.router.tokens._ids import largest_id
+from radixrt.router.tokens._ids import ids_below
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.incremental import Work
 from radixrt.router.tokens.sessions import Encoded, Sessions
@@ -48,6 +48,8 @@ class TextService:
 
     def __init__(self, tokenizer: Tokenizer | None, threads: int = 2) -> None:
         self.tokenizer = tokenizer
+        self.generation: dict[str, Any] = tokenizer.generation if tokenizer else {}
+        """What the model's generation_config.json says."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize") if tokenizer else None
 
     @classmethod
@@ -193,10 +195,9 @@ class TextService:
             _refuse_empty(field)
         if len(ids) % TOKEN_BYTES:
             raise FieldError(field, f"{field} must be int32 token ids, 4 bytes each, not {len(ids)} bytes")
-        largest = largest_id(ids)  # a negative id is a huge one
         limit = self.vocab_size or 1 << 31
-        if largest >= limit:
-            shown = largest if largest < 1 << 31 else largest - (1 << 32)
+        if not ids_below(ids, limit):
+            shown = next(i for i in memoryview(ids).cast("i") if not 0 <= i < limit)
             raise FieldError(field, f"{field} holds token id {shown}, outside of 0..{limit - 1}")
         return ids
 

@@ -32,6 +32,7 @@ class Tokenizer:
     generation_config.json and config.json together. vocab_size: the largest id plus one.
     model_vocab_size: rows of the model's embedding (padded, often larger), as far as config.json says.
     memory_tokens: how many ids of texts that were encoded are remembered, so that only new text is encoded.
+    generation: what generation_config.json says.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         model_vocab_size: int = 0,
         memory_tokens: int = MEMORY_TOKENS,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         self._backend = backend
         self._templates = templates
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
+        self.generation = dict(generation or {})
         self.vocab_size = backend.size
         self.model_vocab_size = max(model_vocab_size, backend.size)
         self.special_ids = backend.specials
@@ -171,6 +174,7 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenize
         bos_id=backend.token_id(named.get("bos_token", "")),
         eos_ids=[i for value in eos for i in _ids(value)],
         model_vocab_size=model.get("vocab_size") or text_model.get("vocab_size") or 0,
+        generation=generation,
     )
 
 

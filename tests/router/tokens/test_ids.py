@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.router.tokens import cut_ids, largest_id, parse_ids
+from radixrt.router.tokens import cut_ids, ids_below, parse_ids
 
 
 @given(st.lists(st.integers(0, (1 << 31) - 1), min_size=1), st.sampled_from([None, 1, "\t"]))
@@ -69,9 +69,18 @@ def test_long_lists_and_what_one_wrong_byte_makes_of_them(seed):
         text[place] = kept
 
 
-@given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)))
-def test_the_largest_id(ids):
-    assert largest_id(array("i", ids).tobytes()) == max((i % (1 << 32) for i in ids), default=0)
+int32s = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@given(st.lists(st.integers(0, 600), max_size=40), st.lists(int32s, max_size=1), st.integers(1, 600) | st.just(1 << 31))
+@example([], [], 1)
+@example([(1 << 31) - 1], [], 1 << 31)
+@example([], [-1], 1 << 31)
+@example([511], [], 512)
+@example([512], [], 512)
+def test_ids_are_below_a_limit(ids, odd, limit):
+    ids = [*ids, *odd, *ids]
+    assert ids_below(array("i", ids).tobytes(), limit) == all(0 <= i < limit for i in ids)
 
 
 @given(st.text(alphabet='[]0123456789,-.eE \n\tx"{}'))

@@ -310,6 +310,20 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(("the", "quick", "fox", "jumps", "zero", "over", "lazy", "dogs.")) for _ in range(count))
 
 
+def counted(incremental: Incremental) -> int:
+    return sum(max(32, len(ids) // 4) for ids in incremental._memory.values())
+
+
+def test_short_texts_are_few(made: Tokenizer) -> None:
+    """However short they are, each costs memory of its own."""
+    incremental = Incremental(made._backend.encode_many, made._backend.cuts(), max_tokens=320)
+    for number in range(100):
+        incremental.encode(f"{number}")
+        incremental.encode(f"{number}")
+        assert 0 < len(incremental._memory) <= 10 and incremental.num_tokens == counted(incremental)
+    assert incremental.start("99").unseen_chars == 0
+
+
 def test_memory_is_bounded_and_the_latest_stay(made: Tokenizer) -> None:
     rng, encoded = random.Random(1), []
     incremental = Incremental(recorder(made._backend, encoded), made._backend.cuts(), max_tokens=8000)
@@ -321,7 +335,7 @@ def test_memory_is_bounded_and_the_latest_stay(made: Tokenizer) -> None:
         text = words(rng, 500)
         assert incremental.encode(text) == whole(made, text)
         assert 0 < incremental.num_tokens <= 8000
-        assert incremental.num_tokens == sum(map(len, incremental._memory.values())) // 4
+        assert incremental.num_tokens == counted(incremental)
     assert incremental.start(unused).unseen_chars > 0
 
 
@@ -341,7 +355,7 @@ def test_threads_may_share_it(made: Tokenizer) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(incremental.encode, texts))
     assert found == [whole(made, text) for text in texts]
-    assert incremental.num_tokens == sum(map(len, incremental._memory.values())) // 4
+    assert incremental.num_tokens == counted(incremental)
 
 
 @pytest.mark.parametrize("name", ["nfc", "metaspace words", "unigram"])

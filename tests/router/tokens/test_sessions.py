@@ -126,7 +126,7 @@ def make_talk(folder: Path, template: str, tools: list[Any] | None = None, **opt
     tokenizer = Tokenizer(
         made._backend, ChatTemplates({"default": TEMPLATES[template]}, SPECIAL), made.bos_id, made.eos_ids
     )
-    return Talk(tokenizer, Sessions(tokenizer, **options), tools)
+    return Talk(tokenizer, Sessions(tokenizer, **{"least_tokens": 1} | options), tools)
 
 
 def shown(talk: Talk) -> str:
@@ -557,6 +557,22 @@ def test_memory_is_bounded_and_the_latest_stay(folder: Path) -> None:
     before = talk.sessions.num_tokens
     talk.answer("too long " * 60)
     assert talk.sessions.num_tokens == before
+
+
+def test_short_answers_are_few(folder: Path) -> None:
+    """However short they are, each costs memory of its own."""
+    talk = make_talk(folder, "plain", max_tokens=100, least_tokens=20)
+    for number in range(10):
+        talk.messages = []
+        talk.ask(said("user", f"Question {number}"))
+        talk.answer("I")
+        assert len(talk.sessions._turns) == min(number + 1, 5)
+        assert talk.sessions.num_tokens == 20 * len(talk.sessions._turns)
+    talk.messages = []
+    talk.ask(said("user", "More?"))
+    talk.answer("the quick fox " * 20)
+    assert len(talk.sessions._turns) < 4 and talk.sessions.num_tokens <= 100
+    assert Sessions(talk.tokenizer)._least_bytes == 128
 
 
 def test_the_same_answer_again_takes_no_more_room(talk: Talk) -> None:

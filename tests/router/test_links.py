@@ -1,0 +1,141 @@
+"""Clients that do not read: which of their requests they hear of when they do again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from sim_workers import ids
+from stack import Client, stack
+
+from radixrt import wire
+from radixrt.messages import (
+    ClientReply,
+    Delta,
+    Deltas,
+    Done,
+    Error,
+    Generate,
+    Info,
+    Sampling,
+    Scored,
+    TextPrompt,
+    Tokenize,
+    TokenPrompt,
+    Tokens,
+    Usage,
+)
+from radixrt.router import links
+from radixrt.router.links import ClientLinks
+
+_reply = wire.Decoder(ClientReply)
+
+
+def generate(id: int, max_tokens: int = 8, **fields) -> Generate:
+    return Generate(id=id, prompt=TokenPrompt(ids(5, 6, 7)), sampling=Sampling(max_tokens=max_tokens), **fields)
+
+
+def eventually(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.005)
+
+
+class Socket:
+    """Takes so many messages."""
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.gone = False
+        self.taken: list = []
+
+    def send(self, client: bytes, payload: bytes) -> bool:
+        if self.gone:
+            raise wire.PeerGone
+        if self.room == 0:
+            return False
+        self.room -= 1
+        self.taken.append(_reply.decode(payload))
+        return True
+
+
+def make() -> tuple[ClientLinks, Socket]:
+    clients = ClientLinks()
+    clients.socket = Socket()
+    return clients, clients.socket
+
+
+def told(socket: Socket) -> list[int]:
+    assert all(isinstance(message, Error) and message.code == 503 for message in socket.taken)
+    return [message.id for message in socket.taken]
+
+
+def test_each_request_is_answered_once():
+    """Those in flight, and those whose last answer was not taken, whatever that was."""
+    clients, socket = make()
+    last = Deltas([Delta(1, finish="stop"), Delta(2, ids=b"\0\0\0\0"), Delta(3, finish="length")])
+    assert not clients.send(b"c", last, lambda: [2, 3])
+    for answer in (
+        Scored(4, [], Usage()),
+        Tokens(5),
+        Info(6, None),
+        Done(7),
+        Error(8, 400, "no"),
+        Error(None, 400, ""),
+    ):
+        assert not clients.send(b"c", answer, lambda: [])
+    assert not clients.send(b"c", Deltas([]), lambda: [9, 4])
+    clients.pay()
+    assert told(socket) == []
+    for _ in range(2):
+        socket.room = 3
+        clients.pay()
+    assert len(told(socket)) == 6
+    socket.room = 100
+    clients.pay()
+    assert sorted(told(socket)) == [1, 2, 3, 4, 5, 6, 7, 8, 9] and not clients._owed
+
+
+def test_what_is_owed_is_bounded_and_forgotten(monkeypatch):
+    monkeypatch.setattr(links, "MOST_OWED", 5)
+    clients, socket = make()
+    for id in range(9):
+        assert not clients.send(b"c", Info(id, None), lambda: [])
+        assert not clients.send(b"d", Info(id, None), lambda: [])
+    socket.room = 5
+    clients.pay()
+    assert told(socket) == [4, 5, 6, 7, 8], "of the latest"
+    socket.gone = True
+    clients.pay()
+    assert not clients._owed
+    socket.gone, socket.room = False, 0
+    assert not clients.send(b"c", Info(1, None), lambda: [])
+    socket.gone = True
+    assert not clients.send(b"c", Info(2, None), lambda: [])
+    assert not clients._owed
+
+
+def test_no_request_of_a_client_that_reads_again_stays_unanswered(monkeypatch):
+    """One that ended while it did not read, one that runs, one that is being encoded."""
+    with stack(pace=0.001, worker_timeout=0.4) as (router, _, client):
+        server = router.server
+        socket, deaf = server._clients.socket, Client(server.client_address)
+        send, reads = socket.send, False
+
+        async def wait_for_ever() -> None:
+            await asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(socket, "send", lambda peer, payload: reads and send(peer, payload))
+        monkeypatch.setattr(server.text, "encode_shown", lambda prompt, render_only: wait_for_ever())
+        deaf.send(Tokenize(id=1, prompt=TextPrompt("x")))
+        eventually(lambda: len(server._handlers._tasks) == 1)
+        deaf.send(generate(2, max_tokens=1, stream=False))
+        eventually(lambda: server.core.counters.finished == 1 and not server._handlers._tasks)
+        deaf.send(generate(3, max_tokens=4000))
+        eventually(lambda: server.core.counters.cancelled == 1)
+        reads = True
+        assert sorted(deaf.receive().id for _ in range(3)) == [1, 2, 3]
+        client.send(generate(4))
+        assert client.gather(1)
+        deaf.link.close()
