@@ -380,6 +380,58 @@ def test_a_chain_costs_its_turns_once():
     assert store.delete("a", "r19") and store.num_bytes == 0 and not store.delete("a", "r19")
 
 
+# ---------------------------------------------------------------- items by their ids
+
+
+def test_items_that_are_named_stand_for_themselves(model):
+    """A call, its result, and an answer, from two responses: the chat is that of the items sent whole."""
+    called = ask(model, "Let me see. " + PARIS, tools=TOOLS)
+    text, call = called.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    hello, thanks = ({"role": "user", "content": content} for content in ("hello", "thanks"))
+    answered = ask(model, "It rains.", tools=TOOLS, input=[hello, text.to_dict(), call.to_dict(), result])
+    whole = [hello, text.to_dict(), call.to_dict(), result, answered.output[0].to_dict(), thanks]
+    ask(model, "Bye.", tools=TOOLS, input=whole)
+    expected, hits = rendered(model), model.answers[-1][0].prompt.ids
+    named = [{"type": "item_reference", "id": item.id} for item in (text, call)] + [{"id": answered.output[0].id}]
+    ask(model, "Bye.", tools=TOOLS, input=[hello, *named[:2], result, named[2], thanks])
+    assert rendered(model) == expected and model.answers[-1][0].prompt.ids == hits
+    assert expected[1]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_thoughts_by_their_id(thinking):
+    first = ask(thinking, "<think>\nhm\n</think>\n\nHello.")
+    thought, message = first.output
+    again = [
+        {"role": "user", "content": "hello"},
+        {"id": thought.id},
+        {"id": message.id},
+        {"role": "user", "content": "so"},
+    ]
+    ask(thinking, "Fine.", input=again)
+    (_, answer, _) = rendered(thinking)
+    assert (answer["reasoning_content"].strip(), answer["content"]) == ("hm", "Hello.")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda id: id[:-1] + "1", lambda id: id[:-1] + "x", lambda id: "rs" + id[3:], str.upper]
+)
+def test_an_item_that_is_not_there(model, change):
+    (item,) = ask(model, "Hello.").output
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(model, input=[{"type": "item_reference", "id": change(item.id)}])
+    assert caught.value.param == "input[0].id"
+
+
+def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
+    for fields, key in (({}, "key-b"), ({"store": False}, "key-a"), ({"extra_body": {"cache_salt": "s"}}, "key-a")):
+        (item,) = ask(model, "Hello.", **fields).output
+        with pytest.raises(openai.NotFoundError):
+            ask(model, key=key, input=[{"type": "item_reference", "id": item.id}])
+    with pytest.raises(openai.NotFoundError):
+        ask(model, input=[{"type": "item_reference"}])
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -388,7 +440,7 @@ def test_a_chain_costs_its_turns_once():
     [
         ("input", {"input": []}),
         ("input", {"input": None}),
-        ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("input[0].type", {"input": [{"type": "web_search_call", "id": "x"}]}),
         ("input[0].role", {"input": [{"role": "wizard", "content": "x"}]}),
         ("input[0].content", {"input": [{"role": "user"}]}),
         ("input[0].content[1].type", {"input": [{"role": "user", "content": [

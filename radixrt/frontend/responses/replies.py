@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
+from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
 from radixrt.messages import Usage
 from radixrt.router.tokens import Tokenizer
@@ -19,15 +20,11 @@ Event = dict[str, Any]
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
-def new_id(prefix: str) -> str:
-    return prefix + uuid.uuid4().hex
-
-
 class Item:
     """An output item while it grows: a message, thoughts, or a call."""
 
-    def __init__(self, kind: str, index: int, call: CallStart | None = None) -> None:
-        self.id = new_id(_IDS[kind])
+    def __init__(self, response_id: str, kind: str, index: int, call: CallStart | None = None) -> None:
+        self.id = item_id(_IDS[kind], response_id, index)
         self.kind = kind
         self.index = index
         self.text = ""
@@ -84,7 +81,7 @@ class ResponseReply:
     """One response, its items in the order in which they come."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Asked) -> None:
-        self.id = new_id("resp_")
+        self.id = RESPONSE + uuid.uuid4().hex
         self.model = model
         self.session: dict[str, Any] = {}
         """See `session_json`."""
@@ -110,7 +107,7 @@ class ResponseReply:
 
     def _open(self, kind: str, call: CallStart | None = None) -> list[Event]:
         closing = self._close("completed")
-        self._items.append(Item(kind, len(self._items), call))
+        self._items.append(Item(self.id, kind, len(self._items), call))
         return closing + self._items[-1].opening()
 
     def _close(self, status: str) -> list[Event]:

@@ -15,6 +15,7 @@ from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.responses.exchange import ResponseExchange
+from radixrt.frontend.responses.references import is_reference, resolved
 from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.shared import SharedResponses
@@ -52,6 +53,8 @@ class Responses:
         body = schema.parse(_create, await self._read(request))
         namespace = self._namespace(key, body.cache_salt or "")
         turns, before = await self._before(namespace, body.previous_response_id, key)
+        if isinstance(body.input, list) and any(map(is_reference, body.input)):
+            body.input = await resolved(body.input, lambda response: self._store.body(namespace, response, key))
         asked = Asked(body, before)
 
         def keep(response_id: str, data: bytes, message: dict[str, Any]) -> None:

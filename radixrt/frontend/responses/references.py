@@ -1,0 +1,53 @@
+"""Items that a request names by their ids in place of sending them: an id says of which response an item is, and its
+place there, so that nothing more is kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from radixrt.frontend.errors import ApiError
+
+Item = dict[str, Any]
+RESPONSE = "resp_"
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_([0-9]{1,6})")
+
+
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """Of the `index`-th item of a response's output."""
+    return f"{prefix}{response_id.removeprefix(RESPONSE)}_{index}"
+
+
+def is_reference(item: Item) -> bool:
+    """Its type need not be said."""
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
+async def resolved(items: list[Item], body_of: Callable[[str], Awaitable[bytes | None]]) -> list[Item]:
+    """The items, with those in place of references that these name. `body_of` gives the JSON of a response that is
+    kept. ApiError (404) for one that is not."""
+    outputs: dict[str, list[Item]] = {}
+    found = []
+    for i, item in enumerate(items):
+        if is_reference(item):
+            found.append(await _named(f"input[{i}].id", item.get("id"), outputs, body_of))
+        else:
+            found.append(item)
+    return found
+
+
+async def _named(
+    field: str, name: Any, outputs: dict[str, list[Item]], body_of: Callable[[str], Awaitable[bytes | None]]
+) -> Item:
+    place = _ID.fullmatch(name) if isinstance(name, str) else None
+    if place is not None:
+        response, index = RESPONSE + place[1], int(place[2])
+        if response not in outputs:
+            body = await body_of(response)
+            outputs[response] = msgspec.json.decode(body)["output"] if body else []
+        if index < len(outputs[response]) and outputs[response][index]["id"] == name:
+            return outputs[response][index]
+    raise ApiError(404, f"{field}: there is no item {name!r} here, or its response is no longer kept", field)
