@@ -29,9 +29,8 @@ from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists, Trunks
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists, Trunks, sharing_cost
 from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
-from radixrt.worker.cuda.runner import sharing_cost
 from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention

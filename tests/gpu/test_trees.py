@@ -9,9 +9,12 @@ pytest.importorskip("triton")
 
 from radixrt.worker.cuda import attend, decodes, segments  # noqa: E402
 from radixrt.worker.cuda.attend import Shape  # noqa: E402
-from radixrt.worker.cuda.decodes import Cuts, Trunks  # noqa: E402
+from radixrt.worker.cuda.decodes import (  # noqa: E402
+    Cuts,
+    Trunks,
+    sharing_cost,  # noqa: E402
+)
 from radixrt.worker.cuda.ragged import FlashInfer  # noqa: E402
-from radixrt.worker.cuda.runner import sharing_cost  # noqa: E402
 from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_shared  # noqa: E402
 from radixrt.worker.cuda.staging import Packer  # noqa: E402
 from radixrt.worker.cuda.step import Kernels  # noqa: E402

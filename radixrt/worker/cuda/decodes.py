@@ -32,10 +32,17 @@ GROWTH = 64
 GATHER, LAUNCHES, SLOWER = 0.16, 1800, 2.6
 """What FA3 pays for a segment and the kernel over pages does not, in keys of a round (see `segments.Chip.cut`): to
 gather a key, to launch it; and how much more time that kernel takes for the same product (bench/attention.py)."""
-
-
 LARGE = 1 << 19
 """Pairs of a query and a key of a segment that may be for FA3."""
+
+
+def sharing_cost(shape: attend.Shape, itemsize: int, many: attend.Variant) -> Cost:
+    """Of pages with so many bytes an element; partial results are float32, written and read."""
+    return Cost(
+        key_bytes=2 * shape.kv_heads * shape.head_dim * itemsize,
+        partial_bytes=2 * 4 * shape.heads * shape.head_dim,
+        tile=many.queries(shape.group),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.answers import Answer, Drawing, Launched, make_result
-from radixrt.worker.cuda.attend import Scratch, Shape, Variant
+from radixrt.worker.cuda.attend import Scratch, Shape
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
 from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import SIZES as PIECE_SIZES
 from radixrt.worker.cuda.pieces import Pieces
@@ -37,7 +37,6 @@ from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import ModelRunner, ranges, wanted
 from radixrt.worker.sample import draw, to_device
-from radixrt.worker.sharing import Cost
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -369,15 +368,6 @@ class CudaRunner(ModelRunner):
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, scratch, [])
         self._model.forward(tokens, inputs.positions.of(integers), attention, out=logits)
         return self._pick(logits, rows)
-
-
-def sharing_cost(shape: Shape, itemsize: int, many: Variant) -> Cost:
-    """Of pages with so many bytes an element; partial results are float32, written and read."""
-    return Cost(
-        key_bytes=2 * shape.kv_heads * shape.head_dim * itemsize,
-        partial_bytes=2 * 4 * shape.heads * shape.head_dim,
-        tile=many.queries(shape.group),
-    )
 
 
 def _shared(works: dict[int | None, DecodeWork]) -> bool:
