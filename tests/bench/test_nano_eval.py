@@ -237,10 +237,13 @@ def test_the_curve_is_that_of_the_log():
         {"event": "step", "loss": {"a": 1.0, "b": 3.0}},
         {"event": "step", "loss": {"a": 0.0, "b": 2.0}},
         {"event": "check", "seconds": 90.0, "exact": right | {"choose": {"sum": 1.0}}},
+        {"event": "step", "loss": {"a": 0.5, "b": 0.25}},
+        {"event": "check", "seconds": 150.0, "exact": right},
     ]
-    _, _, first, second = card.curve(log).splitlines()
+    _, _, first, second, third = card.curve(log).splitlines()
     assert first == "| 0.5 |  | 50 | 50 | 50 | 50 | 50 | 50 |"
     assert second == "| 1.5 | 1.500 | 50 | 50 | 50 | 50 | 100 | 50 |"
+    assert third == "| 2.5 | 0.375 | 50 | 50 | 50 | 50 | 50 | 50 |"
 
 
 def test_the_card_counts_the_runs_of_the_log():

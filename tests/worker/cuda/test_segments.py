@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from radixrt.worker.cuda.attend import Shape, Variant
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
-from radixrt.worker.cuda.chunks import PagedStep
+from radixrt.worker.cuda.chunks import LastLayer, PagedStep
 from radixrt.worker.cuda.decodes import Cuts, Trunks
 from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
 from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.step import Kernels
+from radixrt.worker.cuda.step import Kernels, StepAttention
 from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.sharing import Cost
 from tests.worker.cuda.forest import CPU, Forest
@@ -145,6 +145,19 @@ def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
     assert every.rows.tolist() == [6, 7] and every.queries.tolist() == [1, 41]
     assert (ends.rows.tolist(), ends.starts.tolist(), ends.counts.tolist()) == ([6], [49], [1])
     assert ends.queries.tolist() == [40]
+
+
+def test_the_last_layer_has_its_own_chunks():
+    """In the last layer they are planned, and take the place of the others."""
+    every, ends = (create_autospec(PagedStep, instance=True) for _ in range(2))
+    last = LastLayer(1, lambda packer: [ends], Packer(CPU))
+    pages = SimpleNamespace(window=None)
+    attention = StepAttention(lambda layer: pages, torch.zeros(1), SimpleNamespace(), {}, None, [every], last)
+    q = torch.zeros(1, 4, 16)
+    attention.over_pages(0, q, torch.empty_like(q))
+    assert (every.run.call_count, ends.sent.call_count, ends.run.call_count) == (1, 0, 0)
+    attention.over_pages(1, q, torch.empty_like(q))
+    assert (every.run.call_count, ends.sent.call_count, ends.run.call_count) == (1, 1, 1)
 
 
 def test_parts_cover_their_segments():
