@@ -31,7 +31,7 @@ gpu-wheels:
 
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu tests/worker/cuda/test_kernels.py
+	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu tests/worker/cuda/test_kernels.py tests/worker/cuda/test_experts.py
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace

@@ -1,4 +1,4 @@
-"""Shapes of known models, to be served with random weights.   python -m bench.shapes FOLDER"""
+"""Shapes of known models, to be served with random weights.   python -m bench.shapes FOLDER [llama-8b | qwen3-30b]"""
 
 from __future__ import annotations
 
@@ -25,7 +25,35 @@ LLAMA_8B = {
 }
 """Llama 3.1 8B."""
 
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "tie_word_embeddings": False,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+"""Qwen3 30B A3B."""
+
+SHAPES = {"llama-8b": LLAMA_8B, "qwen3-30b": QWEN3_30B}
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
+    (folder / "config.json").write_text(json.dumps(SHAPES[sys.argv[2] if len(sys.argv) > 2 else "llama-8b"], indent=1))

@@ -1,11 +1,12 @@
 """What a worker does alone on a GPU: scheduler and runner in one process, no router, no HTTP.
 
-    python -m bench.worker [--model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
+    python -m bench.worker [--shape qwen3-30b | --model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
 
-Random weights in the shape of Llama 3.1 8B unless a folder with a config.json is given. Each decode row is beside its
-limit: the weights and the KV bytes of a step over the copy bandwidth of the same run, and a GEMM pass of the same batch
-under a graph. Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the
-time of a decode run in which no kernel ran, from a trace of every kernel.
+Random weights in the shape of Llama 3.1 8B unless another shape or a folder with a config.json is given. Each decode
+row is beside its limit: the KV bytes of a step over the copy bandwidth of the same run, and a GEMM pass of the same
+batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they choose at random.
+Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the time of a decode
+run in which no kernel ran, from a trace of every kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import torch
 
 from bench.common import save, table
 from bench.grammar import EOS, GRAMMARS, made_vocabulary
-from bench.shapes import LLAMA_8B
+from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.compiling import Compiling
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.model.decoder import Decoder, Layer
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.moe import Experts
 from radixrt.worker.plan import Runner
 from radixrt.worker.scheduler import Limits
 
@@ -73,14 +77,30 @@ def ceilings() -> dict[str, float]:
     return {"copy_gbs": copy, "tflops": 2 * 8192**3 / median_ms(lambda: x @ y) / 1e9}
 
 
+def dense(layer: Layer) -> list[Linear]:
+    """The matrices of a layer that every token is multiplied by."""
+    mlp = [layer.mlp.router] if isinstance(layer.mlp, Experts) else [layer.mlp.gate_up, layer.mlp.down]
+    return [layer.qkv, layer.output, *mlp]
+
+
+def experts_bytes(model: Decoder, batch: int) -> float:
+    """Of the experts that so many tokens choose in all layers, if each chooses at random."""
+    total = 0.0
+    for layer in model._layers:
+        if isinstance(mlp := layer.mlp, Experts):
+            share = 1 - (1 - mlp.chosen / len(mlp.down)) ** batch
+            total += share * (mlp.gate_up.nbytes + mlp.down.nbytes)
+    return total
+
+
 def gemm_ms(runner: Runner, batch: int) -> float:
-    """All matrix products of one step of so many tokens, under a graph."""
+    """All matrix products of one step of so many tokens but those of experts, under a graph."""
     model = runner._model
     inputs: dict[int, torch.Tensor] = {}
 
     def run() -> None:
         for layer in model._layers:
-            for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
+            for linear in dense(layer):
                 size = linear.weight.shape[1]
                 if size not in inputs:
                     inputs[size] = torch.randn(batch, size, device="cuda", dtype=linear.weight.dtype)
@@ -150,7 +170,8 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         idle = idle_share(bench.step, 20) if batch in (1, 64, 256) else None
         bench.finish()
         step_ms = seconds / STEPS * 1e3
-        gemm = gemm_ms(bench.worker.runner, batch)
+        model = bench.worker.runner._model
+        gemm = gemm_ms(bench.worker.runner, batch) + experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
         kv_ms = batch * (context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
         rows.append(
             {
@@ -191,12 +212,12 @@ def idle_share(run: Callable[[], object], times: int = 1) -> float:
 
 
 def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]:
-    spec = bench.worker.runner._model.spec
-    per_token = 2 * sum(
-        linear.weight.numel()
-        for layer in bench.worker.runner._model._layers
-        for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
-    )
+    model = bench.worker.runner._model
+    spec, per_token = model.spec, 0.0
+    for layer in model._layers:
+        per_token += 2 * sum(linear.weight.numel() for linear in dense(layer))
+        if isinstance(mlp := layer.mlp, Experts):
+            per_token += 2 * (mlp.gate_up.numel() + mlp.down.numel()) * mlp.chosen / len(mlp.down)
     rows = []
     for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
         times = []
@@ -268,6 +289,7 @@ def plain_row(bench: Bench) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="another's go into a file of its own")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
@@ -277,7 +299,7 @@ def main() -> None:
     limits = ceilings()
     print(limits, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        config = LLAMA_8B | ({"num_hidden_layers": 2} if args.quick else {})
+        config = SHAPES[args.shape] | ({"num_hidden_layers": 2} if args.quick else {})
         Path(folder, "config.json").write_text(json.dumps(config))
         model = args.model or folder
         settings = {
@@ -302,6 +324,8 @@ def main() -> None:
     print(table(rows))
     if not args.quick and not args.model:
         name = "worker_deterministic" if args.deterministic else "worker_grammars" if args.grammars else "worker"
+        if args.shape != "llama-8b":
+            name += "_" + args.shape.replace("-", "_")
         save(name, rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)
 
 

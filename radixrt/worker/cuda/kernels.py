@@ -56,20 +56,25 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """float32 x by one of ACTIVATIONS."""
+    if ACTIVATION == 0:
+        return x / (1 + tl.exp(-x))
+    elif ACTIVATION == 1:
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:  # tanh(y) = 2 / (1 + exp(-2 y)) - 1
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1 + tl.exp(-2 * inner))
+
+
+@triton.jit
 def _gate_kernel(x_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     gate = tl.load(x_ptr + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * size + size + i, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        gate = gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == 1:
-        gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    else:  # tanh(y) = 2 / (1 + exp(-2 y)) - 1
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1 + tl.exp(-2 * inner))
-    tl.store(out_ptr + row * size + i, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * size + i, (activated(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:

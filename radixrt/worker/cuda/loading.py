@@ -14,7 +14,7 @@ from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
@@ -36,10 +36,10 @@ GATHERED_TOKENS = 1 << 17
 def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
     """See `worker.loading.load_runner`. torch.OutOfMemoryError if weights or a step do not fit."""
     torch.cuda.set_device(loaded.device)
-    model = load_model(config, loaded, config.deterministic, ops=kernels)
+    model = load_model(config, loaded, config.deterministic, ops=ops)
     scales = load_scales(config, loaded, model)
     flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
-    graphs = config.max_num_seqs if graphs_fit(config, loaded) else 0
+    graphs = 0 if config.enforce_eager else config.max_num_seqs
     tokens = config.max_total_tokens
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer)
@@ -49,12 +49,6 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
     return _make(config, loaded, model, pool, flashinfer, graphs)
-
-
-def graphs_fit(config: WorkerConfig, loaded: Loaded) -> bool:
-    """Whether steps are captured. Experts run in one launch in bfloat16 alone; else the host counts their tokens."""
-    in_one = loaded.spec.experts is None or (loaded.dtype == torch.bfloat16 and not config.deterministic)
-    return not config.enforce_eager and in_one
 
 
 def _make(

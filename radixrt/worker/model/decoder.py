@@ -31,6 +31,9 @@ class Ops(Protocol):
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """act(first half) * second half of x[T, 2 I]: [T, I]."""
 
+    def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add what a mixture of experts makes of x[T, hidden] to residual[T, hidden], in place."""
+
 
 class TorchOps:
     """The reference of what is fused."""
@@ -46,6 +49,10 @@ class TorchOps:
     def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
         return _ACTIVATIONS[activation](gate) * up
+
+    @staticmethod
+    def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+        experts.one_by_one(x, residual, TorchOps())
 
 
 @dataclass(frozen=True, slots=True)

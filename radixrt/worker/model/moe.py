@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks the experts of each token, one grouped product runs them all."""
+"""Mixture of experts: a router picks the experts of each token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.linear import Linear
@@ -35,19 +34,9 @@ class Experts:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add what they make of x[T, hidden] to residual[T, hidden], in place."""
-        weights, experts = self._route(x)
-        order = experts.flatten().argsort(stable=True)
-        rows = order // self.chosen
-        count = torch.zeros(len(self.down), dtype=torch.int32, device=x.device)
-        count = count.scatter_add_(0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
-        if x.is_cuda and x.dtype == torch.bfloat16 and not self.batch_invariant:
-            found = self._grouped(x[rows], count, ops)
-        else:
-            found = self._one_by_one(x[rows], count, ops)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        residual.add_((found[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1))
+        ops.experts(self, x, residual)
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, int64 numbers) of each token's experts, the likeliest first, both [T, chosen]."""
         shares = self.router(x).float().softmax(-1)
         weights, experts = shares.topk(self.chosen, dim=-1)
@@ -55,21 +44,18 @@ class Experts:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), experts
 
-    def _grouped(self, x: torch.Tensor, count: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """All experts in one launch: rows of x[T * chosen, hidden] are sorted by expert, `count` int32[E] of them."""
-        ends = count.cumsum(0, dtype=torch.int32)
-        inner = ops.gate(F.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends), self.activation)
-        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
-
-    def _one_by_one(self, x: torch.Tensor, count: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """The reference: expert after expert."""
+    def one_by_one(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+        """The reference of `Ops.experts`: expert after expert, whose tokens the host counts."""
+        weights, experts = self.route(x)
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=len(self.down)).tolist()
         parts = []
-        for expert, part in enumerate(x.split(count.tolist())):
+        for expert, part in enumerate(x[order // self.chosen].split(counts)):
             if len(part):
-                inner = Linear(self.gate_up[expert], None, self.batch_invariant)(part)
-                inner = ops.gate(inner, self.activation)
+                inner = ops.gate(Linear(self.gate_up[expert], None, self.batch_invariant)(part), self.activation)
                 parts.append(Linear(self.down[expert], None, self.batch_invariant)(inner))
-        return torch.cat(parts)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        residual.add_((torch.cat(parts)[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1))
 
 
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool) -> Experts:

@@ -16,7 +16,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, invariant, kernels
+from radixrt.worker.cuda import attend, experts, invariant, kernels
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -54,6 +54,19 @@ for t in (invariant.FEW, *invariant.TILES) if every else (invariant.FEW, invaria
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BIAS": True, "WHOLE": True, "GROUP": 8}
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
+routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
+build(experts._route_kernel, ["*bf16", "*bf16", "*i32"], {"count": i}, routed, 1)
+for rows, block in ((16, 512), (0, 4096)):
+    sorted_ = {"CHOSEN": 8, "ROWS": rows, "BINS": 256, "BLOCK": block, "FIELDS": 3, "TILES": 128}
+    build(experts._sort_kernel, ["*i32"] * 5, {"entries": i, "most": i}, sorted_, 8)
+build(experts._spread_kernel, ["*bf16", "*i32", "*bf16"], {"size": i}, {"CHOSEN": 8, "BLOCK": 2048})
+build(experts._combine_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i}, {"CHOSEN": 8, "BLOCK": 1024})
+kinds = (experts.FEW, experts.SOME, experts.MANY) if every else (experts.FEW,)
+for t, gated in [(t, gated) for t in kinds for gated in (False, True)]:
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns // (1 + gated), "DEPTH": t.depth, "FIELDS": 3}
+    which = {"ACTIVATION": 0, "GATED": gated, "WHOLE": True}
+    numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16"]
+    build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 shape = attend.Shape(32, 8, 128, 1)
 for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat16, 2, [1])):
     variants = (

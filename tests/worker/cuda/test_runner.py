@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
 from radixrt.worker import loading
-from radixrt.worker.cuda import kernels, segments
+from radixrt.worker.cuda import ops, segments
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
 from radixrt.worker.grammar import Grammars, Matcher
@@ -59,7 +59,7 @@ def runners(folder, page_size: int = 1, tokens: int = 1200, exact: bool = False,
     config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=tokens, page_size=page_size))
     loaded = loading.look_up(config)
     plain = loading.make_runner(config, loaded)
-    model = loading.load_model(config, loaded, exact, ops=kernels)
+    model = loading.load_model(config, loaded, exact, ops=ops)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
     shape = Shape(SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["head_dim"], page_size)
     return plain, CudaRunner(

@@ -1,0 +1,295 @@
+"""Mixture of experts in five launches, none of which the host waits for.
+
+    logits --route--> weights, experts [T, k] --sort--> where each lies among its expert's rows, and tiles of rows
+    x --product, by tiles: gate, up, activation--> inner [T k, I] --product--> [T k, hidden] --combine--> residual
+
+Steps of few rows an expert take as long as it takes to read the experts, which a kernel of our own does at most of the
+bandwidth; where experts have many rows, torch's grouped product is the faster one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.kernels import ACTIVATIONS, activated
+from radixrt.worker.model.moe import Experts
+
+TILE_FIELDS = 3
+"""Of a tile: its expert, the first of its sorted rows, how many rows it has."""
+SORTED = (64, 512, 4096)
+"""Entries that are sorted at a time."""
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    logits = tl.load(logits_ptr + token * count + e, mask=e < count, other=float("-inf")).to(tl.float32)
+    nan = tl.max((logits != logits).to(tl.int32), 0) > 0
+    left = tl.where(logits == logits, logits, float("-inf"))  # else there would be no expert of that number
+    peak = tl.max(left, 0)
+    total = tl.sum(tl.exp(left - peak), 0)
+    shares = tl.zeros([SLOTS], tl.float32)
+    experts = tl.zeros([SLOTS], tl.int32)
+    for i in tl.static_range(CHOSEN):
+        best = tl.argmax(left, 0)
+        shares = tl.where(slot == i, tl.exp(tl.max(left, 0) - peak) / total, shares)
+        experts = tl.where(slot == i, best.to(tl.int32), experts)
+        left = tl.where(e == best, float("-inf"), left)
+    if NORMALIZED:
+        shares = shares / tl.sum(shares, 0)
+    shares = tl.where(nan, float("nan"), shares)
+    at = token * CHOSEN + slot
+    tl.store(weights_ptr + at, shares.to(weights_ptr.dtype.element_ty), mask=slot < CHOSEN)
+    tl.store(experts_ptr + at, experts, mask=slot < CHOSEN)
+
+
+def route(logits: torch.Tensor, chosen: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights in the dtype of the logits, int32 numbers) of each token's experts, the likeliest first, both
+    [T, chosen], by the softmax of logits[T, E]; `normalized`: weights of a token sum to 1. Of NaN, weights are NaN."""
+    tokens, count = logits.shape
+    weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
+    experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
+    _route_kernel[(tokens,)](
+        logits, weights, experts, count, chosen, normalized, triton.next_power_of_2(count),
+        triton.next_power_of_2(chosen), num_warps=1,
+    )  # fmt: skip
+    return weights, experts
+
+
+@triton.jit(do_not_specialize=["entries", "most"])
+def _sort_kernel(
+    experts_ptr, places_ptr, tokens_ptr, ends_ptr, tiles_ptr, entries, most, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    mine = tl.program_id(0)
+    last = tl.num_programs(0) - 1
+    i = tl.arange(0, BLOCK)
+    if ROWS == 0:
+        before = tl.zeros([BLOCK], tl.int32)
+        for at in range(0, entries, BLOCK):
+            expert = tl.load(experts_ptr + at + i, mask=at + i < entries, other=last + 1)
+            before += (expert < mine).to(tl.int32)
+        begin = tl.sum(before, 0)
+    else:
+        # One bin more than there are experts, for lanes past the end.
+        bins = tl.arange(0, BINS)
+        counts = tl.zeros([BINS], tl.int32)
+        for at in range(0, entries, BLOCK):
+            expert = tl.load(experts_ptr + at + i, mask=at + i < entries, other=last + 1)
+            counts += tl.histogram(expert, BINS)
+        begin = tl.sum(tl.where(bins < mine, counts, 0), 0)
+        count = tl.sum(tl.where(bins == mine, counts, 0), 0)
+        tile = tl.sum(tl.where(bins < mine, (counts + ROWS - 1) // ROWS, 0), 0)
+        # The last expert also says of all tiles that are left over that they have no rows.
+        end = tl.where(mine == last, most, tile + (count + ROWS - 1) // ROWS)
+        for first in range(tile, end, TILES):
+            t = first + tl.arange(0, TILES)
+            row = (t - tile) * ROWS
+            fields = tiles_ptr + t * FIELDS
+            tl.store(fields, mine, mask=t < end)
+            tl.store(fields + 1, begin + row, mask=t < end)
+            tl.store(fields + 2, tl.minimum(tl.maximum(count - row, 0), ROWS), mask=t < end)
+    for at in range(0, entries, BLOCK):
+        expert = tl.load(experts_ptr + at + i, mask=at + i < entries, other=last + 1)
+        hit = (expert == mine).to(tl.int32)
+        place = begin + tl.cumsum(hit, 0) - hit
+        tl.store(places_ptr + at + i, place, mask=hit > 0)
+        tl.store(tokens_ptr + place, (at + i) // CHOSEN, mask=hit > 0)
+        begin += tl.sum(hit, 0)
+    tl.store(ends_ptr + mine, begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Rows by expert; a token has one for each of its experts. All are int32."""
+
+    places: torch.Tensor
+    """[T, chosen]: which of the rows it is."""
+    tokens: torch.Tensor
+    """[T * chosen]: whose row it is."""
+    ends: torch.Tensor
+    """[E]: rows up to the last of each expert."""
+    tiles: torch.Tensor
+    """[most, TILE_FIELDS]: runs of rows of one expert; those left over have none."""
+
+
+def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
+    """Of int32 experts[T, chosen] out of `count`; with tiles of at most so many rows, or none for 0."""
+    entries, chosen = experts.numel(), experts.shape[1]
+    most = min(entries, entries // rows + count) if rows else 0
+    integers = torch.empty(2 * entries + count + most * TILE_FIELDS, dtype=torch.int32, device=experts.device)
+    places, tokens, ends, tiles = integers.split([entries, entries, count, most * TILE_FIELDS])
+    block = next((size for size in SORTED if size >= entries), SORTED[-1])
+    _sort_kernel[(count,)](
+        experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,
+        TILE_FIELDS, 128, num_warps=4 if block < SORTED[-1] else 8,
+    )  # fmt: skip
+    return Order(places.view(-1, chosen), tokens, ends, tiles.view(most, TILE_FIELDS))
+
+
+# ---------------------------------------------------------------- products
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One compilation: how many of an expert's rows and of its matrix's a program multiplies, in steps of a sum."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+FEW, SOME, MANY = Tile(16, 128, 128, 4, 4), Tile(32, 128, 128, 4, 3), Tile(64, 128, 64, 4, 3)
+"""See `tile_for` (bench/experts.py --sweep)."""
+
+
+def tile_for(rows: float) -> Tile | None:
+    """For so many rows an expert, on average; None: torch's grouped product is faster."""
+    return FEW if rows <= 6 else SOME if rows <= 24 else MANY if rows <= 128 else None
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr, rows_ptr, tiles_ptr, weight_ptr, out_ptr, columns, depth, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles_ptr + tl.program_id(0) * FIELDS
+    count = tl.load(tile + 2)
+    if count == 0:
+        return
+    expert = tl.load(tile).to(tl.int64)
+    m = tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    real = m < count
+    # Lanes past the end compute a row or a column again, which is not stored.
+    row = tl.load(tile + 1) + tl.where(real, m, 0)
+    source = tl.load(rows_ptr + row) if GATED else row
+    x_at = x_ptr + source.to(tl.int64)[:, None] * depth + k[None, :]
+    if GATED:
+        weight_ptr += expert * 2 * columns * depth
+    else:
+        weight_ptr += expert * columns * depth
+    w_at = weight_ptr + (n % columns)[None, :] * depth + k[:, None]
+    u_at = w_at + columns * depth
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, depth, DEPTH):
+        if WHOLE:
+            x, w = tl.load(x_at + begin), tl.load(w_at + begin)
+        else:
+            inside = begin + k < depth
+            x = tl.load(x_at + begin, mask=inside[None, :], other=0.0)
+            w = tl.load(w_at + begin, mask=inside[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+        if GATED:
+            if WHOLE:
+                u = tl.load(u_at + begin)
+            else:
+                u = tl.load(u_at + begin, mask=(begin + k < depth)[:, None], other=0.0)
+            up = tl.dot(x, u, up, input_precision="ieee")
+    dtype = out_ptr.dtype.element_ty
+    if GATED:  # rounded where the model rounds
+        acc = activated(acc.to(dtype).to(tl.float32), ACTIVATION) * up.to(dtype).to(tl.float32)
+    at = out_ptr + row.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(at, acc.to(dtype), mask=real[:, None] & (n < columns)[None, :])
+
+
+def _product(x: torch.Tensor, order: Order, weight: torch.Tensor, tile: Tile, activation: str | None) -> torch.Tensor:
+    """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] of x [T * chosen, K]; with an
+    activation x is [T, K], and the result [T * chosen, N / 2] is act(first half) * second half."""
+    halves = 1 if activation is None else 2
+    columns, depth, across = weight.shape[1] // halves, weight.shape[2], tile.columns // halves
+    out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
+    _product_kernel[(len(order.tiles), triton.cdiv(columns, across))](
+        x, order.tokens, order.tiles, weight, out, columns, depth, ACTIVATIONS.get(activation or "", 0),
+        activation is not None, depth % tile.depth == 0, tile.rows, across, tile.depth, TILE_FIELDS,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- from tokens to rows and back
+
+
+@triton.jit
+def _spread_kernel(x_ptr, places_ptr, out_ptr, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * size + i, mask=i < size, other=0.0)
+    for slot in tl.static_range(CHOSEN):
+        place = tl.load(places_ptr + token * CHOSEN + slot).to(tl.int64)
+        tl.store(out_ptr + place * size + i, x, mask=i < size)
+
+
+def spread(x: torch.Tensor, order: Order) -> torch.Tensor:
+    """x[T, hidden] by expert: [T * chosen, hidden]."""
+    size, (tokens, chosen) = x.shape[1], order.places.shape
+    out = torch.empty((tokens * chosen, size), dtype=x.dtype, device=x.device)
+    block = min(2048, triton.next_power_of_2(size))
+    _spread_kernel[(tokens, triton.cdiv(size, block))](x, order.places, out, size, chosen, block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _combine_kernel(rows_ptr, weights_ptr, places_ptr, residual_ptr, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(CHOSEN):
+        place = tl.load(places_ptr + token * CHOSEN + slot).to(tl.int64)
+        weight = tl.load(weights_ptr + token * CHOSEN + slot).to(tl.float32)
+        total += weight * tl.load(rows_ptr + place * size + i, mask=inside, other=0.0).to(tl.float32)
+    at = residual_ptr + token * size + i
+    total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=inside)
+
+
+def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: torch.Tensor) -> None:
+    """Add to residual[T, hidden] the rows [T * chosen, hidden] of each token times its weights[T, chosen]."""
+    tokens, size = residual.shape
+    block = min(1024, triton.next_power_of_2(size))
+    _combine_kernel[(tokens, triton.cdiv(size, block))](
+        rows, weights, order.places, residual, size, weights.shape[1], block, num_warps=4
+    )
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """See `Ops.experts`. With `batch_invariant` one kind of tile computes all products, so that a row always rounds
+    alike."""
+    weights, chosen = route(experts.router(x), experts.chosen, experts.normalized)
+    count = len(experts.down)
+    tile = MANY if experts.batch_invariant else tile_for(chosen.numel() / count)
+    if tile is None and x.is_cuda and x.dtype == torch.bfloat16:
+        order = sort(chosen, count, 0)
+        rows = _by_torch(experts, x, order)
+    else:
+        tile = tile or MANY
+        order = sort(chosen, count, tile.rows)
+        inner = _product(x, order, experts.gate_up, tile, experts.activation)
+        rows = _product(inner, order, experts.down, tile, None)
+    combine(rows, weights, order, residual)
+
+
+def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
+    """[T * chosen, hidden] by expert, of x[T, hidden]."""
+    inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
+    inner = kernels.gate(inner, experts.activation)
+    return F.grouped_mm(inner, experts.down.transpose(1, 2), offs=order.ends)

@@ -1,0 +1,6 @@
+"""`Ops` of a GPU."""
+
+from radixrt.worker.cuda.experts import add as experts
+from radixrt.worker.cuda.kernels import gate, norm
+
+__all__ = ["experts", "gate", "norm"]

@@ -1,0 +1,132 @@
+"""The launches that a mixture of experts takes, against plain torch; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixrt.worker.cuda import experts as fused
+from radixrt.worker.model.decoder import TorchOps
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.moe import Experts
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
+
+
+def make(count: int, chosen: int, hidden: int, inner: int, device: torch.device, **changes) -> Experts:
+    generator = torch.Generator().manual_seed(count * hidden)
+    router, gate_up, down = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((count, hidden), (count, 2 * inner, hidden), (count, hidden, inner))
+    )
+    kind = {"normalized": True, "activation": "silu", "batch_invariant": False} | changes
+    return Experts(Linear(router, None, kind["batch_invariant"]), 0.1 * gate_up, 0.1 * down, chosen, **kind)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("count", "chosen"), [(4, 1), (6, 2), (60, 7), (8, 8)])
+def test_route(count, chosen, normalized, device):
+    experts = make(count, chosen, 16, 8, device, normalized=normalized)
+    x = torch.randn(9, 16, device=device)
+    weights, numbers = fused.route(experts.router(x), chosen, normalized)
+    expected_weights, expected = experts.route(x)
+    assert torch.equal(numbers.long(), expected)
+    assert error(weights, expected_weights) < 1e-6
+
+
+def test_nan_chooses_experts_that_exist(device):
+    """What it makes of them is NaN, which fails the request; other tokens know nothing of it."""
+    logits = torch.randn(4, 5, device=device)
+    logits[1, 3] = torch.nan
+    logits[2] = torch.nan
+    weights, numbers = fused.route(logits, 2, True)
+    assert ((numbers >= 0) & (numbers < 5)).all()
+    assert weights.isnan().any(1).tolist() == [False, True, True, False]
+    alone, _ = fused.route(logits[:1], 2, True)
+    assert torch.equal(weights[:1], alone)
+
+
+@pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.parametrize("rows", [0, 2, 16])
+@pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 4, 2), (13, 5, 3), (12, 66, 1), (7, 1, 1)])
+def test_sort(tokens, count, chosen, rows, block, device, monkeypatch):
+    """Every row is in one place, with its expert's, in the order of the batch, and in one tile of that expert."""
+    monkeypatch.setattr(fused, "SORTED", (block,))
+    numbers = torch.rand(tokens, count).argsort(1)[:, :chosen].int().to(device)
+    if tokens > 10:
+        numbers[:, 0] = numbers[:, 0].clamp(max=count // 2)  # some experts have many rows, others none
+    order = fused.sort(numbers, count, rows)
+    places, of_tokens, ends = (x.cpu() for x in (order.places, order.tokens, order.ends))
+    assert sorted(places.flatten().tolist()) == list(range(tokens * chosen))
+    assert torch.equal(of_tokens[places.long()], torch.arange(tokens).int()[:, None].expand(-1, chosen))
+    counts = numbers.cpu().flatten().long().bincount(minlength=count)
+    assert torch.equal(ends, counts.cumsum(0).int())
+    owner = torch.repeat_interleave(torch.arange(count), counts)
+    assert torch.equal(owner[places.long()].int(), numbers.cpu())
+    for expert in range(count):
+        mine = of_tokens[owner == expert].tolist()
+        assert mine == sorted(mine)
+    covered = []
+    for expert, first, held in order.tiles.tolist():
+        assert held <= rows
+        assert (owner[first : first + held] == expert).all()
+        covered += range(first, first + held)
+    assert covered == (list(range(tokens * chosen)) if rows else [])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "count", "chosen", "hidden", "inner", "activation"),
+    [
+        (1, 4, 2, 32, 24, "silu"),
+        (7, 6, 2, 40, 24, "gelu"),
+        (33, 8, 3, 136, 16, "gelu_pytorch_tanh"),
+        (40, 3, 2, 32, 136, "silu"),
+    ],
+)
+def test_all_of_it(tokens, count, chosen, hidden, inner, activation, invariant, device):
+    """Added to the residual stream: the kinds of tiles, sizes that tiles divide and that they do not."""
+    experts = make(count, chosen, hidden, inner, device, activation=activation, batch_invariant=invariant)
+    x, residual = torch.randn(2, tokens, hidden, device=device)
+    expected, found = residual.clone(), residual.clone()
+    experts.one_by_one(x, expected, TorchOps())
+    fused.add(experts, x, found)
+    assert error(found - residual, expected - residual) < 1e-5
+
+
+def test_the_kinds_of_tiles_are_all_tried():
+    kinds = [fused.tile_for(t * chosen / count) for t, count, chosen in ((1, 4, 2), (7, 6, 2), (33, 8, 3), (40, 3, 2))]
+    assert {fused.FEW, fused.SOME, fused.MANY} == set(kinds)
+    assert fused.tile_for(1000) is None
+
+
+def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_are(device):
+    if device.type != "cuda":
+        pytest.skip("no CUDA GPU; numpy's products, which the interpreter uses, round by a row's place")
+    experts = make(4, 2, 64, 48, device, batch_invariant=True)
+    x = torch.randn(70, 64, device=device)
+    together = torch.zeros_like(x)
+    fused.add(experts, x, together)
+    for part in (slice(0, 1), slice(5, 25)):
+        alone = torch.zeros_like(x[part])
+        fused.add(experts, x[part], alone)
+        assert torch.equal(alone, together[part])
+
+
+def test_many_rows_by_torch(device):
+    """As where experts have many: sorted without tiles, spread, computed by torch, combined."""
+    experts = make(5, 3, 64, 32, device)
+    experts.gate_up.data, experts.down.data = experts.gate_up.bfloat16(), experts.down.bfloat16()
+    x, residual = torch.randn(2, 30, 64, device=device).bfloat16()
+    weights, chosen = fused.route(experts.router(x.float()), 3, True)
+    order = fused.sort(chosen, 5, 0)
+    found = residual.float()
+    fused.combine(fused._by_torch(experts, x, order), weights, order, found)
+    wide = make(5, 3, 64, 32, device)
+    expected = residual.float()
+    wide.one_by_one(x.float(), expected, TorchOps())
+    assert error(found - residual.float(), expected - residual.float()) < 2e-2
