@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from bench.serve.loads import Ask, Load, prefixes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder with gated MLPs (Llama, Mistral, Qwen), as its config.json describes it."""
+    """A decoder with gated MLPs (Llama, Mistral, Qwen), or experts in every layer, as its config.json describes it."""
 
     layers: int
     hidden: int
@@ -20,28 +20,46 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    """Of one expert where there are some."""
     vocab: int
+    experts: int = 1
+    chosen: int = 1
+    """Experts a token."""
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
         """KeyError names the field that config.json lacks."""
         heads = config["num_attention_heads"]
+        experts = config.get("num_experts") or config.get("num_local_experts") or 1
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
+            intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
             vocab=config["vocab_size"],
+            experts=experts,
+            chosen=config["num_experts_per_tok"] if experts > 1 else 1,
         )
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' matrices: layers x hidden x (2 heads x d + 2 kv_heads x d + 3 intermediate); Q and O, K and V,
-        gate, up and down. Norms and biases are left out."""
+        """That a token is multiplied by: layers x hidden x (2 heads x d + 2 kv_heads x d), Q and O, K and V, and those of
+        its experts. Norms, biases and the experts' router are left out."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+        return self.layers * self.hidden * attention + self.chosen * self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert, or of the MLP, in all layers: layers x hidden x 3 intermediate; gate, up and down."""
+        return self.layers * self.hidden * 3 * self.intermediate
+
+    def parameters_read(self, tokens: int) -> float:
+        """By a step of so many tokens, of which each chooses its experts at random."""
+        share = 1 - (1 - self.chosen / self.experts) ** tokens
+        others = self.layer_parameters - self.chosen * self.expert_parameters + self.head_parameters
+        return others + share * self.experts * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -71,12 +89,11 @@ class Floor:
 
 
 def floor(load: Load, shape: Shape, ceilings: Ceilings, kv_bytes: float, weight_bytes: float) -> Floor:
-    """prefill FLOPs / FLOP/s, and (decode steps x bytes of weights + bytes of KV read) / bytes a second.
+    """prefill FLOPs / FLOP/s, and (bytes of the weights that each decode step reads + bytes of KV) / bytes a second.
 
     `kv_bytes` and `weight_bytes` are bytes an element. Sampling, launches, HTTP and the norms cost nothing."""
-    steps, kv_tokens = decode_reads(load)
-    weights = (shape.layer_parameters + shape.head_parameters) * weight_bytes
-    read = steps * weights + kv_tokens * kv_token_bytes(shape, kv_bytes)
+    weights = sum(steps * shape.parameters_read(len(running)) for steps, running in batches(load)) * weight_bytes
+    read = weights + decode_reads(load)[1] * kv_token_bytes(shape, kv_bytes)
     return Floor(prefill_flops(load, shape) / (ceilings.tflops * 1e12), read / (ceilings.copy_gbs * 1e9))
 
 
@@ -106,15 +123,23 @@ def decode_reads(load: Load) -> tuple[int, int]:
     waits for; asks without that wait share every step. A step reads the distinct prompt tokens of all that run once,
     and of each its generated tokens: in its j-th step j of them. No schedule has fewer steps, or reads a token less
     often: those that can share a read do."""
+    total = read = 0
+    for steps, running in batches(load):
+        distinct = sum(load.segments[path[-1]] for path in prefixes(ask for ask, _ in running))
+        generated = sum(arithmetic_sum(before + 1, steps) for _, before in running)
+        read += steps * distinct + generated
+        total += steps
+    return total, read
+
+
+def batches(load: Load) -> Iterator[tuple[int, list[tuple[Ask, int]]]]:
+    """(steps, the asks that decode in them, each with the steps that it has decoded before), in order, where every ask
+    decodes as early as it may."""
     spans = decode_spans(load.asks)
     edges = sorted({edge for span in spans for edge in span})
-    read = 0
     for begin, end in pairwise(edges):
-        running = [(ask, span[0]) for ask, span in zip(load.asks, spans, strict=True) if span[0] <= begin < span[1]]
-        distinct = sum(load.segments[path[-1]] for path in prefixes(ask for ask, _ in running))
-        generated = sum(arithmetic_sum(begin - first + 1, end - begin) for _, first in running)
-        read += (end - begin) * distinct + generated
-    return edges[-1], read
+        running = zip(load.asks, spans, strict=True)
+        yield end - begin, [(ask, begin - span[0]) for ask, span in running if span[0] <= begin < span[1]]
 
 
 def decode_spans(asks: Iterable[Ask]) -> list[tuple[int, int]]:

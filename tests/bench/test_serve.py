@@ -3,6 +3,7 @@ at a tiny scale against fake workers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -200,6 +201,20 @@ def test_the_floor_of_a_known_model():
     """16,384 cold tokens of an 8B model are about 300 TFLOP; its weights are 15 GB."""
     assert prefill_flops(make_load("cold"), LLAMA_8B) / 8 == pytest.approx(299e12, rel=0.01)
     assert 2 * (LLAMA_8B.layer_parameters + LLAMA_8B.head_parameters) == pytest.approx(15.0e9, rel=0.01)
+
+
+def test_the_floor_of_experts():
+    """A token is multiplied by those it chose; a step reads those that somebody did."""
+    dense = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=3, vocab=5)
+    mixed = dataclasses.replace(dense, experts=4, chosen=2)
+    assert mixed.expert_parameters == 2 * 4 * 3 * 3
+    assert mixed.layer_parameters == dense.layer_parameters + mixed.expert_parameters
+    others = dense.layer_parameters - dense.expert_parameters + 4 * 5
+    assert dense.parameters_read(7) == others + 72
+    assert [mixed.parameters_read(n) for n in (1, 2)] == [others + 2 * 72, others + 3 * 72]
+    config = {"num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"intermediate_size": 9, "moe_intermediate_size": 3, "num_experts": 4, "num_experts_per_tok": 2}
+    assert Shape.of(config | {"vocab_size": 5}) == mixed
 
 
 def test_shapes_come_from_config_json(folder, tmp_path):
