@@ -31,13 +31,17 @@ gpu-wheels:
 
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu tests/worker/cuda/test_kernels.py tests/worker/cuda/test_experts.py
+	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu \
+	  $(addprefix tests/worker/cuda/test_,kernels.py experts.py sampler.py)
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site:. python3 -m bench.attention
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --deterministic
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
+	PYTHONPATH=.gpu/site:. python3 -m bench.experts
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
 	PYTHONPATH=.gpu/site:. python3 -m bench.steps
 	PYTHONPATH=.gpu/site:. python3 -m bench.nano.quality

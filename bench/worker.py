@@ -37,6 +37,7 @@ from radixrt.worker.model.decoder import Decoder, Layer
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.plan import Runner
+from radixrt.worker.sample import TorchSampler
 from radixrt.worker.scheduler import Limits
 
 STEPS = 48
@@ -129,10 +130,11 @@ class Bench:
     def ids(self, count: int) -> np.ndarray:
         return self._rng.integers(1000, self.worker.runner.vocab_size - 300, count, dtype=np.int32)
 
-    def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None) -> int:
+    def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None, **sampling: float) -> int:
+        """Greedy, unless `sampling` says otherwise."""
         self._next += 1
-        ends = (EOS,) if grammar else ()
-        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True, grammar=grammar, stop_token_ids=ends)
+        fields = {"temperature": 0.0, "stop_token_ids": (EOS,) if grammar else ()} | sampling
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True, grammar=grammar, **fields)
         prompt = array("i", ids.tobytes()).tobytes()
         self.worker._add(Run(id=self._next, namespace="", ids=prompt, prompt_len=len(ids), sampling=sampling))
         return self._next
@@ -274,6 +276,48 @@ def grammar_rows(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.7},
+    "top_k 20, top_p 0.95": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    "top_p 0.95": {"temperature": 0.7, "top_p": 0.95},
+    "min_p 0.05": {"temperature": 0.7, "min_p": 0.05},
+    "repetition 1.05, greedy": {"repetition_penalty": 1.05},
+    "repetition 1.05, top_k 20, top_p 0.8": {"repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p": 0.8},
+}
+
+
+def sampling_rows(bench: Bench) -> list[dict[str, Any]]:
+    """Decodes by what their tokens are drawn by: on the device, and by torch, which sorts the vocabulary and takes
+    penalties one request after the other."""
+    rows: list[dict[str, Any]] = []
+    runner: Any = bench.worker.runner
+    ways = {"ms": runner._sampler, "torch_ms": TorchSampler()}
+    for batch in (1, 64, 256):
+        greedy = 0.0
+        for what, sampling in KINDS.items():
+            row: dict[str, Any] = {"what": f"decode {batch} x 256, {what}"}
+            for way, sampler in ways.items():
+                runner._sampler = sampler
+                for number in range(batch):
+                    seed = {"seed": number} if sampling else {}
+                    bench.add(bench.ids(256), STEPS, **sampling, **seed)
+                bench.settle()
+                for _ in range(4):
+                    bench.step()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(STEPS // 2):
+                    bench.step()
+                row[way] = (time.perf_counter() - began) / (STEPS // 2) * 1e3
+                bench.finish()
+            greedy = greedy or row["ms"]
+            rows.append(row | {"ratio": row["ms"] / greedy})
+            print(rows[-1], flush=True)
+    runner._sampler = ways["ms"]
+    return rows
+
+
 def plain_row(bench: Bench) -> dict[str, Any]:
     """256 requests at once, 1,024 in, 256 out: the load that `bench.serve` calls plain, without the way there."""
     for _ in range(256):
@@ -294,6 +338,7 @@ def main() -> None:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
     parser.add_argument("--grammars", action="store_true", help="what a grammar costs; into a file of its own")
+    parser.add_argument("--sampling", action="store_true", help="what draws and penalties cost; likewise")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     limits = ceilings()
@@ -316,6 +361,8 @@ def main() -> None:
         print(f"ready in {start:.1f} s", flush=True)
         if args.grammars:
             rows = grammar_rows(bench)
+        elif args.sampling:
+            rows = sampling_rows(bench)
         else:
             rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
             rows += prefill_rows(bench, limits)
@@ -323,10 +370,16 @@ def main() -> None:
                 rows.append(plain_row(bench))
     print(table(rows))
     if not args.quick and not args.model:
-        name = "worker_deterministic" if args.deterministic else "worker_grammars" if args.grammars else "worker"
-        if args.shape != "llama-8b":
-            name += "_" + args.shape.replace("-", "_")
-        save(name, rows, ready_s=start, kv_dtype=runner.kv_dtype, device=torch.cuda.get_device_name(), **limits)
+        kinds = {"deterministic": args.deterministic, "grammars": args.grammars, "sampling": args.sampling}
+        kinds[args.shape.replace("-", "_")] = args.shape != "llama-8b"
+        save(
+            "_".join(["worker", *(kind for kind, meant in kinds.items() if meant)]),
+            rows,
+            ready_s=start,
+            kv_dtype=runner.kv_dtype,
+            device=torch.cuda.get_device_name(),
+            **limits,
+        )
 
 
 if __name__ == "__main__":

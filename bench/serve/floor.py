@@ -45,8 +45,8 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """That a token is multiplied by: layers x hidden x (2 heads x d + 2 kv_heads x d), Q and O, K and V, and those of
-        its experts. Norms, biases and the experts' router are left out."""
+        """That a token is multiplied by: layers x hidden x (2 heads x d + 2 kv_heads x d), Q and O, K and V; and those
+        of its experts. Norms, biases and the experts' router are left out."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * self.hidden * attention + self.chosen * self.expert_parameters
 

@@ -14,7 +14,7 @@ import torch
 from radixrt.messages import TokenLogprob
 from radixrt.worker.grammar import fill_masks
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.sample import Masks, choose, to_device
+from radixrt.worker.sample import Masks, Sampler, choose, to_device
 
 NOT_FINITE = "the model gave logits that are not finite"
 
@@ -23,7 +23,7 @@ class Picking:
     """Of one step. `packed` int32 is what `read` wants on the host; `tokens` int32 are those drawn, for `rows` of the
     page table."""
 
-    def __init__(self, plan: Plan, logits: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, logits: torch.Tensor, sampler: Sampler) -> None:
         """`logits` are the plan's wanted ones, float32[plan.wants.sum(), vocab], which may be overwritten; all tokens
         before are known."""
         self._plan = plan
@@ -39,7 +39,7 @@ class Picking:
         positions = (plan.starts + plan.counts)[chosen].tolist()
         finite = logits.amax(-1).isfinite() if len(logits) and not every else None
         free = raw.clone() if self._reported else raw
-        tokens, fine = choose(free, requests, positions, self._masks(raw))
+        tokens, fine = choose(free, requests, self.rows, positions, sampler, self._masks(raw))
         self.tokens = tokens.int()
         if finite is None:
             finite = fine

@@ -78,6 +78,12 @@ class Request:
         self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
+    def penalized(self) -> bool:
+        """By what it has said."""
+        s = self.sampling
+        return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+
+    @property
     def total(self) -> int:
         """Tokens known or drawn so far."""
         return len(self.tokens) + self.pending

@@ -13,6 +13,7 @@ from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
+from radixrt.worker.sample import TorchSampler
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a matrix, and multiplications of a product, below which threads meet for longer than they compute."""
@@ -57,6 +58,7 @@ class TorchRunner(ModelRunner):
         self._alone = SMALL_PRODUCT // widest if small else 0
         """Steps of up to so many tokens are computed by one thread."""
         self._threads = torch.get_num_threads()
+        self._sampler = TorchSampler()
 
     def bind(self, table: np.ndarray) -> None:
         self._attention.bind(table)
@@ -66,7 +68,7 @@ class TorchRunner(ModelRunner):
         if self._alone:
             torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
         with torch.inference_mode():
-            picking = Picking(plan, self.logits(plan))
+            picking = Picking(plan, self.logits(plan), self._sampler)
             result = picking.read(picking.packed.cpu().numpy())
         self.busy_seconds += time.monotonic() - began
         return lambda: result

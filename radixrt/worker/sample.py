@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,59 +30,90 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class Sampler(Protocol):
+    """What devices do each in a way of their own. Logits are float32[B, vocab]."""
+
+    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray) -> None:
+        """Apply the penalties of requests, whose rows of the page table are int[B], in place."""
+
+    def mask(self, logits: torch.Tensor, masks: Masks) -> None:
+        """Set what grammars do not allow to -inf, in place."""
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64[B], the smallest id of the largest logits; whether these are finite and no other is NaN, bool[B])."""
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """int64[N] drawn from those of int rows[N] by temperature, min_p, top_k, top_p and each request's noise."""
+
+
+class TorchSampler:
+    """The reference."""
+
+    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray) -> None:
+        for row, request in enumerate(requests):
+            penalize(logits[row], request)
+
+    def mask(self, logits: torch.Tensor, masks: Masks) -> None:
+        bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        banned = (masks.bits.view(torch.uint8)[:, :, None] >> bits) & 1 == 0
+        banned = banned.flatten(1)[:, : logits.shape[-1]]
+        logits[masks.rows] = logits[masks.rows].masked_fill_(banned, -torch.inf)
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        peaks, tokens = logits.max(-1)
+        return tokens, peaks.isfinite()  # NaN is the largest of all
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
+        return draw(logits[rows.long()], draws)
+
+
 def choose(
-    logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int], masks: Masks | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, positions: Sequence[int], sampler: Sampler,
+    masks: Masks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One token a request, int64[B], at its position, from float32 logits[B, vocab], which is overwritten; and whether
-    the largest logit that it could have is finite, bool[B]."""
+    the largest logit that it could have is finite, bool[B]. `rows` are theirs of the page table, int[B]."""
+    sampler.penalize(logits, requests, rows)
     for row, request in enumerate(requests):
-        adjust(logits[row], request)
+        if request.sampling.logit_bias or request.sampling.min_tokens:
+            adjust(logits[row], request)
     if masks is not None:
-        apply_masks(logits, masks)
+        sampler.mask(logits, masks)
     drawn = [row for row, request in enumerate(requests) if request.draws]
-    tokens, finite = _largest(logits)
+    tokens, finite = sampler.largest(logits)
     if drawn:
         at = to_device(np.array(drawn), logits.device)
         arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
-        tokens[at] = draw(logits[at], Draws.of({k: to_device(v, at.device) for k, v in arrays.items()}))
+        draws = Draws.of({name: to_device(array, at.device) for name, array in arrays.items()})
+        tokens[at] = sampler.draw(logits, at, draws)
     return tokens, finite
-
-
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if logits.is_cuda:
-        from radixrt.worker.cuda import kernels
-
-        finite, tokens = kernels.largest(logits).view(2, -1)
-        return tokens.long(), finite != 0
-    peaks, tokens = logits.max(-1)
-    return tokens, peaks.isfinite()  # NaN is the largest of all
 
 
 # ---------------------------------------------------------------- what changes the logits
 
 
-def adjust(logits: torch.Tensor, request: Request) -> None:
-    """Apply penalties, biases and bans to one request's logits[vocab], in place."""
+def penalize(logits: torch.Tensor, request: Request) -> None:
+    """Apply penalties to one request's logits[vocab], in place."""
     s = request.sampling
-    if s.repetition_penalty != 1.0:
-        _penalize_repetition(logits, request, s.repetition_penalty)
-    generated = len(request.tokens) - request.prompt_len
-    if (s.presence_penalty or s.frequency_penalty) and generated:
+    if s.repetition_penalty != 1.0:  # CTRL (arXiv 1909.05858): tokens of prompt and output, whatever their logit's sign
+        at = _index(np.unique(np.array(request.tokens)), logits)
+        seen = logits[at]
+        logits[at] = torch.where(seen > 0, seen / s.repetition_penalty, seen * s.repetition_penalty)
+    if (s.presence_penalty or s.frequency_penalty) and len(request.tokens) > request.prompt_len:
         ids, counts = np.unique(np.array(request.tokens[request.prompt_len :]), return_counts=True)
         times = to_device(counts.astype(np.float32), logits.device)
         logits[_index(ids, logits)] -= s.presence_penalty + s.frequency_penalty * times
+
+
+def adjust(logits: torch.Tensor, request: Request) -> None:
+    """Apply biases and bans to one request's logits[vocab], in place."""
+    s = request.sampling
     if s.logit_bias:
         bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
+    generated = len(request.tokens) - request.prompt_len
     if generated < s.min_tokens and request.stop_ids and request.matcher is None:
         logits[_index(list(request.stop_ids), logits)] = -torch.inf
-
-
-def _penalize_repetition(logits: torch.Tensor, request: Request, penalty: float) -> None:
-    """CTRL (arXiv 1909.05858): tokens of prompt and output lose, whatever the sign of their logit."""
-    at = _index(np.unique(np.array(request.tokens)), logits)
-    seen = logits[at]
-    logits[at] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
 
 def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -96,18 +128,6 @@ class Masks:
     """int32[N, ceil(vocab / 32)], on the device of the logits: bit i % 32 of word i // 32 for id i."""
     rows: torch.Tensor
     """int64[N]: whose rows of the logits they are."""
-
-
-def apply_masks(logits: torch.Tensor, masks: Masks) -> None:
-    """Set what is not allowed to -inf in logits[B, vocab], in place."""
-    if logits.is_cuda:
-        from radixrt.worker.cuda import kernels
-
-        return kernels.mask(logits, masks.rows, masks.bits)
-    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    banned = (masks.bits.view(torch.uint8)[:, :, None] >> bits) & 1 == 0
-    banned = banned.flatten(1)[:, : logits.shape[-1]]
-    logits[masks.rows] = logits[masks.rows].masked_fill_(banned, -torch.inf)
 
 
 # ---------------------------------------------------------------- drawing
@@ -127,7 +147,7 @@ class Draws:
     @property
     def cuts(self) -> bool:
         """Whether some tokens are left out."""
-        return self.min_p is not None or self.top_k is not None
+        return any(x is not None for x in (self.min_p, self.top_k, self.top_p))
 
     @staticmethod
     def arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> dict[str, np.ndarray]:
@@ -139,8 +159,9 @@ class Draws:
         }
         if any(s.min_p > 0 for s in samplings):
             found["min_p"] = np.array([s.min_p for s in samplings], dtype=np.float32)
-        if any(s.top_p < 1 or s.top_k > 0 for s in samplings):
+        if any(s.top_k > 0 for s in samplings):
             found["top_k"] = np.array([s.top_k if s.top_k > 0 else _ALL for s in samplings], dtype=np.int32)
+        if any(s.top_p < 1 for s in samplings):
             found["top_p"] = np.array([s.top_p for s in samplings], dtype=np.float32)
         return found
 
@@ -159,7 +180,7 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     logits = logits / draws.temperature
     if draws.min_p is not None:
         logits = keep_min_p(logits, draws.min_p)
-    if draws.top_k is not None and draws.top_p is not None:
+    if draws.top_k is not None or draws.top_p is not None:
         logits = keep_top(logits, draws.top_k, draws.top_p)
     return (logits + gumbel(draws.keys, logits.shape[-1])).argmax(-1)
 
@@ -170,17 +191,20 @@ def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < bar, -torch.inf)
 
 
-def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the `top_k` likeliest tokens, of these the fewest whose probabilities sum to `top_p` at least; both [B, 1].
+def keep_top(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Keep the `top_k` likeliest tokens, of these the fewest whose probabilities sum to `top_p` at least; both [B, 1],
+    or None for all.
 
     Of tokens equally likely those of smaller id go first, so that exactly k are kept."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    # Rounded sums may reach 1 before the last token: top_p 1 keeps all.
-    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1) & (rank > 0), -torch.inf)
+    if top_k is not None:
+        ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
+    if top_p is not None:
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        # Rounded sums may reach 1 before the last token: top_p 1 keeps all.
+        ordered = ordered.masked_fill((before >= top_p) & (top_p < 1) & (rank > 0), -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 

@@ -24,7 +24,7 @@ from radixrt.worker.fake import EOS
 from radixrt.worker.grammar import DEAD_END, STRAYED, Grammars, Matcher, fill_masks
 from radixrt.worker.loading import load_runner
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Masks, apply_masks
+from radixrt.worker.sample import Masks, TorchSampler
 from radixrt.worker.schema import safe_pattern, with_safe_patterns
 from radixrt.worker.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer
@@ -414,7 +414,7 @@ def test_masks_are_applied_as_they_read():
             for i in range(vocab):
                 if not (int(bits[n, i // 32]) >> (i % 32)) & 1:
                     expected[row, i] = -torch.inf
-        apply_masks(logits, Masks(torch.from_numpy(bits), torch.tensor(rows)))
+        TorchSampler().mask(logits, Masks(torch.from_numpy(bits), torch.tensor(rows)))
         assert torch.equal(logits, expected)
 
 

@@ -22,6 +22,7 @@ from radixrt.worker.jump import Spelling, on_one_line
 from radixrt.worker.loading import load_runner
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import FROM_DEVICE
+from radixrt.worker.sample import TorchSampler
 from radixrt.worker.status import Rates
 from radixrt.worker.vocabulary import Vocabulary
 from tests.checkpoints import make_model, make_tokenizer
@@ -106,7 +107,7 @@ class LateRunner:
     def draw(self) -> None:
         plan, logits, _ = self._late
         with torch.inference_mode():
-            picking = Picking(plan, logits.clone())
+            picking = Picking(plan, logits.clone(), TorchSampler())
         self._late[2] = result = picking.read(picking.packed.numpy())
         self._drawn.update(zip(plan.rows.tolist(), result.tokens, strict=True))
 

@@ -20,7 +20,7 @@ from radixrt.messages import Run, Sampling
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Draws, adjust, choose, draw, gumbel, keep_min_p, keep_top
+from radixrt.worker.sample import Draws, TorchSampler, adjust, choose, draw, gumbel, keep_min_p, keep_top, penalize
 
 VOCAB = 200
 
@@ -75,7 +75,7 @@ def test_of_equal_tokens_exactly_k_are_kept():
 def test_repetition_penalty_counts_prompt_and_output():
     raw, tokens = logits()[0], (5, 6, 7, 7, 8)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), raw[None].clone())[0]
-    adjust(raw, request(Sampling(repetition_penalty=1.7), tokens, prompt_len=3))
+    penalize(raw, request(Sampling(repetition_penalty=1.7), tokens, prompt_len=3))
     assert torch.equal(raw, expected)
 
 
@@ -84,7 +84,7 @@ def test_presence_and_frequency_count_the_output_only():
     expected = raw.clone()
     expected[7] -= 0.5 + 2 * 0.25
     expected[8] -= 0.5 + 0.25
-    adjust(raw, request(sampling, (5, 6, 7, 7, 8, 7), prompt_len=3))
+    penalize(raw, request(sampling, (5, 6, 7, 7, 8, 7), prompt_len=3))
     assert torch.equal(raw, expected)
 
 
@@ -110,7 +110,8 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     best = int(raw[0].argmax())
     plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
     expected = int(raw[0].topk(2).indices[1])
-    found, finite = choose(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
+    both, rows = torch.stack([raw[0], raw[0]]), np.arange(2)
+    found, finite = choose(both, [request(plain), request(biased)], rows, [3, 3], TorchSampler())
     assert finite.tolist() == [True, True]
     assert found.tolist() == [best, expected]
 
@@ -119,7 +120,7 @@ def test_logits_that_are_not_finite_are_told():
     rows = torch.stack([logits(1)[0]] * 4)
     rows[1, 3], rows[2] = torch.nan, -torch.inf
     rows[3, 4] = torch.inf
-    _, finite = choose(rows, [request(Sampling(temperature=0.0))] * 4, [3] * 4)
+    _, finite = choose(rows, [request(Sampling(temperature=0.0))] * 4, np.arange(4), [3] * 4, TorchSampler())
     assert finite.tolist() == [True, False, False, False]
 
 
@@ -171,7 +172,7 @@ def test_reported_logprobs_are_the_models_own():
     ones = np.ones(3, dtype=np.int32)
     requests = tuple(request(s) for s in asked)
     plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((3, 0)))
-    picking = Picking(plan, raw.clone())
+    picking = Picking(plan, raw.clone(), TorchSampler())
     result = picking.read(picking.packed.numpy())
     found = result.logprobs
     assert result.tokens[2] == 0

@@ -343,12 +343,19 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _perturbed_kernel(
-    logits_ptr, rows_ptr, temperature_ptr, keys_ptr, best_ptr, at_ptr, vocab, stride, blocks, BLOCK: tl.constexpr
-):
-    b = tl.program_id(0)
+    logits_ptr, rows_ptr, temperature_ptr, keys_ptr, kept_ptr, best_ptr, at_ptr, vocab, stride, blocks,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + b).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
+    if KEPT:
+        inside = tl.load(kept_ptr + b * vocab + token, mask=inside, other=0.0) > 0
+        if tl.max(inside.to(tl.int32), 0) == 0:  # as in nearly every block: the noise is what takes time
+            tl.store(best_ptr + b * blocks + tl.program_id(1), float("-inf"))
+            tl.store(at_ptr + b * blocks + tl.program_id(1), 0)
+            return
     logits = tl.load(logits_ptr + row * stride + token, mask=inside, other=float("-inf"))
     bits = _bits(tl.load(keys_ptr + b), token.to(tl.int64))
     uniform = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
@@ -359,15 +366,22 @@ def _perturbed_kernel(
     tl.store(at_ptr + b * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(found, 0))
 
 
-def draw(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    keys: torch.Tensor,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
     """int64[B]: the largest of logits / temperature + Gumbel noise, of float32 logits[rows[B], vocab]; temperature is
-    float32[B, 1], keys int64[B, 1]. As `sample.draw` in one pass."""
+    float32[B, 1], keys int64[B, 1]. Only where float32 kept[B, vocab] is above 0, if given. As `sample.draw`."""
     count, vocab = len(rows), logits.shape[1]
     block = 4096
     blocks = triton.cdiv(vocab, block)
     best = torch.empty((count, blocks), dtype=torch.float32, device=logits.device)
     at = torch.empty((count, blocks), dtype=torch.int64, device=logits.device)
     _perturbed_kernel[(count, blocks)](
-        logits, rows, temperature, keys, best, at, vocab, logits.stride(0), blocks, block, num_warps=8
-    )
+        logits, rows, temperature, keys, logits if kept is None else kept, best, at, vocab, logits.stride(0), blocks,
+        kept is not None, block, num_warps=8,
+    )  # fmt: skip
     return at.gather(1, best.argmax(1, keepdim=True))[:, 0]

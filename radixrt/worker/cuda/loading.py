@@ -18,6 +18,7 @@ from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
+from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
 from radixrt.worker.cuda.segments import MOST_COPIES
 from radixrt.worker.kv import KVPool
 from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
@@ -65,6 +66,7 @@ def _make(
         processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
         tree_attention=config.tree_attention != "off",
         exact=config.deterministic,
+        thresholds=find_sampling(config, loaded),
     )
 
 
@@ -89,6 +91,18 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     if time.monotonic() - began > 5:
         log.info("FlashInfer's kernels were built in %.0f s", time.monotonic() - began)
     return found
+
+
+def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
+    """FlashInfer's thresholds for draws, built; None without them, with a warning that says why."""
+    if config.attention_backend == "triton" or config.deterministic:
+        return None
+    try:
+        return find_thresholds(loaded.spec.vocab_size, loaded.device)
+    except Exception as error:  # no package, no compiler, a build that fails
+        message = f"FlashInfer is not used for draws: {type(error).__name__}: {str(error)[:500]}"
+        log.warning("%s. With top_k, top_p or min_p the vocabulary is sorted in every step, slower", message)
+        return None
 
 
 def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None) -> int:

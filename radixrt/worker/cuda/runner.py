@@ -27,6 +27,7 @@ from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import SIZES as PIECE_SIZES
 from radixrt.worker.cuda.pieces import Pieces
 from radixrt.worker.cuda.ragged import FlashInfer
+from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
@@ -36,7 +37,7 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import ModelRunner, ranges, wanted
-from radixrt.worker.sample import draw, to_device
+from radixrt.worker.sample import to_device
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -85,8 +86,9 @@ class CudaRunner(ModelRunner):
 
     At most `rows` requests run at once; `flashinfer` computes long chunks where it is given; batches of up to
     `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over. With
-    `tree_attention` decodes read once what they share (`sharing`). `exact`: results do not depend on the batch, to the
-    last bit, if the model's do not: one kernel and one cut for all attention, nothing shared, no FlashInfer."""
+    `tree_attention` decodes read once what they share (`sharing`); `thresholds` are those of CudaSampler. `exact`:
+    results do not depend on the batch, to the last bit, if the model's do not: one kernel and one cut for all
+    attention, nothing shared, no FlashInfer."""
 
     overlaps = True
 
@@ -103,6 +105,7 @@ class CudaRunner(ModelRunner):
         processors: int = 1,
         tree_attention: bool = True,
         exact: bool = False,
+        thresholds: Thresholds | None = None,
     ) -> None:
         super().__init__(model, pool, page_size, eos_ids)
         spec = model.spec
@@ -132,6 +135,7 @@ class CudaRunner(ModelRunner):
         self._packers, self._late_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._late: Late | None = None
         self._answers = (Answer(self._device), Answer(self._device))
+        self._sampler = CudaSampler(rows, spec.vocab_size, self._device, thresholds)
         self._steps = 0
         self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
         # The room for an exact batch's parts would be that of the longest context: it has graphs between attentions.
@@ -201,7 +205,7 @@ class CudaRunner(ModelRunner):
         late, self._late = self._late, None
         if late is None:
             return
-        late.picking = picking = Picking(late.plan, late.logits)
+        late.picking = picking = Picking(late.plan, late.logits, self._sampler)
         self._drawn[to_device(picking.rows, self._device).long()] = picking.tokens
         late.answer.fetch(picking.packed)
 
@@ -319,10 +323,7 @@ class CudaRunner(ModelRunner):
     def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
         """Draw those that are not greedy, and note them in `tokens` and for their rows."""
         draws, rows = drawing.draws(sent), drawing.at.of(sent)
-        if draws.cuts:
-            drawn = draw(logits[rows.long()], draws).int()
-        else:
-            drawn = kernels.draw(logits, rows, draws.temperature, draws.keys).int()
+        drawn = self._sampler.draw(logits, rows, draws).int()
         tokens[drawing.to.of(sent).long()] = drawn
         self._drawn[drawing.rows.of(sent).long()] = drawn
 

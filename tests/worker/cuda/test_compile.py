@@ -16,7 +16,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, experts, invariant, kernels
+from radixrt.worker.cuda import attend, experts, invariant, kernels, sampler
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -47,8 +47,14 @@ build(kernels._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, 
 numbers = {"vocab": i, "stride": i, "blocks": i}
 build(kernels._largest_kernel, ["*fp32", "*fp32", "*i32"], numbers, {"BLOCK": 4096}, 8)
 build(kernels._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
-pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*i64"]
-build(kernels._perturbed_kernel, pointers, {"vocab": i, "stride": i, "blocks": i}, {"BLOCK": 4096}, 8)
+pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
+numbers = {"vocab": i, "stride": i, "blocks": i}
+for kept in (False, True):
+    build(kernels._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
+counts = {"IN_PROMPT": sampler.IN_PROMPT, "BLOCK": 256}
+build(sampler._note_kernel, ["*i32"] * 2, {"entries": i, "vocab": i}, counts)
+numbers = {"requests": i, "vocab": i, "stride": i}
+build(sampler._penalize_kernel, ["*fp32", "*i32", "*i32"], numbers, counts | {"BLOCK": 4096}, 8)
 numbers = {"rows": i, "columns": i, "depth": i}
 for t in (invariant.FEW, *invariant.TILES) if every else (invariant.FEW, invariant.TILES[0]):
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BIAS": True, "WHOLE": True, "GROUP": 8}

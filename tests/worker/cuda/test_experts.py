@@ -104,11 +104,10 @@ def test_the_kinds_of_tiles_are_all_tried():
     assert fused.tile_for(1000) is None
 
 
+@pytest.mark.usefixtures("steady_products")
 def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_are(device):
-    if device.type != "cuda":
-        pytest.skip("no CUDA GPU; numpy's products, which the interpreter uses, round by a row's place")
-    experts = make(4, 2, 64, 48, device, batch_invariant=True)
-    x = torch.randn(70, 64, device=device)
+    experts = make(4, 2, 32, 24, device, batch_invariant=True)
+    x = torch.randn(70, 32, device=device)
     together = torch.zeros_like(x)
     fused.add(experts, x, together)
     for part in (slice(0, 1), slice(5, 25)):

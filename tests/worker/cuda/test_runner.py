@@ -150,6 +150,7 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["llama", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.usefixtures("steady_products")
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time)."""

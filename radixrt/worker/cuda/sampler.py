@@ -1,0 +1,178 @@
+"""From logits to tokens on a GPU: as `sample` says, without a sort of the vocabulary, or a loop over requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker import sample
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.ragged import load_flashinfer
+from radixrt.worker.request import Request
+from radixrt.worker.sample import Draws, Masks, to_device
+
+
+class Thresholds(Protocol):
+    """Of `flashinfer.sampling`, what draws take: probabilities are float32[B, vocab], thresholds [B]."""
+
+    def softmax(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor: ...
+
+    def top_k_renorm_probs(self, probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor: ...
+
+    def top_p_renorm_probs(
+        self, probs: torch.Tensor, top_p: torch.Tensor, is_deterministic: bool = False
+    ) -> torch.Tensor: ...
+
+
+def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
+    """FlashInfer's, built and tried out. Any exception says that they cannot be used."""
+    found = load_flashinfer().sampling
+    logits = torch.zeros((2, vocab), dtype=torch.float32, device=device)
+    ones = torch.ones((2, 1), dtype=torch.float32, device=device)
+    draws = Draws(ones, ones.long(), 0.1 * ones, 5 * ones.int(), 0.5 * ones)
+    _kept(found, logits, draws)
+    torch.cuda.synchronize(device)
+    return found
+
+
+def _kept(thresholds: Thresholds, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """float32[B, vocab], above 0 for those tokens that min_p, top_k and top_p leave; of equals either all or none."""
+    shares = thresholds.softmax(logits, draws.temperature[:, 0])
+    if draws.min_p is not None:
+        shares = shares.masked_fill_(shares < draws.min_p * shares.amax(-1, keepdim=True), 0.0)
+    if draws.top_k is not None:
+        shares = thresholds.top_k_renorm_probs(shares, draws.top_k[:, 0])
+    elif draws.min_p is not None and draws.top_p is not None:
+        shares /= shares.sum(-1, keepdim=True)
+    if draws.top_p is not None:
+        some = thresholds.top_p_renorm_probs(shares, draws.top_p[:, 0], is_deterministic=True)
+        shares = torch.where(draws.top_p < 1, some, shares)  # rounded sums may reach 1 before the last token
+    return shares
+
+
+class CudaSampler:
+    """A Sampler. `rows` of the page table; without `thresholds` torch sorts the vocabulary for min_p, top_k, top_p."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device, thresholds: Thresholds | None = None) -> None:
+        self._penalties = Penalties(rows, vocab, device)
+        self._thresholds = thresholds
+
+    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray) -> None:
+        self._penalties.apply(logits, requests, rows)
+
+    def mask(self, logits: torch.Tensor, masks: Masks) -> None:
+        kernels.mask(logits, masks.rows, masks.bits)
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        finite, tokens = kernels.largest(logits).view(2, -1)
+        return tokens.long(), finite != 0
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
+        kept = None
+        if draws.cuts:
+            mine = logits[rows.long()]
+            if self._thresholds is None:
+                return sample.draw(mine, draws)
+            kept = _kept(self._thresholds, mine, draws)
+        return kernels.draw(logits, rows, draws.temperature, draws.keys, kept)
+
+
+# ---------------------------------------------------------------- penalties
+
+IN_PROMPT = 1 << 30
+"""Beside how often a token was generated."""
+FIELDS = 5
+"""Of a request that is penalized: row of the logits, of the counts, and the bits of its three penalties."""
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _note_kernel(entries_ptr, counts_ptr, entries, vocab, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < entries
+    row = tl.load(entries_ptr + i, mask=inside, other=0).to(tl.int64)
+    token = tl.load(entries_ptr + entries + i, mask=inside, other=0)
+    what = tl.load(entries_ptr + 2 * entries + i, mask=inside, other=0)
+    at = counts_ptr + row * vocab + token
+    tl.atomic_or(at, what, mask=inside & (what == IN_PROMPT))
+    tl.atomic_add(at, what, mask=inside & (what != IN_PROMPT))
+
+
+@triton.jit
+def _penalize_kernel(
+    logits_ptr, who_ptr, counts_ptr, requests, vocab, stride, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr
+):
+    who = who_ptr + tl.program_id(0)
+    row = tl.load(who).to(tl.int64)
+    held = tl.load(who + requests).to(tl.int64)
+    repetition = tl.load(who + 2 * requests).to(tl.float32, bitcast=True)
+    presence = tl.load(who + 3 * requests).to(tl.float32, bitcast=True)
+    frequency = tl.load(who + 4 * requests).to(tl.float32, bitcast=True)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    count = tl.load(counts_ptr + held * vocab + token, mask=inside, other=0)
+    at = logits_ptr + row * stride + token
+    logits = tl.load(at, mask=inside, other=0.0)
+    seen = count != 0
+    times = (count & (IN_PROMPT - 1)).to(tl.float32)
+    logits = tl.where(seen, tl.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits -= tl.where(times > 0, presence + frequency * times, 0.0)
+    tl.store(at, logits, mask=inside & seen)
+
+
+class Penalties:
+    """What each request has said, counted on the device as it goes on: nothing is counted twice, or sent again."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self._rows, self._vocab, self._device = rows, vocab, device
+        self._counts: torch.Tensor | None = None
+        """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT; made when a
+        request has penalties."""
+        self._counted: dict[int, tuple[Request, int]] = {}
+        """By row: whose counts these are, and of how many of its tokens."""
+
+    def apply(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray) -> None:
+        """As `Sampler.penalize`."""
+        penalized = [n for n, request in enumerate(requests) if request.penalized]
+        if not penalized:
+            return
+        if self._counts is None:
+            self._counts = torch.zeros((self._rows, self._vocab), dtype=torch.int32, device=self._device)
+        self._count([(requests[n], int(rows[n])) for n in penalized])
+        samplings = [requests[n].sampling for n in penalized]
+        strengths = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplings]
+        who = np.empty((FIELDS, len(penalized)), dtype=np.int32)
+        who[0], who[1] = penalized, rows[penalized]
+        who[2:] = np.array(strengths, dtype=np.float32).view(np.int32).T
+        block = 4096
+        _penalize_kernel[(len(penalized), triton.cdiv(self._vocab, block))](
+            logits, to_device(who, self._device), self._counts, len(penalized), self._vocab, logits.stride(0),
+            IN_PROMPT, block, num_warps=8,
+        )  # fmt: skip
+
+    def _count(self, requests: list[tuple[Request, int]]) -> None:
+        """What they have said since they were counted last, each in its row."""
+        assert self._counts is not None
+        fresh, parts = [], []
+        for request, row in requests:
+            whose, counted = self._counted.get(row, (None, 0))
+            if whose is not request:
+                counted = 0
+                fresh.append(row)
+            ids = np.array(request.path(counted))
+            what = np.ones_like(ids)
+            what[: max(0, request.prompt_len - counted)] = IN_PROMPT
+            parts.append(np.stack([np.full_like(ids, row), ids, what]))
+            self._counted[row] = request, len(request.tokens)
+        if fresh:
+            self._counts.index_fill_(0, to_device(np.array(fresh), self._device), 0)
+        entries = np.concatenate(parts, axis=1)
+        count, block = entries.shape[1], 256
+        if count:
+            _note_kernel[(triton.cdiv(count, block),)](
+                to_device(entries, self._device), self._counts, count, self._vocab, IN_PROMPT, block, num_warps=4
+            )

@@ -1,0 +1,138 @@
+"""Penalties and draws of a GPU against the reference; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+
+from radixrt.messages import Run, Sampling
+from radixrt.worker.cuda.sampler import CudaSampler, find_thresholds
+from radixrt.worker.request import Request
+from radixrt.worker.sample import Draws, TorchSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
+
+VOCAB = 5000
+
+
+class PlainThresholds:
+    """`flashinfer.sampling` in plain torch."""
+
+    def softmax(self, logits, temperature):
+        return (logits / temperature[:, None]).softmax(-1)
+
+    def top_k_renorm_probs(self, probs, top_k):
+        ordered = probs.sort(-1, descending=True).values
+        last = ordered.gather(-1, (top_k.long() - 1).clamp(max=probs.shape[-1] - 1)[:, None])
+        kept = probs.masked_fill(probs < last, 0)
+        return kept / kept.sum(-1, keepdim=True)
+
+    def top_p_renorm_probs(self, probs, top_p, is_deterministic=False):
+        ordered = probs.sort(-1, descending=True).values
+        needed = ((ordered.cumsum(-1) - ordered) < top_p[:, None]).sum(-1, keepdim=True)
+        return probs.masked_fill(probs < ordered.gather(-1, (needed - 1).clamp(min=0)), 0)
+
+
+def request(number: int, prompt: list[int], said: list[int] = (), **sampling) -> Request:
+    ids = array("i", [*prompt, *said]).tobytes()
+    run = Run(id=number, namespace="", ids=ids, prompt_len=len(prompt), sampling=Sampling(**sampling))
+    return Request(run, 10_000, frozenset())
+
+
+def check(sampler: CudaSampler, requests: list[Request], rows: list[int], device: torch.device) -> None:
+    """One step's penalties are the reference's."""
+    logits = 4 * torch.randn(len(requests), VOCAB, device=device)
+    expected = logits.clone()
+    TorchSampler().penalize(expected, requests, np.array(rows))
+    sampler.penalize(logits, requests, np.array(rows, dtype=np.int32))
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_penalties_follow_what_is_said(device):
+    """Over steps in which requests say more, by one token and by many at once, come, go, change their rows, and take
+    the row of another; some have no penalties."""
+    sampler, rng = CudaSampler(4, VOCAB, device), np.random.default_rng(0)
+    kinds = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.25},
+        {},
+        {"repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.1},
+    ]
+
+    def more(count: int) -> list[int]:
+        return rng.integers(0, 40, count).tolist()
+
+    a, b, c, d = (request(n, more(30), more(4 * (n % 2)), **kind) for n, kind in enumerate(kinds))
+    check(sampler, [a, b, c], [0, 1, 2], device)
+    for said in (1, 1, 7, 1):
+        for one in (a, b, c):
+            one.tokens.extend(more(said))
+        check(sampler, [c, a, b], [2, 0, 1], device)
+    check(sampler, [a], [0], device)
+    check(sampler, [d, b], [0, 1], device)  # d has a's row
+    d.tokens.extend(more(3))
+    a.tokens.extend(more(2))
+    check(sampler, [b, a, d], [3, 1, 0], device)  # b has moved, a has b's row
+
+
+def test_nothing_is_kept_for_those_without(device):
+    sampler = CudaSampler(4, VOCAB, device)
+    logits = torch.randn(2, VOCAB, device=device)
+    before = logits.clone()
+    sampler.penalize(logits, [request(1, [1, 2]), request(2, [3])], np.array([0, 1]))
+    assert torch.equal(logits, before)
+    assert sampler._penalties._counts is None
+
+
+SAMPLINGS = [
+    {"top_p": 0.8, "top_k": 20},
+    {"top_p": 0.95},
+    {"top_k": 1},
+    {"min_p": 0.05},
+    {"min_p": 0.3, "top_p": 0.6, "top_k": 7},
+    {},
+    {"top_k": 3 * VOCAB, "top_p": 0.5},
+    {"min_p": 1.0},
+]
+
+
+@pytest.mark.parametrize("spread", [0.1, 4.0])
+@pytest.mark.parametrize("plain", [True, False])
+def test_draws_are_those_of_the_reference(plain, spread, device):
+    """By seed; with thresholds, FlashInfer's where there is a GPU, and by a sort."""
+    if plain:
+        sampler = CudaSampler(4, VOCAB, device)
+    else:
+        found = find_thresholds(VOCAB, device) if device.type == "cuda" else PlainThresholds()
+        sampler = CudaSampler(4, VOCAB, device, found)
+    logits = spread * torch.randn(9, VOCAB, device=device)
+    same = total = 0
+    for chosen in [[one] for one in SAMPLINGS] + [SAMPLINGS, SAMPLINGS[:3]]:
+        samplings = [Sampling(temperature=0.4 + 0.2 * n, seed=n, **one) for n, one in enumerate(5 * chosen)]
+        arrays = Draws.arrays(samplings, list(range(len(samplings))))
+        draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+        rows = torch.from_numpy(np.random.default_rng(1).integers(0, 9, len(samplings)).astype(np.int32)).to(device)
+        expected = TorchSampler().draw(logits, rows, draws)
+        found = sampler.draw(logits, rows, draws)
+        same += int((found == expected).sum())
+        total += len(samplings)
+    assert same >= total - (0 if plain else 2), "sums that round otherwise may keep one token more or less"
+
+
+def test_a_vocabulary_without_numbers(device):
+    """A row of NaN, or nothing but -inf, gives some token (the request fails for it), and harms no other row."""
+    sampler = CudaSampler(
+        4, VOCAB, device, find_thresholds(VOCAB, device) if device.type == "cuda" else PlainThresholds()
+    )
+    logits = torch.randn(3, VOCAB, device=device)
+    arrays = Draws.arrays([Sampling(temperature=1.0, seed=5, top_k=5, top_p=0.9)] * 3, [1, 2, 3])
+    draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    fine = sampler.draw(logits, rows, draws)
+    logits[0], logits[1] = torch.nan, -torch.inf
+    found = sampler.draw(logits, rows, draws)
+    assert found[2] == fine[2]
+    assert ((found >= 0) & (found < VOCAB)).all()
