@@ -58,6 +58,7 @@ from radixrt.messages.shared import (
     SessionFacts,
     TokenLogprob,
     Usage,
+    tenant_of,
 )
 from radixrt.messages.worker import (
     Abort,
@@ -145,4 +146,5 @@ __all__ = [
     "Unknown",
     "Unpin",
     "Usage",
+    "tenant_of",
 ]

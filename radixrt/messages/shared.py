@@ -87,3 +87,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""
+
+
+def tenant_of(namespace: str) -> str:
+    """Whose a namespace is: its first line."""
+    return namespace.partition("\n")[0]

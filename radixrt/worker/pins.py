@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixrt.messages import Run
+from radixrt.messages import Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
 
 TENANTS = 2
@@ -115,12 +115,12 @@ class Pins:
             self._release(key)
         self._pins[key] = Pin(namespace, ids, seconds, until, lease)
         self._next = min(self._next, until)
-        tenant = _tenant(namespace)
+        tenant = tenant_of(namespace)
         self._paths.setdefault(tenant, OwnerTree()).add(namespace, ids, _OWNER)
         self._make_room(tenant)
 
     def _make_room(self, tenant: str) -> None:
-        own = [key for key in self._pins if _tenant(key[0]) == tenant]
+        own = [key for key in self._pins if tenant_of(key[0]) == tenant]
         count = len(own)
         for key in own[:-1]:
             if self.tokens(tenant) <= self.tenant_tokens and count <= MAX_PINS:
@@ -153,26 +153,21 @@ class Pins:
     def _release(self, key: Key) -> None:
         pin = self._pins.pop(key)
         pin.lease.release()
-        tenant = _tenant(pin.namespace)
+        tenant = tenant_of(pin.namespace)
         self._paths[tenant].remove(pin.namespace, pin.ids, _OWNER)
         if not self._paths[tenant].tokens:
             del self._paths[tenant]
 
     def check(self) -> None:
         """Assert that pins hold what they say, and no more than they may."""
-        tenants = {_tenant(pin.namespace) for pin in self._pins.values()}
+        tenants = {tenant_of(pin.namespace) for pin in self._pins.values()}
         assert tenants == self._paths.keys(), "tenants with pins are known"
         assert sum(self.tokens(tenant) for tenant in tenants) <= self.all_tokens, "all pins are bounded"
         for tenant in tenants:
-            pins = [pin for pin in self._pins.values() if _tenant(pin.namespace) == tenant]
+            pins = [pin for pin in self._pins.values() if tenant_of(pin.namespace) == tenant]
             held = {(p.namespace, p.ids[:n]) for p in pins for n in range(TOKEN_BYTES, len(p.ids) + 1, TOKEN_BYTES)}
             assert len(held) == self.tokens(tenant) <= self.tenant_tokens, "a tenant's pins are counted, and bounded"
             assert len(pins) <= MAX_PINS, "a tenant's pins are few"
         for pin in self._pins.values():
             assert pin.lease.length == len(pin.ids) // TOKEN_BYTES, "a pin leases its path"
             assert pin.until >= self._next, "no pin is forgotten"
-
-
-def _tenant(namespace: str) -> str:
-    """Whose a namespace is: its first line."""
-    return namespace.partition("\n")[0]

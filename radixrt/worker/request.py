@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from radixrt.messages import Run, Sampling
+from radixrt.messages import Run, Sampling, tenant_of
 from radixrt.tree import Lease
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Request:
     """
 
     __slots__ = (
-        "id", "namespace", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
+        "id", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
         "pending", "over", "serial", "draws", "next_score", "matcher",
         "jumps", "came", "said", "void", "group", "place", "seen",
@@ -47,6 +47,7 @@ class Request:
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
         self.id = run.id
         self.namespace = run.namespace
+        self.tenant = tenant_of(run.namespace)
         self.tokens = array("i")
         self.tokens.frombytes(run.ids)
         self.prompt_len = run.prompt_len

@@ -20,7 +20,6 @@ A token may bring others with it, which a grammar forces: the request falls behi
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,11 +28,10 @@ from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.request import Request
+from radixrt.worker.waiting import Service, Waiting
 
 MOST_GROUPS = 1024
 """Groups that are remembered; the router ends each within seconds."""
-REFRESHED = 16
-"""Waiting requests whose hit is looked up anew in a step; with the one that is next, all that a long queue costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,8 @@ class Scheduler:
         self.forced_tokens = 0
         self.steps = 0
         self._requests: dict[int, Request] = {}
-        self._waiting: list[tuple[int, tuple[int, int], Request]] = []
-        self._waiting_tokens = 0
-        self._refresh_at = 0
+        self._service = Service()
+        self._waiting = Waiting(cache, self._service)
         self._clock = 0
         self._groups: dict[int, tuple[int, int]] = {}
         """When the first of each came, and its id; the latest groups."""
@@ -82,7 +79,8 @@ class Scheduler:
         self._arrive(request)
         if request.matcher is not None and not request.generated:
             self._force(request)
-        self._wait(request)
+        self._service.come(request.tenant)
+        self._waiting.add(request)
 
     def _arrive(self, request: Request) -> None:
         """A request comes now, or came with the first of its group."""
@@ -121,12 +119,7 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens known, not computed and not in the tree, of all requests that do not decode yet."""
-        return self._waiting_tokens + sum(r.behind for r in self.behind)
-
-    def _wait(self, request: Request) -> None:
-        request.hit, request.seen = self.cache.hit(request), self.cache.tree.version
-        self._waiting_tokens += request.total - request.hit
-        heapq.heappush(self._waiting, (request.arrival - request.hit, request.place, request))
+        return self._waiting.tokens + sum(r.behind for r in self.behind)
 
     def _let_go(self, request: Request) -> None:
         """Take a request that is over from wherever it is; what it computed stays cached."""
@@ -135,9 +128,8 @@ class Scheduler:
             self._stop_running(request)
             self.cache.retire(request)
         else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            heapq.heapify(self._waiting)
-            self._waiting_tokens -= request.total - request.hit
+            self._waiting.remove(request)
+        self._service.go(request.tenant)
 
     def _stop_running(self, request: Request) -> None:
         if request in self.behind:
@@ -155,12 +147,11 @@ class Scheduler:
         self._reserve_decodes()
         builder = StepBuilder(self.cache)
         budget = self.limits.max_num_batched_tokens - len(self.decoding)
-        for request in tuple(self.behind):
-            if budget > 0 and request.row >= 0:
-                budget -= self._chunk(request, budget, builder)
-        self._refresh_hits()
-        while budget > 0 and self._waiting and (request := self._admit()):
-            budget -= self._chunk(request, budget, builder)
+        behind = [*self.behind]
+        while budget > 0 and (request := self._next(behind)):
+            taken = self._chunk(request, budget, builder)
+            self._service.add(request.tenant, taken)
+            budget -= taken
         if not self.decoding and not builder.requests:
             return None
         self.steps += 1
@@ -170,9 +161,31 @@ class Scheduler:
         self._move_on(decodes, builder)
         return plan
 
+    def _next(self, behind: list[Request]) -> Request | None:
+        """Whose chunk is planned next: of those that run and are `behind`, of which it is taken, or one that waited;
+        None if there is no more."""
+        behind[:] = [request for request in behind if request.row >= 0]
+        if not behind:
+            return self._admit() if self._waiting else None
+        at = 0
+        if self._service.several:
+            # What a grammar forced is few tokens, and is not made to wait.
+            at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._service.of(behind[i].tenant)))
+            if not behind[at].generated and self._comes_before(behind[at].tenant) and (request := self._admit()):
+                return request
+        return behind.pop(at)
+
+    def _comes_before(self, tenant: str) -> bool:
+        """Whether a tenant that was served less waits."""
+        first = self._waiting.tenant
+        return first is not None and self._service.of(first) < self._service.of(tenant)
+
     def _move_on(self, decodes: Decodes, builder: StepBuilder) -> None:
         """Count what is planned as computed and drawn."""
         decodes.move_on()
+        if self._service.several:
+            for request in self.decoding:
+                self._service.add(request.tenant, 1)
         ending = False
         for request in self.decoding:
             request.computed += 1
@@ -221,7 +234,7 @@ class Scheduler:
         victim = max(candidates, key=lambda r: (r.arrival, r.id))
         self._stop_running(victim)
         self.cache.retire(victim)
-        self._wait(victim)
+        self._waiting.add(victim)
         self.preemptions += 1
         return victim
 
@@ -245,36 +258,12 @@ class Scheduler:
         builder.add(request, count)
         return count
 
-    def _refresh_hits(self) -> None:
-        """Look up some waiting requests' hits anew: the tree has changed since they were queued."""
-        count = min(REFRESHED, len(self._waiting))
-        changed = False
-        for _ in range(count):
-            self._refresh_at = (self._refresh_at + 1) % len(self._waiting)
-            changed |= self._look_up(self._refresh_at)
-        if changed:
-            heapq.heapify(self._waiting)
-
-    def _look_up(self, index: int) -> bool:
-        """Renew the hit of a waiting request; whether it changed, and with it the request's place in the order."""
-        request, version = self._waiting[index][2], self.cache.tree.version
-        if request.seen == version:
-            return False
-        hit, request.seen = self.cache.hit(request), version
-        if hit == request.hit:
-            return False
-        self._waiting_tokens -= hit - request.hit
-        request.hit = hit
-        self._waiting[index] = (request.arrival - hit, request.place, request)
-        return True
-
     def _admit(self) -> Request | None:
         """Take the first waiting request on a row, if there is room for all of it beside those that run."""
+        self._waiting.refresh(self.steps)
         if not self.cache.has_row:
             return None
-        if self._look_up(0):  # others may be before it now
-            heapq.heapify(self._waiting)
-        request = self._waiting[0][2]
+        request = self._waiting.first()
         if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
             return None
         self.cache.admit(request)
@@ -282,8 +271,7 @@ class Scheduler:
         if self.num_running and not self.cache.can_take(missing + self.num_running):
             self.cache.withdraw(request)
             return None
-        heapq.heappop(self._waiting)
-        self._waiting_tokens -= request.total - request.hit
+        self._waiting.remove(request)
         request.admissions += 1
         if request.admissions == 1:
             request.cached_tokens = min(request.computed, request.came)
@@ -356,7 +344,7 @@ class Scheduler:
         if not forced:
             return False
         if request.row < 0:  # sent back to wait while its token was drawn
-            self._waiting_tokens += forced
+            self._waiting.tokens += forced
         if request.pending:
             request.pending, request.void = 0, self.steps
         return True
@@ -382,6 +370,7 @@ class Scheduler:
             self._let_go(request)
             return
         request.over = True
+        self._service.go(request.tenant)
         self._stop_running(request)
         self.cache.discard(request, keep)
 

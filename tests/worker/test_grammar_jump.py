@@ -274,8 +274,8 @@ def test_random_load(overlapped, page_size, by_bytes):
             engine.step()
         if rng.random() < 0.15 and engine.scheduler.abort(victim := rng.choice(list(asked)[-6:])):
             aborted.add(victim)
-        waiting = [entry[2] for entry in engine.scheduler._waiting]
-        assert engine.scheduler._waiting_tokens == sum(r.total - r.hit for r in waiting)
+        waiting = list(engine.scheduler._waiting)
+        assert engine.scheduler._waiting.tokens == sum(r.total - r.hit for r in waiting)
     engine.finish()
     assert engine.scheduler.preemptions and engine.scheduler.forced_tokens > 300 and len(aborted) > 3
     assert engine.cache.leased_pages == 0
@@ -296,7 +296,7 @@ def test_sent_back_while_a_token_is_drawn_that_brings_others(by_bytes):
         request, before = engine.scheduler._preempt(), engine.scheduler.forced_tokens
         engine.land()
         brought.append(engine.scheduler.forced_tokens - before)
-        assert engine.scheduler._waiting_tokens == request.total - request.hit and not request.pending
+        assert engine.scheduler._waiting.tokens == request.total - request.hit and not request.pending
         engine.finish()
         assert engine.tokens(id) == expected and engine.scheduler.queued_tokens == 0
         assert engine.scheduler.forced_tokens == 9

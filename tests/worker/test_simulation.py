@@ -70,7 +70,7 @@ class Bench:
                 self.finish[output.id] = output.finish
                 self.cached[output.id] = output.cached_tokens
         self.cache.check()
-        for _, _, request in self.scheduler._waiting:
+        for request in self.scheduler._waiting:
             if request.seen == self.cache.tree.version and not request.over:
                 assert request.hit == self.cache.hit(request), "a hit that is not looked up again is right"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from radixrt.messages import tenant_of
 from radixrt.router.shares import Shares
-from radixrt.router.tokens.sessions import tenant_of
 
 Message = dict[str, Any]
 Name = tuple[str, str]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from radixrt.messages import ChatPrompt
+from radixrt.messages import ChatPrompt, tenant_of
 from radixrt.router.errors import FieldError
 from radixrt.router.shares import Shares
 from radixrt.router.tokens.chain import Key, Message, keys_of, next_key, reasoning_of
@@ -219,11 +219,6 @@ class Draft:
             raise FieldError("messages", "messages are empty: at least one token is needed")
         notes = [_notes(found) for found in (spelling.respelled, spelling.dropped)]
         return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key, tenant=self._tenant)
-
-
-def tenant_of(namespace: str) -> str:
-    """Its first line."""
-    return namespace.partition("\n")[0]
 
 
 def _with_thinking(prompt: ChatPrompt, turns: dict[int, Turn]) -> ChatPrompt:
