@@ -34,15 +34,18 @@ class Picking:
         requests = [plan.requests[b] for b in chosen]
         scores = self._scores(logits)
         every = len(chosen) == len(logits)
-        raw = logits if every else logits[to_device(self._ends[chosen] - 1, logits.device)]
+        at = None if every else to_device(self._ends[chosen] - 1, logits.device)
+        raw = logits if at is None else logits[at]
         self._reported = [row for row, r in enumerate(requests) if r.sampling.logprobs is not None]
         positions = (plan.starts + plan.counts)[chosen].tolist()
-        finite = logits.amax(-1).isfinite() if len(logits) and not every else None
+        finite = None if every else logits.amax(-1).isfinite()
         free = raw.clone() if self._reported else raw
         tokens, fine = choose(free, requests, self.rows, positions, sampler, self._masks(raw))
         self.tokens = tokens.int()
         if finite is None:
             finite = fine
+        else:  # of a token that is drawn, what it could be decides, as in other steps
+            finite[at] = fine
         self._parts = [finite.int(), *scores, self.tokens, *self._logprobs(raw)]
         self.packed = torch.cat([part.flatten() for part in self._parts])
 

@@ -67,6 +67,13 @@ def test_min_p_keeps_what_transformers_keeps(min_p):
     assert torch.equal(keep_min_p(raw, column(min_p)), MinPLogitsWarper(min_p)(None, raw))
 
 
+def test_top_p_1_keeps_what_is_next_to_impossible():
+    raw = torch.full((2, VOCAB), -30.0)
+    raw[:, 7] = 0.0
+    kept = keep_top(raw, None, torch.tensor([[1.0], [0.5]]))
+    assert kept.isfinite().sum(1).tolist() == [VOCAB, 1]
+
+
 def test_of_equal_tokens_exactly_k_are_kept():
     kept = keep_top(torch.zeros(1, VOCAB), column(7), column(1.0))
     assert kept.isfinite().sum() == 7
@@ -114,6 +121,18 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     found, finite = choose(both, [request(plain), request(biased)], rows, [3, 3], TorchSampler())
     assert finite.tolist() == [True, True]
     assert found.tolist() == [best, expected]
+
+
+def test_drawn_beside_greedy_each_has_its_own_position_and_noise():
+    raw = logits(4, seed=2)
+    samplings = [
+        Sampling(temperature=t, seed=n, top_k=k) for n, (t, k) in enumerate([(0.0, 0), (2.0, 0), (0.0, 5), (1.5, 90)])
+    ]
+    positions = [3, 9, 4, 11]
+    found, _ = choose(raw.clone(), [request(s) for s in samplings], np.arange(4), positions, TorchSampler())
+    best = raw.argmax(-1).tolist()
+    drawn = [int(drawn_by(raw[n : n + 1], [samplings[n]], [positions[n]])) for n in (1, 3)]
+    assert found.tolist() == [best[0], drawn[0], best[2], drawn[1]]
 
 
 def test_logits_that_are_not_finite_are_told():
@@ -168,13 +187,18 @@ def test_extreme_seeds():
 def test_reported_logprobs_are_the_models_own():
     raw = logits(3)
     expected = torch.log_softmax(raw, -1)
-    asked = [Sampling(logprobs=3, temperature=0.5), Sampling(), Sampling(logprobs=0, logit_bias={0: 50.0})]
+    asked = [
+        Sampling(logprobs=3, temperature=2.0, seed=1),
+        Sampling(temperature=2.0),
+        Sampling(logprobs=0, logit_bias={0: 50.0}),
+    ]
     ones = np.ones(3, dtype=np.int32)
     requests = tuple(request(s) for s in asked)
     plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((3, 0)))
     picking = Picking(plan, raw.clone(), TorchSampler())
     result = picking.read(picking.packed.numpy())
     found = result.logprobs
+    assert result.tokens[:2] == drawn_by(raw[:2], asked[:2], [3, 3]).tolist()  # after the token at position 2
     assert result.tokens[2] == 0
     assert found[1] is None and not result.failed
     assert [one.token for one in found if one] == [result.tokens[0], result.tokens[2]]
@@ -183,3 +207,21 @@ def test_reported_logprobs_are_the_models_own():
     assert [t for t, _ in found[0].top] == best.indices.tolist()
     assert [p for _, p in found[0].top] == pytest.approx(best.values.tolist())
     assert found[2].logprob == pytest.approx(float(expected[2, result.tokens[2]])) and found[2].top == []
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_whether_logits_are_finite_does_not_depend_on_the_batch(others):
+    """What a token that is banned has for its logit is nobody's, also where other positions are wanted beside it."""
+    ones = np.ones(2, dtype=np.int32)
+    wants, samples = (2 * ones, ones > 1) if others else (ones, ones > 0)
+    samples[0] = True
+    requests = tuple(request(Sampling(temperature=0.0, min_tokens=n), eos=frozenset({2})) for n in (1, 0))
+    plan = Plan(1, requests, ones - 1, ones, wants, ones, ones, wants, samples, np.zeros((3, 0)))
+    raw = logits(int(wants.sum()))
+    raw[wants[0] - 1, 2] = torch.nan
+    picking = Picking(plan, raw.clone(), TorchSampler())
+    assert picking.read(picking.packed.numpy()).failed == {}
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        raw[-1] = bad
+        picking = Picking(plan, raw.clone(), TorchSampler())
+        assert list(picking.read(picking.packed.numpy()).failed) == [1]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.cuda import kernels
 from radixrt.worker.cuda.kernels import ACTIVATIONS, activated
+from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.moe import Experts
 
 TILE_FIELDS = 3
@@ -128,8 +129,11 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
     """Of int32 experts[T, chosen] out of `count`; with tiles of at most so many rows, or none for 0."""
     entries, chosen = experts.numel(), experts.shape[1]
     most = min(entries, entries // rows + count) if rows else 0
-    integers = torch.empty(2 * entries + count + most * TILE_FIELDS, dtype=torch.int32, device=experts.device)
-    places, tokens, ends, tiles = integers.split([entries, entries, count, most * TILE_FIELDS])
+    sizes = entries, entries, count, most * TILE_FIELDS
+    room = [-(-size // ALIGN) * ALIGN for size in sizes]
+    integers = torch.empty(sum(room), dtype=torch.int32, device=experts.device)
+    pieces = zip(integers.split(room), sizes, strict=True)
+    places, tokens, ends, tiles = (piece[:size] for piece, size in pieces)
     block = next((size for size in SORTED if size >= entries), SORTED[-1])
     _sort_kernel[(count,)](
         experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,

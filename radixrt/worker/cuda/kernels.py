@@ -361,7 +361,7 @@ def _perturbed_kernel(
     uniform = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
     noise = -tl.log(-tl.log(uniform))
     found = logits / tl.load(temperature_ptr + b) + noise.to(tl.float32)
-    found = tl.where(inside, found, float("-inf"))
+    found = tl.where(inside & (found == found), found, float("-inf"))  # a token that there is, of NaN too
     tl.store(best_ptr + b * blocks + tl.program_id(1), tl.max(found, 0))
     tl.store(at_ptr + b * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(found, 0))
 

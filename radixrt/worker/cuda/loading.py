@@ -88,8 +88,7 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
             raise ValueError(f"attention_backend: {message}") from error
         log.warning("%s. Long prompts are computed by Triton kernels, slower", message)
         return None
-    if time.monotonic() - began > 5:
-        log.info("FlashInfer's kernels were built in %.0f s", time.monotonic() - began)
+    _say_built("attention", began)
     return found
 
 
@@ -97,12 +96,20 @@ def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
     """FlashInfer's thresholds for draws, built; None without them, with a warning that says why."""
     if config.attention_backend == "triton" or config.deterministic:
         return None
+    began = time.monotonic()
     try:
-        return find_thresholds(loaded.spec.vocab_size, loaded.device)
+        found = find_thresholds(loaded.spec.vocab_size, loaded.device)
     except Exception as error:  # no package, no compiler, a build that fails
         message = f"FlashInfer is not used for draws: {type(error).__name__}: {str(error)[:500]}"
         log.warning("%s. With top_k, top_p or min_p the vocabulary is sorted in every step, slower", message)
         return None
+    _say_built("draws", began)
+    return found
+
+
+def _say_built(what: str, began: float) -> None:
+    if (seconds := time.monotonic() - began) > 5:
+        log.info("FlashInfer's kernels for %s were built in %.0f s", what, seconds)
 
 
 def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None) -> int:

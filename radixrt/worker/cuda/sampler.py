@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -102,7 +103,7 @@ def _note_kernel(entries_ptr, counts_ptr, entries, vocab, IN_PROMPT: tl.constexp
     tl.atomic_add(at, what, mask=inside & (what != IN_PROMPT))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])  # else it is compiled anew for 1, and for multiples of 16
 def _penalize_kernel(
     logits_ptr, who_ptr, counts_ptr, requests, vocab, stride, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -132,8 +133,9 @@ class Penalties:
         self._counts: torch.Tensor | None = None
         """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT; made when a
         request has penalties."""
-        self._counted: dict[int, tuple[Request, int]] = {}
-        """By row: whose counts these are, and of how many of its tokens."""
+        self._counted: dict[int, tuple[array[int], int]] = {}
+        """By row: of which tokens these are the counts, and of how many of them. They tell a request from all others,
+        and nothing else of it is kept when it is over."""
 
     def apply(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray) -> None:
         """As `Sampler.penalize`."""
@@ -159,15 +161,15 @@ class Penalties:
         assert self._counts is not None
         fresh, parts = [], []
         for request, row in requests:
-            whose, counted = self._counted.get(row, (None, 0))
-            if whose is not request:
+            tokens, counted = self._counted.get(row, (None, 0))
+            if tokens is not request.tokens:
                 counted = 0
                 fresh.append(row)
             ids = np.array(request.path(counted))
             what = np.ones_like(ids)
             what[: max(0, request.prompt_len - counted)] = IN_PROMPT
             parts.append(np.stack([np.full_like(ids, row), ids, what]))
-            self._counted[row] = request, len(request.tokens)
+            self._counted[row] = request.tokens, len(request.tokens)
         if fresh:
             self._counts.index_fill_(0, to_device(np.array(fresh), self._device), 0)
         entries = np.concatenate(parts, axis=1)

@@ -113,6 +113,18 @@ def test_draw_is_that_of_the_reference(device):
     assert kernels.draw(logits, rows, draws.temperature, draws.keys).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("vocab", [31, 5000])
+def test_a_draw_of_nan_is_a_token_that_there_is(vocab, device):
+    logits = torch.randn(3, vocab, device=device)
+    ones, keys = torch.ones(3, 1, device=device), torch.arange(3, device=device)[:, None]
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    fine = kernels.draw(logits, rows, ones, keys)
+    logits[0], logits[1] = torch.nan, -torch.inf
+    found = kernels.draw(logits, rows, ones, keys)
+    assert found[2] == fine[2]
+    assert ((found >= 0) & (found < vocab)).all()
+
+
 @pytest.mark.parametrize("vocab", [31, 4096, 9000])
 def test_largest(vocab, device):
     logits = torch.randn(9, vocab, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.cuda.sampler import CudaSampler, find_thresholds
+from radixrt.worker.cuda.sampler import CudaSampler, _kept, find_thresholds
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Draws, TorchSampler
 
@@ -62,10 +63,13 @@ def test_penalties_follow_what_is_said(device):
         {"repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.1},
     ]
 
-    def more(count: int) -> list[int]:
-        return rng.integers(0, 40, count).tolist()
+    some = rng.choice(VOCAB, 40, replace=False)  # in all blocks of the vocabulary
 
-    a, b, c, d = (request(n, more(30), more(4 * (n % 2)), **kind) for n, kind in enumerate(kinds))
+    def more(count: int) -> list[int]:
+        return rng.choice(some, count).tolist()
+
+    often = [int(some[0])] * 4 + [int(some[1])] * 8
+    a, b, c, d = (request(n, often + more(30), more(4 * (n % 2)), **kind) for n, kind in enumerate(kinds))
     check(sampler, [a, b, c], [0, 1, 2], device)
     for said in (1, 1, 7, 1):
         for one in (a, b, c):
@@ -87,12 +91,23 @@ def test_nothing_is_kept_for_those_without(device):
     assert sampler._penalties._counts is None
 
 
+def test_of_a_request_that_is_over_its_tokens_are_kept_alone(device):
+    """Until its row is another's: its grammar and its lease may be large."""
+    sampler, one = CudaSampler(4, VOCAB, device), request(1, [1, 2], repetition_penalty=1.2)
+    one.matcher = PlainThresholds()  # anything
+    there = weakref.ref(one.matcher)
+    sampler.penalize(torch.randn(1, VOCAB, device=device), [one], np.array([0], dtype=np.int32))
+    del one
+    assert there() is None
+
+
 SAMPLINGS = [
     {"top_p": 0.8, "top_k": 20},
     {"top_p": 0.95},
     {"top_k": 1},
     {"min_p": 0.05},
     {"min_p": 0.3, "top_p": 0.6, "top_k": 7},
+    {"min_p": 0.4, "top_p": 0.5},
     {},
     {"top_k": 3 * VOCAB, "top_p": 0.5},
     {"min_p": 1.0},
@@ -111,7 +126,7 @@ def test_draws_are_those_of_the_reference(plain, spread, device):
     logits = spread * torch.randn(9, VOCAB, device=device)
     same = total = 0
     for chosen in [[one] for one in SAMPLINGS] + [SAMPLINGS, SAMPLINGS[:3]]:
-        samplings = [Sampling(temperature=0.4 + 0.2 * n, seed=n, **one) for n, one in enumerate(5 * chosen)]
+        samplings = [Sampling(temperature=0.4 + 0.2 * n, seed=n, **one) for n, one in enumerate(2 * chosen)]
         arrays = Draws.arrays(samplings, list(range(len(samplings))))
         draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
         rows = torch.from_numpy(np.random.default_rng(1).integers(0, 9, len(samplings)).astype(np.int32)).to(device)
@@ -120,6 +135,26 @@ def test_draws_are_those_of_the_reference(plain, spread, device):
         same += int((found == expected).sum())
         total += len(samplings)
     assert same >= total - (0 if plain else 2), "sums that round otherwise may keep one token more or less"
+
+
+def test_top_p_1_keeps_what_is_next_to_impossible(device):
+    """Beside one that is cut: the likeliest token's share rounds to 1."""
+    thresholds = find_thresholds(VOCAB, device) if device.type == "cuda" else PlainThresholds()
+    logits = torch.full((2, VOCAB), -30.0, device=device)
+    logits[:, 7] = 0.0
+    ones = torch.ones((2, 1), device=device)
+    kept = _kept(thresholds, logits, Draws(ones, ones.long(), top_p=torch.tensor([[1.0], [0.5]], device=device)))
+    assert (kept > 0).sum(1).tolist() == [VOCAB, 1]
+
+
+def test_top_p_is_of_what_min_p_leaves(device):
+    """Of 0.3, 0.2 and a half of little shares: 0.6 and 0.4, of which the first is enough."""
+    thresholds = find_thresholds(VOCAB, device) if device.type == "cuda" else PlainThresholds()
+    shares = torch.full((1, VOCAB), 0.5 / (VOCAB - 2), device=device)
+    shares[0, 7], shares[0, 4500] = 0.3, 0.2
+    one = torch.ones((1, 1), device=device)
+    kept = _kept(thresholds, shares.log(), Draws(one, one.long(), min_p=0.4 * one, top_p=0.5 * one))
+    assert (kept > 0).nonzero().tolist() == [[0, 7]]
 
 
 def test_a_vocabulary_without_numbers(device):
