@@ -21,7 +21,7 @@ from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import experts as ours
 from radixrt.worker.cuda import kernels
-from radixrt.worker.cuda.experts import Tile
+from radixrt.worker.cuda.invariant import Tile
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
 

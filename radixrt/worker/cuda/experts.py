@@ -17,6 +17,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.invariant import Tile
 from radixrt.worker.cuda.kernels import ACTIVATIONS, activated
 from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.moe import Experts
@@ -145,19 +146,8 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
 # ---------------------------------------------------------------- products
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One compilation: how many of an expert's rows and of its matrix's a program multiplies, in steps of a sum."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
 FEW, SOME, MANY = Tile(16, 128, 128, 4, 4), Tile(32, 128, 128, 4, 3), Tile(64, 128, 64, 4, 3)
-"""See `tile_for` (bench/experts.py --sweep)."""
+"""Of an expert's rows and of its matrix's; see `tile_for` (bench/experts.py --sweep)."""
 
 
 def tile_for(rows: float) -> Tile | None:
