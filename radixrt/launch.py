@@ -39,6 +39,11 @@ log = logging.getLogger("radixrt.launch")
 STOP_SECONDS = 10.0
 """Time that a child has to leave after it was told to, before it is killed."""
 POLL_SECONDS = 0.1
+RESTART_SECONDS = 1.0
+"""After which a worker is started again that ended by itself while another one serves; twice as long each time that it
+did not last STEADY_SECONDS, up to MOST_SECONDS."""
+STEADY_SECONDS = 600.0
+MOST_SECONDS = 60.0
 
 _client_reply = wire.Decoder(ClientReply)
 
@@ -102,12 +107,24 @@ def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
     return reply.data if isinstance(reply, Info) else None
 
 
+@dataclass(slots=True)
+class Life:
+    """Of a worker: when it was started, and what it waits for when it ends."""
+
+    config: WorkerConfig
+    began: float
+    delay: float = RESTART_SECONDS / 2
+    due: float | None = None
+    """When it is started again."""
+
+
 class Stack:
     """The processes of `radixrt serve`. `start` returns when all serve; `watch` when something ends it."""
 
     def __init__(self, config: StackConfig) -> None:
         self._config = config
         self._children: list[Child] = []
+        self._lives: dict[str, Life] = {}
         self._stopping = threading.Event()
         self._client_address, self._worker_address = reachable_addresses(config.router)
 
@@ -124,6 +141,7 @@ class Stack:
         http = resolve(frontend) if config.api_server_count == 1 else None
         self._children.append(start_child("router", "router", dataclasses.replace(config.router, http=http)))
         for worker in worker_configs(config, self._worker_address):
+            self._lives[worker.name] = Life(worker, began)
             self._children.append(start_child("worker", worker.name, worker))
         for number in range(config.api_server_count if http is None else 0):
             self._children.append(start_child("frontend", f"frontend-{number}", frontend))
@@ -161,7 +179,8 @@ class Stack:
         return True
 
     def watch(self) -> int:
-        """Run until asked to stop (0), or until the router, all workers or all front ends have ended (1)."""
+        """Run until asked to stop (0), or until the router, all workers or all front ends have ended (1). A worker that
+        fails while another one serves is started again."""
         while not self._stopping.wait(POLL_SECONDS):
             for child in [child for child in self._children if not child.alive]:
                 self._bury(child)
@@ -170,6 +189,7 @@ class Stack:
             if missing := wanted - roles:
                 log.error("no %s is left: stopping", " and no ".join(sorted(missing)))
                 return 1
+            self._revive(time.monotonic())
         return 0
 
     def _bury(self, child: Child) -> None:
@@ -178,6 +198,20 @@ class Stack:
         stop_children([child])
         if child.role == "worker":
             say_leave(self._worker_address, child.name, f"exit code {child.process.returncode}")
+            if child.process.returncode:  # else it was told to leave
+                self._expect(self._lives[child.name], time.monotonic())
+
+    def _expect(self, life: Life, now: float) -> None:
+        """A worker has failed: say when it is started again."""
+        life.delay = RESTART_SECONDS if now - life.began > STEADY_SECONDS else min(2 * life.delay, MOST_SECONDS)
+        life.due = now + life.delay
+        log.warning("%s is started again in %.0f s", life.config.name, life.delay)
+
+    def _revive(self, now: float) -> None:
+        for name, life in self._lives.items():
+            if life.due is not None and now >= life.due:
+                life.began, life.due = now, None
+                self._children.append(start_child("worker", name, life.config))
 
     def stop(self) -> None:
         """Stop what runs: front ends, workers, the router. Returns when none is left."""

@@ -10,15 +10,17 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
-from radixrt import wire
+from radixrt import launch, wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import LocalStack, Stack, StartError, start_child
+from radixrt.launch import Child, LocalStack, Stack, StartError, start_child
 from radixrt.messages import Cancel, Generate, Origin, Sampling, TokenPrompt
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
@@ -218,8 +220,62 @@ def test_a_killed_worker_costs_nothing(folder):
         assert results == expected
         assert set(workers) == {"worker-1"}
         health = client.health()
-        assert [w["name"] for w in health["workers"]] == ["worker-1"]
+        assert "worker-1" in [w["name"] for w in health["workers"]]
         assert health["counters"]["redispatched"] >= served["worker-0"]
+        until = time.monotonic() + 60
+        while len(client.health()["workers"]) < 2:
+            assert time.monotonic() < until, "the worker that was killed does not come back"
+            time.sleep(0.05)
+        assert client.generate(asked[0], long).token_ids == expected[0]
+
+
+def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monkeypatch):
+    """Each time after twice the time; one that was told to leave is not started again; when none is left, all end."""
+    monkeypatch.setattr(launch, "RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "MOST_SECONDS", 0.4)
+    monkeypatch.setattr(Stack, "_wait", lambda self, deadline: None)
+    ends = {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exec sleep 60", "worker-2": "exit 0"}
+    begun: dict[str, list[float]] = {name: [] for name in ends}
+
+    def start(role: str, name: str, settings: object) -> Child:
+        begun[name].append(time.monotonic())
+        return Child(role, name, subprocess.Popen(["sh", "-c", ends[name]], stdin=subprocess.PIPE))
+
+    monkeypatch.setattr(launch, "start_child", start)
+    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.05))
+    with Stack(config(folder, 3)) as running:
+        running.start()
+        codes: list[int] = []
+        watcher = threading.Thread(target=lambda: codes.append(running.watch()))
+        watcher.start()
+        time.sleep(1.6)
+        next(child for child in running._children if child.name == "worker-1").process.terminate()
+        watcher.join(10)
+    assert codes == [1]
+    waits = [b - a for a, b in pairwise(begun["worker-0"])]
+    assert len(waits) >= 3
+    assert all(wait >= least for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.4, 0.4], strict=False))
+    assert len(begun["worker-1"]) == len(begun["worker-2"]) == len(begun["router"]) == 1
+
+
+def test_a_worker_that_lasted_is_started_again_soon(folder, monkeypatch):
+    running, life = Stack(config(folder, 2)), launch.Life(WorkerConfig(), began=100.0)
+    waits = []
+    for ended in (101.0, 102.0, 103.0, 103.0 + 2 * launch.STEADY_SECONDS):
+        running._expect(life, ended)
+        waits.append(life.due - ended)
+        life.began = ended
+    assert waits == [1.0, 2.0, 4.0, 1.0]
+    for _ in range(9):
+        running._expect(life, 5000.0)
+    assert life.due == 5000.0 + launch.MOST_SECONDS
+    started: list[str] = []
+    monkeypatch.setattr(launch, "start_child", lambda role, name, config: started.append(name))
+    running._lives["worker-0"] = life
+    for now in (5001.0, 5100.0, 5200.0):
+        running._revive(now)
+    assert started == ["worker-0"]
 
 
 def test_a_worker_may_join_and_leave(folder):
