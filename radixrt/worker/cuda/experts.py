@@ -24,6 +24,8 @@ from radixrt.worker.model.moe import Experts
 
 TILE_FIELDS = 3
 """Of a tile: its expert, the first of its sorted rows, how many rows it has."""
+ALIGNED = 8
+"""Elements of a row, or a multiple: what torch's grouped product takes, whose rows are of 16 bytes."""
 SORTED = (64, 512, 4096)
 """Entries that are sorted at a time."""
 
@@ -271,7 +273,8 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     weights, chosen = route(experts.router(x), experts.chosen, experts.normalized)
     count = len(experts.down)
     tile = MANY if experts.batch_invariant else tile_for(chosen.numel() / count)
-    if tile is None and x.is_cuda and x.dtype == torch.bfloat16:
+    aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
+    if tile is None and x.is_cuda and x.dtype == torch.bfloat16 and aligned:
         order = sort(chosen, count, 0)
         rows = _by_torch(experts, x, order)
     else:

@@ -44,8 +44,9 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
     tokens = config.max_total_tokens
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer)
-        logits = 4 * config.max_num_seqs * loaded.spec.vocab_size
-        tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + (GRAPH_BYTES + logits if graphs else 0))
+        rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of what is penalized; logits of graphs
+        other = rows + (GRAPH_BYTES + rows if graphs else 0)
+        tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + other)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
