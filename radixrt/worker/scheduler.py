@@ -150,7 +150,7 @@ class Scheduler:
         behind = [*self.behind]
         while budget > 0 and (request := self._next(behind)):
             taken = self._chunk(request, budget, builder)
-            self._service.add(request.tenant, taken)
+            self._service.prompt(request.tenant, taken)
             budget -= taken
         if not self.decoding and not builder.requests:
             return None
@@ -185,7 +185,7 @@ class Scheduler:
         decodes.move_on()
         if self._service.several:
             for request in self.decoding:
-                self._service.add(request.tenant, 1)
+                self._service.decode(request.tenant)
         ending = False
         for request in self.decoding:
             request.computed += 1

@@ -2,7 +2,8 @@
 
 Between tenants the one that was served least comes first (the virtual token counter of arXiv 2401.00588): whatever one
 of them sends, another's request waits for what is being computed, not for what is queued. A tenant that had nothing
-waiting is counted from where the least served of those that wait is: nobody saves up.
+waiting is counted from where the least served of those that wait is, or, if none waits, from where the one is whose
+prompt was computed last: nobody saves up, and nobody pays for having been here first.
 
 Within a tenant: smallest `arrival - hit` first, see `scheduler`.
 """
@@ -25,6 +26,8 @@ class Service:
     """Tokens computed for each tenant that has requests here."""
 
     def __init__(self) -> None:
+        self.last = 0
+        """Of the tenant whose prompt was computed last."""
         self._tokens: dict[str, int] = {}
         self._requests: dict[str, int] = {}
 
@@ -44,8 +47,14 @@ class Service:
         if not self._requests[tenant]:
             del self._requests[tenant], self._tokens[tenant]
 
-    def add(self, tenant: str, tokens: int) -> None:
+    def prompt(self, tenant: str, tokens: int) -> None:
+        """So many of a prompt are computed."""
         self._tokens[tenant] += tokens
+        self.last = self._tokens[tenant]
+
+    def decode(self, tenant: str) -> None:
+        """A token is decoded."""
+        self._tokens[tenant] += 1
 
     def of(self, tenant: str) -> int:
         return self._tokens[tenant]
@@ -76,8 +85,7 @@ class Waiting:
     def add(self, request: Request) -> None:
         tenant = request.tenant
         if tenant not in self._queues:
-            if self._queues:
-                self._service.lift(tenant, min(map(self._service.of, self._queues)))
+            self._service.lift(tenant, min(map(self._service.of, self._queues), default=self._service.last))
             self._queues[tenant] = []
         request.hit, request.seen = self._cache.hit(request), self._cache.tree.version
         self.tokens += request.total - request.hit

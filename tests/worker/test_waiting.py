@@ -83,6 +83,23 @@ def test_nobody_saves_up():
     bench.drain()
 
 
+def test_who_was_here_first_is_not_made_to_pay_for_it():
+    """A tenant was served for long, and has nothing queued when another floods: what it asks for then comes next."""
+    bench = Bench(pages=8000, chunk=32, rows=6, max_len=900)
+    bench.add(1, prompt(1, 20), 800, namespace="a")  # it is always here
+    for id in range(10, 60):
+        bench.add(id, prompt(id, 40), 1, namespace="a")
+    while bench.scheduler.num_waiting or bench.scheduler.behind:
+        bench.step()
+    for id in range(1000, 1100):
+        bench.add(id, prompt(id, 40), 1, namespace="b")
+    for _ in range(5):
+        bench.step()
+    bench.add(2, prompt(2, 40), 1, namespace="a")
+    assert steps_until(bench, 2) <= 8
+    bench.drain()
+
+
 def test_what_is_generated_counts():
     """Who makes two answers at a time is served twice as much as who makes one."""
     bench = Bench(pages=8000, chunk=64, rows=4, max_len=400)
@@ -123,13 +140,14 @@ def test_any_load_of_many_tenants_ends(seed):
 def test_service():
     service = Service()
     service.come("a")
-    service.add("a", 50)
+    service.prompt("a", 50)
     assert not service.several
     service.come("b")
     assert service.several
     service.lift("b", 30)
     service.lift("b", 20)
-    assert (service.of("a"), service.of("b")) == (50, 30)
+    service.decode("b")
+    assert (service.of("a"), service.of("b"), service.last) == (50, 31, 50)
     service.come("a")
     service.go("a")
     assert service.of("a") == 50
