@@ -4,7 +4,8 @@
 
 Random weights in the shape of Llama 3.1 8B unless another shape or a folder with a config.json is given. Each decode
 row is beside its limit: the KV bytes of a step over the copy bandwidth of the same run, and a GEMM pass of the same
-batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they choose at random.
+batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they choose at random, and
+products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
 Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the time of a decode
 run in which no kernel ran, from a trace of every kernel.
 """
@@ -33,9 +34,9 @@ from radixrt.worker.compiling import Compiling
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.model.decoder import Decoder, Layer
-from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.decoder import Decoder, Layer, Product
 from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.scaled import ScaledLinear
 from radixrt.worker.plan import Runner
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.scheduler import Limits
@@ -78,7 +79,7 @@ def ceilings() -> dict[str, float]:
     return {"copy_gbs": copy, "tflops": 2 * 8192**3 / median_ms(lambda: x @ y) / 1e9}
 
 
-def dense(layer: Layer) -> list[Linear]:
+def dense(layer: Layer) -> list[Product]:
     """The matrices of a layer that every token is multiplied by."""
     mlp = [layer.mlp.router] if isinstance(layer.mlp, Experts) else [layer.mlp.gate_up, layer.mlp.down]
     return [layer.qkv, layer.output, *mlp]
@@ -94,18 +95,29 @@ def experts_bytes(model: Decoder, batch: int) -> float:
     return total
 
 
+def values(linear: Product) -> torch.Tensor:
+    """Of its weight, in whatever dtype."""
+    return linear.weight.values if isinstance(linear, ScaledLinear) else linear.weight
+
+
 def gemm_ms(runner: Runner, batch: int) -> float:
-    """All matrix products of one step of so many tokens but those of experts, under a graph."""
+    """All matrix products of one step of so many tokens but those of experts and in FP8, under a graph."""
     model = runner._model
     inputs: dict[int, torch.Tensor] = {}
 
     def run() -> None:
         for layer in model._layers:
             for linear in dense(layer):
+                if isinstance(linear, ScaledLinear):
+                    continue
                 size = linear.weight.shape[1]
                 if size not in inputs:
                     inputs[size] = torch.randn(batch, size, device="cuda", dtype=linear.weight.dtype)
                 linear(inputs[size])
+        if model.spec.hidden_size not in inputs:
+            inputs[model.spec.hidden_size] = torch.randn(
+                batch, model.spec.hidden_size, device="cuda", dtype=model.dtype
+            )
         model._head(inputs[model.spec.hidden_size])
 
     run()
@@ -114,6 +126,13 @@ def gemm_ms(runner: Runner, batch: int) -> float:
     with torch.cuda.graph(graph):
         run()
     return median_ms(graph.replay)
+
+
+def scaled_ms(model: Decoder, batch: int, limits: dict[str, float]) -> float:
+    """What products in FP8 of so many tokens take at least: the weights' bytes, or twice the rate of bfloat16."""
+    weights = [values(x) for layer in model._layers for x in dense(layer) if isinstance(x, ScaledLinear)]
+    times = (max(w.nbytes / limits["copy_gbs"] / 1e6, batch * w.numel() / limits["tflops"] / 1e9) for w in weights)
+    return sum(times, 0.0)
 
 
 class Bench:
@@ -173,7 +192,8 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         bench.finish()
         step_ms = seconds / STEPS * 1e3
         model = bench.worker.runner._model
-        gemm = gemm_ms(bench.worker.runner, batch) + experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
+        gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
+        gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
         kv_ms = batch * (context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
         rows.append(
             {
@@ -217,7 +237,7 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
     model = bench.worker.runner._model
     spec, per_token = model.spec, 0.0
     for layer in model._layers:
-        per_token += 2 * sum(linear.weight.numel() for linear in dense(layer))
+        per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
         if isinstance(mlp := layer.mlp, Experts):
             per_token += 2 * (mlp.gate_up.numel() + mlp.down.numel()) * mlp.chosen / len(mlp.down)
     rows = []
@@ -336,6 +356,9 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="another's go into a file of its own")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument(
+        "--quantization", default="auto", choices=("auto", "fp8"), help="fp8 goes into a file of its own"
+    )
     parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
     parser.add_argument("--grammars", action="store_true", help="what a grammar costs; into a file of its own")
     parser.add_argument("--sampling", action="store_true", help="what draws and penalties cost; likewise")
@@ -351,6 +374,7 @@ def main() -> None:
             "kv_cache_dtype": args.kv_cache_dtype,
             "attention_backend": args.attention_backend,
             "deterministic": args.deterministic,
+            "quantization": args.quantization,
         }
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()
@@ -371,6 +395,7 @@ def main() -> None:
     print(table(rows))
     if not args.quick and not args.model:
         kinds = {"deterministic": args.deterministic, "grammars": args.grammars, "sampling": args.sampling}
+        kinds["fp8"] = args.quantization == "fp8"
         kinds[args.shape.replace("-", "_")] = args.shape != "llama-8b"
         save(
             "_".join(["worker", *(kind for kind, meant in kinds.items() if meant)]),

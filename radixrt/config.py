@@ -42,6 +42,9 @@ class WorkerConfig:
     name: str = setting("", "unique worker name (default: host and pid)")
     device: str = setting("auto", "auto, cpu or cuda[:n]")
     dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
+    quantization: str = setting(
+        "auto", "matrix products in FP8 on a GPU: auto (of weights that are stored so), fp8 (of all), none"
+    )
     kv_cache_dtype: str = setting("auto", "KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
     kv_scales: str = setting("auto", "of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")
     page_size: int = setting(1, "tokens in a KV page")

@@ -1,11 +1,11 @@
-"""What radixrt does to KV pages, judged by answers:  python -m bench.nano.quality
+"""What radixrt does to KV pages and to weights, judged by answers:  python -m bench.nano.quality
 
 The same items with pages of every dtype, FP8 with scale 1 and calibrated, with chunks of several sizes, and on a GPU
-with tree attention on and off; each cold, then once more with all prompts cached. Each row is compared with bfloat16
-pages, cold, item by item: how many became right, how many wrong, and how likely so uneven a split is by chance
-(McNemar's exact test). The surprise, -log p of what is said in nats a token, shows what is too little to change an
-answer. On a GPU two of the tasks have longer contexts than the model was trained with, so that not all is easy. JSON
-goes to bench/results/nano_quality.json as the rows come.
+with tree attention on and off and with products in FP8; each cold, then once more with all prompts cached. Each row is
+compared with bfloat16 pages, cold, item by item: how many became right, how many wrong, and how likely so uneven a
+split is by chance (McNemar's exact test). The surprise, -log p of what is said in nats a token, shows what is too
+little to change an answer. On a GPU two of the tasks have longer contexts than the model was trained with, so that not
+all is easy. JSON goes to bench/results/nano_quality.json as the rows come.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ SETTINGS = (
     Setting("tree attention on", {**BF16, "tree_attention": "on"}, 4, gpu_only=True),
     Setting("e4m3, tree off", {**E4M3, "tree_attention": "off"}, 4, gpu_only=True),
     Setting("e4m3, tree on", {**E4M3, "tree_attention": "on"}, 4, gpu_only=True),
+    Setting("products in FP8", {**BF16, "quantization": "fp8"}, gpu_only=True),
+    Setting("products in FP8, e4m3", {**E4M3, "quantization": "fp8"}, gpu_only=True),
 )
 
 

@@ -16,7 +16,7 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.quantized import block_size
+from radixrt.worker.model.quantized import Products, block_size
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
 from radixrt.worker.runner import TorchRunner
@@ -25,6 +25,7 @@ from radixrt.worker.scales import SOURCES, Scales, choose_scales
 log = logging.getLogger("radixrt.loading")
 
 BACKENDS = ("auto", "flashinfer", "triton", "torch")
+QUANTIZATIONS = ("auto", "fp8", "none")
 CPU_MEMORY_SHARE = 0.25
 """Of the free memory of the machine, for pages, unless `max_total_tokens` says how many."""
 CPU_MOST_TOKENS = 1 << 18
@@ -91,8 +92,6 @@ def notes(hf_config: Mapping[str, Any]) -> Iterator[str]:
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     if "dynamic" in (rope.get("rope_type"), rope.get("type")):
         yield "positions of the kind 'dynamic' are served up to max_position_embeddings only"
-    if hf_config.get("quantization_config"):
-        yield "weights that are stored in FP8 are multiplied out at load: they take the memory of 16 bits"
 
 
 def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
@@ -129,8 +128,14 @@ def _no_kernels(loaded: Loaded) -> str:
 
 
 def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None) -> Decoder:
-    """The weights, with progress on stderr, and a warning of those that the model has no place for."""
-    weights = open_weights(config, loaded)
+    """The weights, with progress on stderr, and a warning of those that the model has no place for. `ops`: of a GPU."""
+    products = choose_products(config.quantization, loaded, exact, ops is not None)
+    if products is Products.NONE and loaded.hf_config.get("quantization_config"):
+        log.warning(
+            "%s: weights that are stored in FP8 are multiplied out at load: they take the memory of 16 bits",
+            loaded.folder.name,
+        )
+    weights = open_weights(config, loaded, products=products)
     try:
         model = Decoder(loaded.spec, weights, exact, ops)
         if unused := weights.unused():
@@ -193,16 +198,37 @@ def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torc
     return DTYPES[name]
 
 
+def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Products:
+    """Those in FP8. `auto`: of what is stored so, where there are `kernels` and the GPU has such products. ValueError
+    for no known name, or where fp8 cannot be."""
+    if name not in QUANTIZATIONS:
+        raise ValueError(f"quantization {name!r}: expected one of {', '.join(QUANTIZATIONS)}")
+    missing = ""
+    if not kernels or loaded.device.type != "cuda":
+        missing = "a GPU and its kernels"
+    elif torch.cuda.get_device_capability(loaded.device) < (8, 9):
+        missing = "compute capability 8.9"
+    elif loaded.dtype != torch.bfloat16:
+        missing = "dtype bfloat16"
+    elif exact:
+        missing = "results that may depend on the batch, so not --deterministic"
+    if name == "fp8" and missing:
+        raise ValueError(f"quantization fp8 needs {missing}")
+    if name == "none" or missing:
+        return Products.NONE
+    return Products.ALL if name == "fp8" else Products.STORED
+
+
 def open_weights(
-    config: WorkerConfig, loaded: Loaded, progress: bool = True
+    config: WorkerConfig, loaded: Loaded, progress: bool = True, products: Products = Products.NONE
 ) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
     """By `load_format`. ValueError for no known one."""
     match config.load_format:
         case "auto" | "safetensors":
             block = block_size(loaded.hf_config)
-            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device, progress, block)
+            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device, progress, block, products)
         case "dummy":
-            return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device)
+            return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device, products)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
 
 

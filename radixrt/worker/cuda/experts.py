@@ -171,7 +171,7 @@ def _product_kernel(
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     real = m < count
-    # Lanes past the end compute a row or a column again, which is not stored.
+    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
     row = tl.load(tile + 1) + tl.where(real, m, 0)
     source = tl.load(rows_ptr + row) if GATED else row
     x_at = x_ptr + source.to(tl.int64)[:, None] * depth + k[None, :]
@@ -185,10 +185,11 @@ def _product_kernel(
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, depth, DEPTH):
         if WHOLE:
-            x, w = tl.load(x_at + begin), tl.load(w_at + begin)
+            x = tl.load(x_at + begin, mask=real[:, None], other=0.0)
+            w = tl.load(w_at + begin)
         else:
             inside = begin + k < depth
-            x = tl.load(x_at + begin, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + begin, mask=real[:, None] & inside[None, :], other=0.0)
             w = tl.load(w_at + begin, mask=inside[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
         if GATED:

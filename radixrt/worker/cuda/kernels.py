@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
+from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+
 Again = dict[str, Any]
 """Kernels that a step has launched already, by name, when it launches them for every layer with tensors and numbers of
 the same kinds: without asking what kinds they are (10 to 20 µs each time), they cost a third."""
@@ -30,26 +33,37 @@ def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: 
 # ---------------------------------------------------------------- norm
 
 
-@triton.jit
-def _norm_kernel(x_ptr, weight_ptr, out_ptr, eps, size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["stride"])
+def _norm_kernel(
+    x_ptr, weight_ptr, out_ptr, scales_ptr, eps, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
     inside = i < size
     x = tl.load(x_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
-    x = x.to(out_ptr.dtype.element_ty).to(tl.float32) * weight
-    tl.store(out_ptr + at + i, x.to(out_ptr.dtype.element_ty), mask=inside)
+    dtype = x_ptr.dtype.element_ty
+    x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
+    if GROUP > 0:
+        store_rounded(x.to(tl.float32), out_ptr, scales_ptr, tl.program_id(0), size, stride, LIMIT, GROUP, BLOCK)
+    else:
+        tl.store(out_ptr + at + i, x, mask=inside)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of x[T, H]."""
-    out = torch.empty_like(x)
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+    """RMSNorm of x[T, H]; rounded to FP8, if asked for."""
     rows, size = x.shape
-    block = triton.next_power_of_2(size)
-    warps = max(1, min(8, block // 512))
-    _norm_kernel[(rows,)](x, weight, out, eps, size, block, num_warps=warps)
-    return out
+    group, block, warps = launch_sizes(size, rounding)
+    if rounding is None:
+        out = torch.empty_like(x)
+        _norm_kernel[(rows,)](x, weight, out, out, eps, size, 0, group, LIMIT, block, num_warps=warps)
+        return out
+    found = room(rows, size, rounding, x.device)
+    values, scales = found.values, found.scales
+    _norm_kernel[(rows,)](x, weight, values, scales, eps, size, scales.stride(1), group, LIMIT, block, num_warps=warps)
+    return found
 
 
 # ---------------------------------------------------------------- gate
@@ -67,23 +81,40 @@ def activated(x, ACTIVATION: tl.constexpr):
         return x / (1 + tl.exp(-2 * inner))
 
 
-@triton.jit
-def _gate_kernel(x_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["stride"])
+def _gate_kernel(
+    x_ptr, out_ptr, scales_ptr, size, stride, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     gate = tl.load(x_ptr + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * size + size + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + i, (activated(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    gated = (activated(gate, ACTIVATION) * up).to(x_ptr.dtype.element_ty)
+    if GROUP > 0:
+        store_rounded(gated.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+    else:
+        tl.store(out_ptr + row * size + i, gated, mask=inside)
 
 
-def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(first half) * second half of x[T, 2 I]: [T, I]."""
+def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+    """act(first half) * second half of x[T, 2 I]: [T, I]; rounded to FP8, if asked for."""
     rows, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = min(2048, triton.next_power_of_2(size))
-    _gate_kernel[(rows, triton.cdiv(size, block))](x, out, size, ACTIVATIONS[activation], block, num_warps=4)
-    return out
+    if rounding is None:
+        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+        block = min(2048, triton.next_power_of_2(size))
+        _gate_kernel[(rows, triton.cdiv(size, block))](
+            x, out, out, size, 0, ACTIVATIONS[activation], 0, LIMIT, block, num_warps=4
+        )
+        return out
+    found = room(rows, size, rounding, x.device)
+    values, scales = found.values, found.scales
+    group, block, warps = launch_sizes(size, rounding)
+    _gate_kernel[(rows, 1)](
+        x, values, scales, size, scales.stride(1), ACTIVATIONS[activation], group, LIMIT, block, num_warps=warps
+    )
+    return found
 
 
 # ---------------------------------------------------------------- norm of heads, rotation, pages

@@ -2,5 +2,6 @@
 
 from radixrt.worker.cuda.experts import add as experts
 from radixrt.worker.cuda.kernels import gate, norm
+from radixrt.worker.cuda.scaled import scaled
 
-__all__ = ["experts", "gate", "norm"]
+__all__ = ["experts", "gate", "norm", "scaled"]

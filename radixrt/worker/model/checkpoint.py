@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from radixrt.worker.model.quantized import BLOCK, SCALES, dequantized
+from radixrt.worker.model.quantized import SCALES, Products, dequantized, read_scaled
+from radixrt.worker.model.scaled import BLOCK, Scaled
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +34,13 @@ class Weights(Protocol):
     def __contains__(self, name: str) -> bool:
         """Whether a tensor is there that need not be."""
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def load(self, name: str, shape: Sequence[int]) -> torch.Tensor: ...
+
+    def scaled(self, name: str, shape: Sequence[int]) -> Scaled | None:
+        """A matrix for products in FP8; None if it is to be loaded for others."""
 
     def get(self, name: str) -> torch.Tensor | None:
         """As it is stored, whatever its shape and dtype; None if there is no such tensor."""
@@ -83,9 +90,9 @@ def eos_ids(folder: Path) -> frozenset[int]:
 class SafetensorsWeights:
     """The weights of a folder. Each tensor is read when it is asked for; a progress bar counts bytes on stderr.
 
-    FP8 is multiplied with its scales, by row, or one for each `block` of rows and columns. ValueError for a folder
-    without safetensors, a shard that is missing or broken, a tensor that is missing, of another shape, or quantized in
-    another way.
+    What is loaded of FP8 is multiplied with its scales, by row, or one for each `block` of rows and columns; `products`
+    are in FP8. ValueError for a folder without safetensors, a shard that is missing or broken, a tensor that is
+    missing, of another shape, or quantized in another way.
     """
 
     def __init__(
@@ -95,8 +102,10 @@ class SafetensorsWeights:
         device: torch.device,
         progress: bool = True,
         block: tuple[int, int] = (BLOCK, BLOCK),
+        products: Products = Products.NONE,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
+        self._products = products
         self._block = block
         self._device = device
         self._files: dict[Path, Any] = {}
@@ -146,6 +155,23 @@ class SafetensorsWeights:
         return self._name(name) in self._places
 
     def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        tensor, scale = self._read(name, shape)
+        return dequantized(name, tensor, scale, self._block, self.dtype)
+
+    def scaled(self, name: str, shape: Sequence[int]) -> Scaled | None:
+        if self._products is Products.NONE or (self._products is Products.STORED and not self._is_fp8(name)):
+            return None
+        tensor, scale = self._read(name, shape)
+        if tensor.dtype.itemsize > 1:
+            return Scaled.of(tensor)
+        return read_scaled(name, tensor, scale, self._block)
+
+    def _is_fp8(self, name: str) -> bool:
+        name = self._name(name)
+        return name in self._places and self._open(self._places[name]).get_slice(name).get_dtype() == "F8_E4M3"
+
+    def _read(self, name: str, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(a tensor, its scale if it is of FP8 and there is one)."""
         name = self._name(name)
         if name not in self._places:
             raise ValueError(f"the checkpoint has no tensor {name}")
@@ -153,10 +179,9 @@ class SafetensorsWeights:
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
         self._bar.update(tensor.nbytes)
-        scale = None
-        if tensor.dtype.itemsize == 1:
-            scale = next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)
-        return dequantized(name, tensor, scale, self._block, self._dtype)
+        if tensor.dtype.itemsize > 1:
+            return tensor, None
+        return tensor, next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)
 
     def get(self, name: str) -> torch.Tensor | None:
         name = self._name(name)
@@ -187,19 +212,23 @@ class RandomWeights:
     """Weights for measuring speed without a checkpoint: normal with deviation 0.02, norms 1, biases 0; the same for
     the same seed, whatever the order of loading."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, products: Products = Products.NONE) -> None:
         self._seed = seed
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
+        self._products = products
 
     def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         if name.endswith("bias"):
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+            return torch.zeros(shape, dtype=self.dtype, device=self._device)
         if "norm" in name:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=self.dtype, device=self._device)
         generator = torch.Generator(self._device).manual_seed(self._seed + zlib.crc32(name.encode()))
-        values = torch.empty(shape, dtype=self._dtype, device=self._device)
+        values = torch.empty(shape, dtype=self.dtype, device=self._device)
         return values.normal_(0, 0.02, generator=generator)
+
+    def scaled(self, name: str, shape: Sequence[int]) -> Scaled | None:
+        return Scaled.of(self.load(name, shape)) if self._products is Products.ALL else None
 
     def __contains__(self, name: str) -> bool:
         return False

@@ -13,6 +13,7 @@ from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.linear import Linear, stack
 from radixrt.worker.model.moe import Experts, read_experts
 from radixrt.worker.model.rope import frequencies, rotate
+from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded, stack_scaled
 from radixrt.worker.model.spec import ModelSpec
 
 _ACTIVATIONS = {
@@ -25,11 +26,24 @@ _ACTIVATIONS = {
 class Ops(Protocol):
     """What is fused on a GPU (`cuda.kernels`), and here in plain torch."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm of x[T, H]."""
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
+    ) -> torch.Tensor | Rounded:
+        """RMSNorm of x[T, H]; rounded, if asked for."""
 
-    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """act(first half) * second half of x[T, 2 I]: [T, I]."""
+    def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+        """act(first half) * second half of x[T, 2 I]: [T, I]; rounded, if asked for."""
+
+    def scaled(
+        self,
+        x: torch.Tensor | Rounded,
+        weight: Scaled,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x[T, K], which is rounded first if it is not yet, times the weight, plus bias[N], in `dtype`; added to
+        residual[T, N] in place, if that is given."""
 
     def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add what a mixture of experts makes of x[T, hidden] to residual[T, hidden], in place."""
@@ -39,16 +53,32 @@ class TorchOps:
     """The reference of what is fused."""
 
     @staticmethod
-    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
+    ) -> torch.Tensor | Rounded:
         """RMSNorm (arXiv 1910.07467) in float32, over the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        out = weight * wide.to(x.dtype)
+        return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
-    def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         gate, up = x.chunk(2, dim=-1)
-        return _ACTIVATIONS[activation](gate) * up
+        out = _ACTIVATIONS[activation](gate) * up
+        return out if rounding is None else rounded(out, rounding)
+
+    @staticmethod
+    def scaled(
+        x: torch.Tensor | Rounded,
+        weight: Scaled,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        known = x if isinstance(x, Rounded) else rounded(x, weight.rounding)
+        out = F.linear(known.wide(), weight.wide(), None if bias is None else bias.float())
+        return out.to(dtype) if residual is None else residual.add_(out)
 
     @staticmethod
     def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -80,6 +110,8 @@ class Heads:
 
 HEAD = "lm_head.weight"
 
+Product = Linear | ScaledLinear
+
 Attend = Callable[[int, Heads], torch.Tensor]
 """(layer, its heads) -> [T, heads, D]; stores k and v first."""
 
@@ -88,13 +120,18 @@ Attend = Callable[[int, Heads], torch.Tensor]
 class Mlp:
     """Gated; `gate_up` is one matrix, the rows of the gate first."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
     activation: str
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of what it takes."""
+        return self.gate_up.rounding
+
+    def add(self, x: torch.Tensor | Rounded, residual: torch.Tensor, ops: Ops) -> None:
         """Add what it makes of x[T, hidden] to residual[T, hidden], in place."""
-        self.down.add(ops.gate(self.gate_up(x), self.activation), residual)
+        self.down.add(ops.gate(self.gate_up(x), self.activation, self.down.rounding), residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +139,9 @@ class Layer:
     """Weights of one layer; q, k and v are one matrix."""
 
     attention_norm: torch.Tensor
-    qkv: Linear
+    qkv: Product
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    output: Linear
+    output: Product
     mlp_norm: torch.Tensor
     mlp: Mlp | Experts
 
@@ -117,7 +154,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self._ops = ops or TorchOps()
-        reader = _Reader(spec, weights, batch_invariant)
+        reader = _Reader(spec, weights, batch_invariant, self._ops)
         self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         self._norm = reader.vector("norm", spec.hidden_size)
@@ -157,8 +194,9 @@ class Decoder:
         cos = (turn.cos() * self._rope_factor).to(residual.dtype)
         sin = (turn.sin() * self._rope_factor).to(residual.dtype)
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, eps)).view(len(residual), -1, self.spec.head_dim)
-            x = attend(number, Heads(qkv, self.spec.num_heads, layer.head_norms, eps, cos, sin))
+            qkv = layer.qkv(ops.norm(residual, layer.attention_norm, eps, layer.qkv.rounding))
+            heads = qkv.view(len(residual), -1, self.spec.head_dim)
+            x = attend(number, Heads(heads, self.spec.num_heads, layer.head_norms, eps, cos, sin))
             if number < len(self._layers) - 1:
                 self._after_attention(layer, x, residual)
         return x, residual
@@ -180,7 +218,8 @@ class Decoder:
 
     def _after_attention(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> None:
         layer.output.add(x.flatten(1), residual)
-        layer.mlp.add(self._ops.norm(residual, layer.mlp_norm, self.spec.norm_eps), residual, self._ops)
+        x = self._ops.norm(residual, layer.mlp_norm, self.spec.norm_eps, layer.mlp.rounding)
+        layer.mlp.add(x, residual, self._ops)
 
     def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:
@@ -200,10 +239,11 @@ class Decoder:
 class _Reader:
     """Takes a decoder's tensors, by the names transformers gives them, from a checkpoint."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops) -> None:
         self._spec = spec
         self._weights = weights
         self._batch_invariant = batch_invariant
+        self._ops = ops
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         return self._weights.load(f"model.{name}.weight", (rows, columns))
@@ -218,12 +258,20 @@ class _Reader:
         head = self._weights.load(HEAD, embedding.shape)
         return embedding if self._spec.tied and torch.equal(head, embedding) else head
 
-    def linear(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
+    def linear(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Product:
         """Several projections of one input as one, their rows in that order."""
         parts = list(zip(names, rows, strict=True))
-        weight = stack([self.matrix(name, size, columns) for name, size in parts])
         biases = [self._weights.load(f"model.{name}.bias", (size,)) for name, size in parts] if bias else None
-        return Linear(weight, torch.cat(biases) if biases else None, self._batch_invariant)
+        whole = torch.cat(biases) if biases else None
+        if weight := self._scaled([(f"model.{name}.weight", (size, columns)) for name, size in parts]):
+            return ScaledLinear(weight, whole, self._weights.dtype, self._ops)
+        weight = stack([self.matrix(name, size, columns) for name, size in parts])
+        return Linear(weight, whole, self._batch_invariant)
+
+    def _scaled(self, parts: list[tuple[str, tuple[int, int]]]) -> Scaled | None:
+        """Matrices as one in FP8; None where they are not kept so."""
+        found = [self._weights.scaled(name, shape) for name, shape in parts]
+        return None if None in found else stack_scaled(found)
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}.self_attn."

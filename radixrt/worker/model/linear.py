@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -18,6 +19,9 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     batch_invariant: bool = False
+
+    rounding: ClassVar[None] = None
+    """What it multiplies is not rounded (see `scaled.ScaledLinear`)."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.batch_invariant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -31,6 +31,9 @@ class Experts:
     """The weights of a token's experts sum to 1."""
     activation: str
     batch_invariant: bool
+
+    rounding: ClassVar[None] = None
+    """What they take is not rounded."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add what they make of x[T, hidden] to residual[T, hidden], in place."""

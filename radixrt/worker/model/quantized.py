@@ -1,18 +1,30 @@
-"""Weights that are stored in FP8 with scales: they are multiplied out when they are read, and computed with as if they
-had been stored so. It saves a conversion, not memory."""
+"""Weights that are stored in FP8 with scales. Where products in FP8 are to be had they stay so (`scaled`); elsewhere
+they are multiplied out when they are read, and computed with as if they had been stored so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
 
+from radixrt.worker.model.scaled import BLOCK, FP8, Scaled
+
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 SCALES = ("_scale_inv", "_scale")
 """Behind the name of a weight. Both are multiplied with, whatever they are called."""
-BLOCK = 128
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Products(Enum):
+    """Which matrices are multiplied in FP8."""
+
+    NONE = "none"
+    STORED = "stored"
+    """Those that are stored so."""
+    ALL = "all"
+    """Also those that are not: they are rounded, with a scale for each row."""
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
@@ -44,21 +56,35 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     return rows, columns
 
 
+def read_scaled(name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]) -> Scaled | None:
+    """A weight [R, C] of FP8 with its `scale`: one number, [R] or [R, 1], or one for each `block`, [ceil(R / rows),
+    ceil(C / columns)]. None for blocks of another size than BLOCK. ValueError where that cannot be."""
+    scale = _known_scale(name, weight, scale)
+    rows, columns = weight.shape
+    if scale.numel() == 1 or (scale.numel() == rows and scale.shape[0] == rows):
+        return Scaled.by_rows(weight, scale.view(-1, 1).expand(rows, 1).contiguous())
+    _check_blocks(name, weight, scale, block)
+    return Scaled.by_blocks(weight, scale) if block == (BLOCK, BLOCK) else None
+
+
 def dequantized(
     name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A weight as it was stored, in `dtype`. FP8 [R, C] is multiplied with its `scale`: one number, [R] or [R, 1], or
-    one for each `block`, [ceil(R / rows), ceil(C / columns)]. ValueError where that cannot be."""
+    """A weight as it was stored, in `dtype`. FP8 is multiplied with its `scale`, see `read_scaled`."""
     if weight.dtype in PLAIN:
         return weight.to(dtype)
-    if weight.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{name} is stored as {str(weight.dtype).removeprefix('torch.')}, which is not served")
-    if scale is None:
-        raise ValueError(f"{name} is stored in FP8, and the checkpoint has no {name}{SCALES[0]} or {name}{SCALES[1]}")
-    scale = scale.float()
+    scale = _known_scale(name, weight, scale)
     if scale.numel() > 1:
         scale = _spread(name, weight, scale, block)
     return (weight.float() * scale).to(dtype)
+
+
+def _known_scale(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    if weight.dtype != FP8:
+        raise ValueError(f"{name} is stored as {str(weight.dtype).removeprefix('torch.')}, which is not served")
+    if scale is None:
+        raise ValueError(f"{name} is stored in FP8, and the checkpoint has no {name}{SCALES[0]} or {name}{SCALES[1]}")
+    return scale.float()
 
 
 def _spread(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -66,6 +92,11 @@ def _spread(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[i
     rows, columns = weight.shape
     if scale.numel() == rows and scale.shape[0] == rows:
         return scale.view(rows, 1)
+    _check_blocks(name, weight, scale, block)
+    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _check_blocks(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
+    rows, columns = weight.shape
     if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
         raise ValueError(f"{name} {list(weight.shape)}: scales of shape {list(scale.shape)} are not served")
-    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]

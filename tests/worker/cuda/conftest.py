@@ -10,7 +10,14 @@ import torch
 
 from tests.interpreter import HAS_TRITON
 
-INTERPRETED = ["test_experts.py", "test_kernels.py", "test_runner.py", "test_sampler.py", "test_segments.py"]
+INTERPRETED = [
+    "test_experts.py",
+    "test_kernels.py",
+    "test_runner.py",
+    "test_sampler.py",
+    "test_scaled.py",
+    "test_segments.py",
+]
 
 collect_ignore_glob = [] if HAS_TRITON else INTERPRETED
 

@@ -16,7 +16,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, experts, invariant, kernels, sampler
+from radixrt.worker.cuda import attend, experts, invariant, kernels, rounding, sampler, scaled
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -32,8 +32,22 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
 
 
 f, i = "fp32", "i32"
-build(kernels._norm_kernel, ["*bf16"] * 3, {"eps": f, "size": i}, {"BLOCK": 4096})
-build(kernels._gate_kernel, ["*bf16"] * 2, {"size": i}, {"ACTIVATION": 1, "BLOCK": 2048})
+for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
+    rounded = {"GROUP": group, "LIMIT": 448.0, "BLOCK": 4096}
+    row = {"size": i, "stride": i}
+    build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, rounded, 8)
+    build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1}, 8)
+for group in (4096, 128):
+    constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
+    build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
+few, wide = (scaled.FEW, scaled.SOME), (scaled.FEW_WIDE, scaled.SOME_WIDE)
+kinds = [(t, False) for t in few + wide] + [(t, True) for t in (scaled.FEW_BLOCKS, scaled.SOME_BLOCKS, *wide)]
+for t, blocks in (kinds if every else kinds[1::3]) if fp8 == "*fp8e4nv" else ():
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128, "BLOCKS": blocks}
+    which = {"AT_ONCE": scaled.AT_ONCE if blocks and t.columns < 128 else 1, "BIAS": True, "ADD": True, "WHOLE": True}
+    numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
+    pointers = [fp8, "*fp32", fp8, "*fp32", "*bf16", "*bf16"]
+    build(scaled._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 230_000)
 scales = {"eps": f, "k_scale": f, "v_scale": f}
 heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16}
 gather = {"WIDTH": 1024, "BLOCK": 1024, "TOKENS": 16, "PAGE": 1}

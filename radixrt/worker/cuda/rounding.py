@@ -1,0 +1,72 @@
+"""Activations to FP8, with a scale for each row or for each BLOCK values of it (`model.scaled`): by themselves, or at
+the end of the kernel that makes them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding
+
+PADDED = 4
+"""cuBLASLt takes so many rows with scales of blocks, or a multiple."""
+
+
+@triton.jit
+def store_rounded(
+    x, out_ptr, scales_ptr, row, size, stride, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr
+):
+    """Float32 x[ALL] of a row of `size`, beyond which it is 0, with a scale for each GROUP."""
+    i = tl.arange(0, ALL)
+    g = tl.arange(0, ALL // GROUP)
+    groups = tl.reshape(x, [ALL // GROUP, GROUP])
+    largest = tl.max(tl.abs(groups), 1)
+    scales = tl.where(largest > 0, largest / LIMIT, 1.0)
+    tl.store(scales_ptr + g * stride + row, scales, mask=g * GROUP < size)
+    # NaN stays NaN, and what is divided by an infinite scale is 0 or NaN.
+    values = tl.reshape(groups / scales[:, None], [ALL])
+    tl.store(out_ptr + row * size + i, values.to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _quantize_kernel(
+    x_ptr, out_ptr, scales_ptr, size, stride, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, ALL)
+    x = tl.load(x_ptr + row * size + i, mask=i < size, other=0.0).to(tl.float32)
+    store_rounded(x, out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, ALL)
+
+
+def room(rows: int, size: int, rounding: Rounding, device: torch.device) -> Rounded:
+    """For x[rows, size]; behind its last row there is room up to a multiple of PADDED. Scales of neighbouring rows lie
+    side by side."""
+    groups = 1 if rounding is Rounding.ROWS else triton.cdiv(size, BLOCK)
+    most = triton.cdiv(rows, PADDED) * PADDED
+    values = torch.empty((most, size), dtype=FP8, device=device)
+    return Rounded(values[:rows], torch.empty((groups, most), dtype=torch.float32, device=device).t()[:rows])
+
+
+def padded(x: Rounded) -> Rounded:
+    """With the rows that there is `room` for behind the last; whatever they hold."""
+    most = triton.cdiv(len(x), PADDED) * PADDED
+    return Rounded(*(part.as_strided((most, part.shape[1]), part.stride()) for part in (x.values, x.scales)))
+
+
+def launch_sizes(size: int, rounding: Rounding | None) -> tuple[int, int, int]:
+    """(values that share a scale, values of a program, its warps) for rows of `size`; 0 share one without rounding."""
+    block = triton.next_power_of_2(size) if rounding is None else max(BLOCK, triton.next_power_of_2(size))
+    group = 0 if rounding is None else block if rounding is Rounding.ROWS else BLOCK
+    return group, block, max(1, min(8 if rounding is None else 16, block // 512))
+
+
+def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:
+    """x[T, K] in FP8."""
+    rows, size = x.shape
+    out = room(rows, size, rounding, x.device)
+    group, block, warps = launch_sizes(size, rounding)
+    _quantize_kernel[(rows,)](
+        x, out.values, out.scales, size, out.scales.stride(1), LIMIT, group, block, num_warps=warps
+    )
+    return out

@@ -1,0 +1,65 @@
+"""Models whose weights are in FP8, multiplied as they are, against the same multiplied out."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixrt.worker.model.scaled import ScaledLinear
+from tests.checkpoints import make_model
+from tests.gpu.test_models import SIZES, last_logits, load
+from tests.worker.engine import Engine, prompts
+from tests.worker.test_scaled import KINDS, store
+
+KEPT = {"qwen3_moe": 8}
+"""Products of a model in FP8; experts are multiplied out."""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_fp8(tmp_path, family, kind):
+    """As far from the weights multiplied out as rounding activations to FP8 makes it; by other chunks no farther from
+    itself, for a bit that differs may be rounded to another step of FP8."""
+    make_model(tmp_path / "plain", family, **SIZES)
+    scales, config = KINDS[kind]
+    folder = store(tmp_path / "plain", tmp_path / "fp8", scales, **config)
+    asked = prompts(5, 20, 900, vocab_size=4096)
+    narrow, wide = (load(folder, kv_cache_dtype="bfloat16", quantization=name) for name in ("auto", "none"))
+    layers = narrow._model._layers
+    products = [x for layer in layers for x in (layer.qkv, layer.output, *vars_of(layer.mlp))]
+    assert sum(isinstance(x, ScaledLinear) for x in products) == KEPT.get(family, 16)
+    errors, apart = [], []
+    for prompt in asked:
+        found, expected, pieces = (
+            last_logits(narrow, prompt),
+            last_logits(wide, prompt),
+            last_logits(narrow, prompt, 37),
+        )
+        errors.append(float((found - expected).norm() / expected.norm()))
+        apart.append(float((found - pieces).norm() / expected.norm()))
+    print(
+        f"{family}, {kind}: {sorted(errors)[2]:.2e} from the weights multiplied out, {sorted(apart)[2]:.2e} by chunks"
+    )
+    assert 1e-3 < sorted(errors)[2] < 0.2 and sorted(apart)[2] < 1.5 * sorted(errors)[2]
+
+
+def vars_of(mlp):
+    return [getattr(mlp, name) for name in ("gate_up", "down") if hasattr(mlp, name)]
+
+
+def test_graphs_and_steps_alike(tmp_path):
+    make_model(tmp_path / "plain", "llama", **SIZES)
+    folder = store(tmp_path / "plain", tmp_path / "fp8", KINDS["rows"][0])
+    asked = prompts(8, 20, 300, vocab_size=4096)
+    eager, graphs = (
+        Engine(load(folder, enforce_eager=eager, max_num_seqs=8), max_model_len=4096).generate(asked)
+        for eager in (True, False)
+    )
+    assert eager == graphs
+
+
+def test_all_in_fp8(tmp_path):
+    make_model(tmp_path, "llama", **SIZES)
+    narrow, wide = load(tmp_path, quantization="fp8"), load(tmp_path)
+    prompt = prompts(1, 300, 301, vocab_size=4096)[0]
+    a, b = last_logits(narrow, prompt), last_logits(wide, prompt)
+    assert 1e-3 < float((a - b).norm() / b.norm()) < 0.3

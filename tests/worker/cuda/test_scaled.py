@@ -1,0 +1,130 @@
+"""Products in FP8 against the same in plain torch. (Triton's interpreter rounds to FP8 without a carry: what it should
+round up to a power of two, a value in 16, becomes half of it.)"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from radixrt.worker.cuda import kernels, ops, scaled
+from radixrt.worker.cuda.rounding import padded, quantize
+from radixrt.worker.cuda.scaled import product, tile_for
+from radixrt.worker.model.decoder import Ops, TorchOps
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounding, Scaled, rounded
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite is divided by infinity
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def weight_of(rounding: Rounding, rows: int, columns: int, device: torch.device) -> Scaled:
+    wide = 0.02 * torch.randn(rows, columns, device=device) * torch.logspace(-1, 1, rows, device=device)[:, None]
+    if rounding is Rounding.ROWS:
+        return Scaled.of(wide)
+    scales = 0.01 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
+    return Scaled.by_blocks((wide * 100).to(FP8), scales)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (5, 300), (6, 64)])
+def test_quantize(rounding, rows, columns, device):
+    x = (torch.randn(rows, columns, device=device) * torch.logspace(-2, 2, rows, device=device)[:, None]).bfloat16()
+    found, expected = quantize(x, rounding), rounded(x, rounding)
+    assert torch.equal(found.scales, expected.scales)
+    one_step = 2**-3 * expected.wide().abs() + expected.scales.amax(1, keepdim=True) * 2**-9
+    far = ((found.wide() - expected.wide()).abs() > one_step).float().mean()
+    assert far <= (0 if device.type == "cuda" else 0.08)
+    assert error(found.wide(), x) < (0.04 if device.type == "cuda" else 0.15)
+
+
+def test_quantize_keeps_nan_and_zeros(device):
+    x = torch.zeros(3, 256, device=device)
+    x[1, 7], x[2, 9] = torch.nan, torch.inf
+    for rounding in Rounding:
+        found = quantize(x, rounding).wide()
+        assert (found[0] == 0).all()
+        if device.type == "cuda":  # the interpreter makes 384 of it
+            assert found[1].isnan().any() and found[2].isnan().any()
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("size", [96, 256, 640])
+def test_what_norm_and_gate_round_is_what_they_give(rounding, size, device):
+    x, weight = torch.randn(3, 2 * size, device=device).bfloat16(), torch.rand(size, device=device).bfloat16()
+    for found, wide in (
+        (
+            kernels.norm(x[:, :size].contiguous(), weight, 1e-5, rounding),
+            kernels.norm(x[:, :size].contiguous(), weight, 1e-5),
+        ),
+        (kernels.gate(x, "silu", rounding), kernels.gate(x, "silu")),
+    ):
+        expected = quantize(wide, rounding)
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+SHAPES = [(1, 48, 256), (5, 200, 384), (20, 144, 128), (70, 256, 256)]
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)
+def test_product(rounding, rows, columns, depth, device):
+    weight = weight_of(rounding, columns, depth, device)
+    x = quantize(torch.randn(rows, depth, device=device).bfloat16(), rounding)
+    bias = torch.randn(columns, device=device).bfloat16()
+    residual = torch.randn(rows, columns, device=device).bfloat16()
+    expected = x.wide() @ weight.wide().t()
+    tile = dataclasses.replace(tile_for(min(rows, 64), weight), columns=32)
+    for given in (None, bias):
+        out = torch.full((rows, columns), torch.nan, device=device).bfloat16()
+        product(x, weight, given, out, tile)
+        assert error(out, expected if given is None else expected + bias.float()) < 6e-3
+    out = residual.clone()
+    product(x, weight, bias, out, tile, add=True)
+    assert error(out, expected + bias.float() + residual.float()) < 6e-3
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("rows", [1, 3, 66, 130])
+def test_all_of_it(rounding, rows, device):
+    """By whatever computes so many rows."""
+    torch.manual_seed(rows)
+    weight = weight_of(rounding, 256, 512, device)
+    x = torch.randn(rows, 512, device=device).bfloat16()
+    bias = torch.randn(256, device=device).bfloat16()
+    known = quantize(x, rounding)
+    expected = known.wide() @ weight.wide().t() + bias.float()
+    for given in (x, known):
+        found = scaled.scaled(given, weight, bias, torch.bfloat16)
+        assert found.dtype == torch.bfloat16 and error(found, expected) < 6e-3
+    residual = torch.randn(rows, 256, device=device).bfloat16()
+    before = residual.clone()
+    assert scaled.scaled(x, weight, bias, torch.bfloat16, residual) is residual
+    assert error(residual, expected + before.float()) < 6e-3
+
+
+def test_nothing_to_multiply(device):
+    weight = weight_of(Rounding.ROWS, 32, 64, device)
+    assert scaled.scaled(torch.empty(0, 64, device=device).bfloat16(), weight, None, torch.bfloat16).shape == (0, 32)
+
+
+def test_room_behind_the_last_row(device):
+    x = quantize(torch.randn(5, 256, device=device), Rounding.BLOCKS)
+    whole = padded(x)
+    assert whole.values.shape == (8, 256) and whole.scales.shape == (8, 2)
+    assert torch.equal(whole.scales[:5], x.scales) and whole.scales.stride() == (1, 8)
+    assert torch.equal(whole.values[:5].float(), x.values.float())
+
+
+def test_the_reference_has_the_same_face():
+    found: Ops = TorchOps()
+    for name in ("norm", "gate", "scaled", "experts"):
+        assert callable(getattr(found, name)) and callable(getattr(ops, name))
+
+
+def test_limit_is_that_of_fp8():
+    assert torch.finfo(FP8).max == LIMIT

@@ -1,0 +1,245 @@
+"""Weights in FP8 that are multiplied as they are: the reference, and what is read of a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.loading import choose_products, look_up
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder, TorchOps
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.quantized import Products
+from radixrt.worker.model.scaled import BLOCK, LIMIT, WIDEST, Rounding, Scaled, ScaledLinear, rounded, stack_scaled
+from tests.checkpoints import make_model
+
+CPU = torch.device("cpu")
+STEP = 2**-4
+"""Half of FP8's step, relative."""
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def spread(size: tuple[int, int]) -> torch.Tensor:
+    """Values of very different rows."""
+    return torch.randn(size) * torch.logspace(-3, 3, size[0])[:, None]
+
+
+# ---------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("columns", [64, 128, 300])
+def test_each_value_is_within_half_a_step(rounding, columns):
+    x = spread((7, columns))
+    found = rounded(x, rounding)
+    groups = -(-columns // BLOCK) if rounding is Rounding.BLOCKS else 1
+    assert found.values.shape == x.shape and found.scales.shape == (7, groups)
+    each = found.scales.repeat_interleave(BLOCK if groups > 1 else columns, 1)[:, :columns]
+    assert ((found.wide() - x).abs() <= STEP * x.abs() + each * 2**-10).all()
+    for group in range(groups):
+        part = slice(group * BLOCK, (group + 1) * BLOCK) if rounding is Rounding.BLOCKS else slice(None)
+        assert (found.values[:, part].float().abs().amax(1) == LIMIT).all()
+
+
+def test_zeros_stay_zeros_and_nan_stays_nan():
+    x = torch.zeros(3, 256)
+    x[1, 7], x[2, 9] = torch.nan, torch.inf
+    for rounding in Rounding:
+        found = rounded(x, rounding).wide()
+        assert (found[0] == 0).all()
+        assert found[1].isnan().any() and found[2].isnan().any()
+
+
+def test_weights_side_by_side():
+    rows = [Scaled.of(spread((n, 64))) for n in (16, 48)]
+    assert torch.equal(stack_scaled(rows).wide(), torch.cat([part.wide() for part in rows]))
+    blocks = [
+        Scaled.by_blocks(spread((n, 256)).to(torch.float8_e4m3fn), torch.rand(-(-n // BLOCK), 2))
+        for n in (128, 256, 144)
+    ]
+    whole = stack_scaled(blocks)
+    assert torch.equal(whole.wide(), torch.cat([part.wide() for part in blocks]))
+    assert whole.scales.shape == (5, 4), "cuBLASLt wants a multiple of four"
+    assert stack_scaled(blocks[::-1]) is None, "144 rows end within a block"
+    assert stack_scaled([Scaled.of(spread((16, 256))), blocks[0]]) is None
+    assert stack_scaled([Scaled.of(spread((24, 64)))]) is None, "24 rows"
+    assert stack_scaled([Scaled.of(spread((16, 72)))]) is None, "72 columns"
+    assert stack_scaled([Scaled.of(torch.ones(16, WIDEST + 16))]) is None
+
+
+def test_the_reference_of_a_product():
+    x, weight, bias, residual = torch.randn(5, 256), 0.02 * torch.randn(48, 256), torch.randn(48), torch.randn(5, 48)
+    expected = x @ weight.t() + bias
+    known = Scaled.of(weight)
+    found = TorchOps.scaled(x, known, bias, torch.float32)
+    assert 1e-3 < error(found, expected) < 0.05
+    again = TorchOps.scaled(rounded(x, Rounding.ROWS), known, bias, torch.float32)
+    assert torch.equal(found, again)
+    before = residual.clone()
+    assert TorchOps.scaled(x, known, bias, torch.float32, residual) is residual
+    assert torch.allclose(residual, before + found)
+
+
+# ---------------------------------------------------------------- of a checkpoint
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    make_model(folder, "qwen2", **SIZES)  # with biases
+    return folder
+
+
+def store(folder, target, scales, names=("proj",), **config):
+    """The checkpoint with the matrices of these names in FP8, with the scales that `scales(weight)` says."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight") and any(part in name for part in names)]:
+        scale, wide = scales(tensors[name].float())
+        tensors[name] = (tensors[name].float() / wide).to(torch.float8_e4m3fn)
+        tensors[name + ("_scale_inv" if config else "_scale")] = scale
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(
+        (target / "config.json").read_text().rstrip().rstrip("}")
+        + ', "quantization_config": {"quant_method": "fp8"'
+        + "".join(f', "{key}": {value}' for key, value in config.items())
+        + "}}"
+    )
+    return target
+
+
+def of_tensor(weight):
+    scale = weight.abs().max() / LIMIT
+    return scale, scale
+
+
+def of_rows(weight):
+    scale = weight.abs().amax(1, keepdim=True) / LIMIT
+    return scale, scale
+
+
+def of_blocks(weight):
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
+    padded[:rows, :columns] = weight
+    scale = padded.view(-(-rows // BLOCK), BLOCK, -1, BLOCK).abs().amax((1, 3)) / LIMIT
+    return scale, scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+KINDS = {"tensor": (of_tensor, {}), "rows": (of_rows, {}), "blocks": (of_blocks, {"weight_block_size": [BLOCK, BLOCK]})}
+
+
+def decoder(folder, products: Products) -> Decoder:
+    weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, products=products)
+    model = Decoder(read_spec(read_json(folder / "config.json")), weights)
+    assert not weights.unused()
+    return model
+
+
+def logits(model: Decoder) -> torch.Tensor:
+    tokens = torch.arange(1, 20)
+
+    def attend(layer, heads):
+        q, k, v = heads.split()
+        return q + k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)
+
+    return model.forward(tokens, torch.arange(len(tokens)), attend)
+
+
+def products_of(model: Decoder) -> list[object]:
+    return [x for layer in model._layers for x in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_in_fp8_is_multiplied_so(plain, tmp_path, kind):
+    scales, config = KINDS[kind]
+    folder = store(plain, tmp_path / "fp8", scales, **config)
+    stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
+    for kept, multiplied_out in zip(products_of(stored), products_of(wide), strict=True):
+        assert isinstance(kept, ScaledLinear) and isinstance(multiplied_out, Linear)
+        assert kept.weight.rounding is (Rounding.BLOCKS if kind == "blocks" else Rounding.ROWS)
+        assert torch.equal(kept.weight.wide(), multiplied_out.weight)
+        assert (kept.bias is None) == (multiplied_out.bias is None)
+    assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
+
+
+def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
+    folder = store(plain, tmp_path / "fp8", of_rows, names=("gate_proj", "up_proj", "o_proj", "q_proj"))
+    stored, everything = decoder(folder, Products.STORED), decoder(folder, Products.ALL)
+    kept = [False, True, True, False] * 2  # of q, k and v only q is in FP8
+    assert [isinstance(x, ScaledLinear) for x in products_of(stored)] == kept
+    assert all(isinstance(x, ScaledLinear) for x in products_of(everything))
+    assert not isinstance(stored._head, ScaledLinear) and not isinstance(everything._head, ScaledLinear)
+    assert error(logits(everything), logits(stored)) < 0.2
+    assert all(isinstance(x, Linear) for x in products_of(decoder(plain, Products.STORED)))
+
+
+def test_blocks_of_another_size_are_multiplied_out(plain, tmp_path):
+    def halves(weight):
+        scale, _ = of_tensor(weight)
+        grid = scale.expand(-(-weight.shape[0] // 64), -(-weight.shape[1] // 64)).contiguous()
+        return grid, scale
+
+    folder = store(plain, tmp_path / "fp8", halves, weight_block_size=[64, 64])
+    weights = SafetensorsWeights(folder, torch.float32, CPU, False, (64, 64), Products.STORED)
+    model = Decoder(read_spec(read_json(folder / "config.json")), weights)
+    assert all(isinstance(x, Linear) for x in products_of(model))
+
+
+def test_random_weights(plain):
+    spec = read_spec(read_json(plain / "config.json"))
+    wide, narrow = (Decoder(spec, RandomWeights(0, torch.float32, CPU, p)) for p in (Products.STORED, Products.ALL))
+    assert all(isinstance(x, Linear) for x in products_of(wide))
+    for a, b in zip(products_of(narrow), products_of(wide), strict=True):
+        assert error(a.weight.wide(), b.weight) < 0.05
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def choose(name, capability=(9, 0), dtype=torch.bfloat16, exact=False, kernels=True, device="cuda", monkeypatch=None):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return choose_products(name, SimpleNamespace(device=torch.device(device), dtype=dtype), exact, kernels)
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ({"kernels": False}, "a GPU"),
+        ({"device": "cpu"}, "a GPU"),
+        ({"capability": (8, 6)}, "capability 8.9"),
+        ({"dtype": torch.float16}, "bfloat16"),
+        ({"exact": True}, "deterministic"),
+    ],
+)
+def test_products_in_fp8_need_a_gpu_that_has_them(monkeypatch, without, words):
+    assert choose("auto", monkeypatch=monkeypatch) is Products.STORED
+    assert choose("auto", capability=(8, 9), monkeypatch=monkeypatch) is Products.STORED
+    assert choose("fp8", monkeypatch=monkeypatch) is Products.ALL
+    assert choose("none", monkeypatch=monkeypatch) is Products.NONE
+    assert choose("auto", **without, monkeypatch=monkeypatch) is Products.NONE
+    with pytest.raises(ValueError, match=f"quantization fp8 needs .*{words}"):
+        choose("fp8", **without, monkeypatch=monkeypatch)
+
+
+def test_an_unknown_quantization(monkeypatch):
+    with pytest.raises(ValueError, match="quantization 'int4': expected one of auto, fp8, none"):
+        choose("int4", monkeypatch=monkeypatch)
+
+
+def test_on_a_cpu_weights_are_multiplied_out(plain):
+    config = resolve(WorkerConfig(model=str(plain), device="cpu"))
+    assert choose_products(config.quantization, look_up(config), exact=False, kernels=False) is Products.NONE
