@@ -41,7 +41,10 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 DEVICE = torch.device("cuda")
 DECODES = [(1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 32768)]
 CHIP = Chip(HEADS, 132)
-CHUNKS = [(1, 128, 16384), (1, 600, 8192), (1, 8192, 0), (1, 8192, 8192), (12, 600, 8192), (16, 64, 2048)]
+CHUNKS = [
+    (1, 128, 16384), (1, 600, 8192), (1, 2048, 8192), (1, 1024, 0), (1, 8192, 0), (1, 8192, 8192), (12, 600, 8192),
+    (4, 600, 8192), (16, 64, 2048), (8, 1024, 0),
+]  # fmt: skip
 
 
 def in_graph(run: Callable[[], object]) -> Callable[[], object]:
@@ -184,9 +187,11 @@ def tail_rows(limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str
         limit = max(flops / limits["tflops"] / 1e9, moved / limits["copy_gbs"] / 1e6)
         row: dict[str, Any] = {"tails": name, "limit_ms": limit}
         measure(case, limit, "alone", case.gathered(flashinfer), row)
+        if special := attend.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
+            measure(case, limit, "specialised", case.triton(special, False), row)
         with contextlib.suppress(ValueError):
             measure(case, limit, "together", case.together(flashinfer), row)
-        row["of_limit"] = row.get("together_ms", row["alone_ms"]) / limit
+        row["of_limit"] = min(ms for name, ms in row.items() if name.endswith("_ms") and name != "limit_ms") / limit
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -199,6 +204,8 @@ def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -
         row: dict[str, Any] = {"tree": name, "pages": kv_dtype, "limit_ms": forest.limit_ms(limits)}
         chosen = attend.shared_variant(forest.shape, forest.keys.element_size())
         ways = {"plain": forest.runner(None), "tree": forest.runner(chosen)}
+        if special := attend.find_specialised(forest.shape, forest.keys.dtype, torch.bfloat16, DEVICE):
+            ways["specialised"] = forest.runner(special)
         with contextlib.suppress(ValueError):
             ways["trunk_fa3"] = forest.runner(chosen, flashinfer=flashinfer)
         for way, run in ways.items():
@@ -207,7 +214,8 @@ def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -
             error = forest.error()
             assert error < 2e-2, f"{name} {way}: {error}"
             row[f"{way}_ms"] = graph_ms(run)
-        row["of_limit"] = row.get("trunk_fa3_ms", row["tree_ms"]) / row["limit_ms"]
+        taken = row.get("specialised_ms", row.get("trunk_fa3_ms", row["tree_ms"]))
+        row["of_limit"] = taken / row["limit_ms"]
         if sweep and "no" not in name and kv_dtype == "fp8_e4m3":
             found = []
             for rows_, keys, warps, stages in product((64, 128, 256), (64, 128), (4, 8), (2, 3)):
@@ -305,7 +313,7 @@ class Case:
 
     def together(self, flashinfer: FlashInfer) -> Callable[[], None]:
         paths = [((1, self.cached),)] * self.batch
-        cut = cut_shared(paths, self.sequences, self.shape, self.keys.element_size(), CHIP, flashinfer.tokens)
+        cut = cut_shared(paths, self.sequences, self.shape, self.keys.element_size(), CHIP, flashinfer.tokens, 1 << 20)
         if cut is None:
             raise ValueError("sharing does not pay")
         packer = Packer(DEVICE)
@@ -394,6 +402,8 @@ def main() -> None:
         if not decode:
             ways["fa3"] = partial(case.gathered, flashinfer)
             ways["fa3_split"] = partial(case.split, flashinfer)
+            if special := attend.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
+                ways["specialised"] = partial(case.triton, special, False)
         for name, make in ways.items():
             try:
                 measure(case, limit, name, make(), row)

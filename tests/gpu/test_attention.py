@@ -22,6 +22,7 @@ from tests.worker.pages import make_plan  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 DEVICE = torch.device("cuda")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 CHUNKS = [(0, 300), (1000, 1), (37, 200), (700, 513), (0, 1), (2047, 2)]
 SPLIT = [(700, 100), (37, 200), (1333, 1), (1024, 129)]
 DECODES = [(0, 1), (5, 1), (2047, 1), (130, 1), (8000, 1)]
@@ -30,7 +31,7 @@ DECODES = [(0, 1), (5, 1), (2047, 1), (130, 1), (8000, 1)]
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("way", ["decode", "chunk", "flashinfer", "split"])
+@pytest.mark.parametrize("way", ["decode", "chunk", "specialised", "flashinfer", "split"])
 def test_as_torch(way, kv_dtype, page_size, window):
     """Relative to the norm; both read the same pages, so that FP8's own rounding is no error."""
     tokens = {"decode": DECODES, "split": SPLIT}.get(way, CHUNKS)
@@ -68,9 +69,15 @@ def test_as_torch(way, kv_dtype, page_size, window):
         attend.merge(scratch.partials, queries, entries, out, shape)
     else:
         sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
-        if way == "chunk":
+        if way in ("chunk", "specialised"):
             variant = attend.chunk_variant(shape, pool.dtype.itemsize)
             cut = attend.tiling(variant, shape, 2 * 132, single=True)
+            if way == "specialised":
+                variant = attend.find_specialised(shape, pool.dtype, torch.bfloat16, DEVICE)
+                if variant is None or window is not None:
+                    assert pool.dtype.itemsize > 1 or window is not None or CAPABILITY != (9, 0)
+                    pytest.skip("this kernel is for FP8 pages on Hopper, without windows")
+                cut = attend.tiling(variant, shape, 132)
             step = PagedStep(sequences, {window}, packer, shape, variant, cut)
         elif way == "split":
             flashinfer = FlashInfer(shape, torch.bfloat16, DEVICE, 4096, "fa3")
@@ -86,3 +93,39 @@ def test_as_torch(way, kv_dtype, page_size, window):
     error = float((out.float() - expected).norm() / expected.norm())
     print(f"{way} {kv_dtype} page size {page_size} window {window}: relative error {error:.2e}")
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(28, 4, 128), (8, 8, 128), (16, 1, 64), (9, 3, 64)])
+def test_specialised(heads, kv_heads, dim, page_size):
+    """Other heads, causal chunks cut anywhere; what pages hold behind the sequences is NaN."""
+    shape = Shape(heads, kv_heads, dim, page_size)
+    variant = attend.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, DEVICE)
+    if CAPABILITY != (9, 0):
+        pytest.skip("this kernel is for Hopper")
+    assert variant is not None
+    plan, table = make_plan(np.random.default_rng(1), page_size, CHUNKS)
+    pool = KVPool(1, (int(table.max()) + 2) * page_size, kv_heads, dim, torch.float8_e4m3fn, DEVICE)
+    everything = torch.arange(pool.slots, device=DEVICE)
+    pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=DEVICE))
+    q = torch.randn(len(plan.tokens), heads, dim, device=DEVICE).bfloat16()
+    reference = TorchAttention(pool, page_size, (None,))
+    reference.bind(table)
+    expected = reference.begin(plan, DEVICE).over_pages(0, q.float())
+    used = torch.zeros(pool.slots, dtype=torch.bool)
+    for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+        at = np.arange(start + count)
+        used[torch.from_numpy(table[row, at // page_size].astype(np.int64) * page_size + at % page_size)] = True
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
+    for x in (keys, values):
+        x.view(torch.uint8)[~used.to(DEVICE)] = 0x7F
+    pages = Pages(keys, values, torch.from_numpy(table).to(DEVICE), pool.scales[0], None)
+    first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
+    sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
+    for programs in (kv_heads, 132, 700):
+        packer, out = Packer(DEVICE), torch.full_like(q, torch.nan)
+        step = PagedStep(sequences, {None}, packer, shape, variant, attend.tiling(variant, shape, programs))
+        step.sent(packer.send())
+        step.run(q, pages, out)
+        error = float((out.float() - expected).norm() / expected.norm())
+        assert error < 5e-3, f"{programs} programs: {error}"

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixrt.worker.cuda import attend, decodes, segments  # noqa: E402
+from radixrt.worker.cuda import attend, decodes  # noqa: E402
 from radixrt.worker.cuda.attend import Shape  # noqa: E402
 from radixrt.worker.cuda.decodes import (  # noqa: E402
     Cuts,
@@ -42,10 +42,13 @@ def flashinfer():
     return {size: FlashInfer(Shape(8, 2, 128, size), torch.bfloat16, DEVICE, 1 << 16, "fa3") for size in (1, 16)}
 
 
+@pytest.mark.parametrize("specialised", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_decodes(page_size, kv_dtype, flashinfer, monkeypatch):
+def test_decodes(page_size, kv_dtype, specialised, flashinfer, monkeypatch):
     """50 trees; every other one with all that is large by FlashInfer."""
+    if specialised and (kv_dtype == "bfloat16" or torch.cuda.get_device_capability() != (9, 0)):
+        pytest.skip("this kernel is for FP8 pages on Hopper")
     monkeypatch.setattr(decodes, "SLOWER", 1 << 20)
     worst, used = 0.0, 0
     for seed in range(50):
@@ -53,25 +56,28 @@ def test_decodes(page_size, kv_dtype, flashinfer, monkeypatch):
         monkeypatch.setattr(decodes, "LARGE", 3000 if seed % 2 else 1 << 40)
         size = batch.pool.dtype.itemsize
         few, many = attend.decode_variant(batch.shape, size), attend.shared_variant(batch.shape, size)
+        if specialised:
+            many = attend.find_specialised(batch.shape, batch.pool.dtype, torch.bfloat16, DEVICE)
         cuts = Cuts(
-            attend.tiling(few, batch.shape, 8 * 132), attend.tiling(many, batch.shape, 2 * 132),
+            attend.tiling(few, batch.shape, 8 * 132),
+            attend.tiling(many, batch.shape, (1 if specialised else 2) * 132),
             sharing_cost(batch.shape, size, many), Trunks(Chip(8, 132), 1 << 16),
         )  # fmt: skip
         out, _, trunks = batch.decode(cuts, Kernels(batch.shape, few, many), flashinfer[page_size])
         worst, used = max(worst, error(out, batch.expected())), used + trunks
-    print(f"decodes on trees, {kv_dtype}, page size {page_size}: {used} with trunks, worst relative error {worst:.2e}")
+    what = f"{kv_dtype}, page size {page_size}, specialised {specialised}"
+    print(f"decodes on trees, {what}: {used} with trunks, worst relative error {worst:.2e}")
     assert worst < 1e-2 and used > 10
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_chunks(page_size, kv_dtype, flashinfer, monkeypatch):
-    monkeypatch.setattr(segments, "FEWEST_PAIRS", 1)
     worst, used = 0.0, 0
     for seed in range(25):
         batch = forest(seed, (1, 30, 200), page_size, kv_dtype)
         size = batch.pool.dtype.itemsize
-        cut = cut_shared(batch.paths, batch.sequences, batch.shape, 50 * size, Chip(8, 132), 1 << 16)
+        cut = cut_shared(batch.paths, batch.sequences, batch.shape, 50 * size, Chip(8, 132), 1 << 16, 1)
         if cut is None:
             continue
         packer, out = Packer(DEVICE), torch.full_like(batch.q, torch.nan)

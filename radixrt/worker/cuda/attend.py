@@ -200,6 +200,8 @@ class Variant:
     keys: int
     warps: int
     stages: int
+    specialised: bool = False
+    """The kernel of `hopper`."""
 
     def queries(self, group: int) -> int:
         return max(1, self.rows // group)
@@ -223,6 +225,15 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many queries."""
     rows = max(64, triton.next_power_of_2(shape.group))
     return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
+
+
+def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
+    """That of `hopper`, for tiles of many queries, where it is to be had."""
+    try:
+        from radixrt.worker.cuda import hopper
+    except ImportError:  # a Triton without Gluon, or with another one
+        return None
+    return hopper.find(shape, pages, dtype, device)
 
 
 def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) -> Tiling:
@@ -287,15 +298,21 @@ def attend(
     list, starts = items
     if not len(list):
         return None
-    programs = len(list) if starts is None else len(starts) - 1
-    return kernels.launch(
-        _attend_kernel, (shape.kv_heads, programs, 1), again,
+    grid = shape.kv_heads, len(list) if starts is None else len(starts) - 1, 1
+    given = (
         q, keys, values, table, list, list if starts is None else starts, list if order is None else order,
-        out, scratch.values, scratch.lse,
-        table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
-        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, window or 0, causal, order is not None,
-        variant.queries(shape.group), variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS,
-        half_type(keys.dtype), variant.stages, starts is None, num_warps=variant.warps,
+        out, scratch.values, scratch.lse, table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
+        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size,
+    )  # fmt: skip
+    kinds = causal, order is not None, variant.queries(shape.group)
+    if variant.specialised:
+        from radixrt.worker.cuda import hopper
+
+        return hopper.launch(grid, again, given, kinds, variant)
+    return kernels.launch(
+        _attend_kernel, grid, again, *given, window or 0, *kinds, variant.rows, variant.keys,
+        triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages, starts is None,
+        num_warps=variant.warps,
     )  # fmt: skip
 
 
@@ -313,9 +330,11 @@ def best_tiling(
     variant: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device, causal: bool
 ) -> Tiling:
     """For as many programs as the device runs at once of a variant as it is compiled there. `causal`: for chunks, of
-    which each item has a program of its own."""
+    which each item has a program of its own, unless one program fills a multiprocessor."""
     if device.type != "cuda":
         return tiling(variant, shape, PROGRAMS, single=causal)
+    if variant.specialised:
+        return tiling(variant, shape, torch.cuda.get_device_properties(device).multi_processor_count)
     keys = torch.empty((1, shape.kv_heads, shape.head_dim), dtype=pages, device=device)
     q = torch.empty((1, shape.heads, shape.head_dim), dtype=dtype, device=device)
     integers = torch.zeros((1, FIELDS), dtype=torch.int32, device=device)

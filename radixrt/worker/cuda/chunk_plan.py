@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from radixrt.worker.cuda.attend import Shape, Variant
@@ -14,12 +16,51 @@ from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.plan import Plan
 from radixrt.worker.sharing import path_before
 
-LONG_QUERIES = 256
-LONG_PAIRS = 1 << 20
-"""Chunks of so many tokens, or pairs of a query and a key, and more go to FlashInfer."""
 LAST_LAYER = 4
 """In the last layer, attention is computed for tokens whose logits are wanted alone, if the chunks have so many times
 as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideTriton:
+    """What goes to FlashInfer rather than to the kernel of `attend` (bench/attention.py)."""
+
+    queries: int = 256
+    """Chunks of so many tokens, or more."""
+    pairs: int = 1 << 20
+    """Chunks of so many pairs of a query and a key, or more."""
+    shared: int = 1 << 20
+    """Chunks that share so many pairs, or more."""
+
+    def long(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Which of N chunks of int64 counts[N] tokens after int64 starts[N]."""
+        return (counts >= self.queries) | (counts * (starts + counts) >= self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideHopper:
+    """The same, rather than to the kernel of `hopper`. That reads pages itself, so that only many queries a key are
+    worth gathering keys. In pairs of a query and a key; FlashInfer takes 39 million of them a millisecond with 32 heads
+    of 128 on an H200."""
+
+    shape: Shape
+    shared: int = 1 << 25
+    slower: float = 1.29
+    """Times that kernel takes for a pair."""
+    edge: int = 250
+    """Keys a query that it computes in vain, where they are masked in part."""
+    gathered: float = 79.0
+    """What a key costs to gather, with 4 heads a KV head."""
+    launch: float = 1.6e6
+    """What FlashInfer costs beside."""
+
+    def long(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """See BesideTriton."""
+        keys, pairs = starts + counts, counts * (starts + counts / 2)
+        gain = self.slower * (pairs + self.edge * counts) - pairs - self.gathered * 4 / self.shape.group * keys
+        worth = gain > 0
+        launch = self.launch * 4096 / (self.shape.heads * self.shape.head_dim)
+        return worth if gain[worth].sum() > launch else np.zeros_like(worth)
 
 
 class ChunkPlanner:
@@ -39,6 +80,7 @@ class ChunkPlanner:
         self._chip = chip
         self._flashinfer = flashinfer
         self._shares = shares
+        self._bounds = BesideHopper(shape) if variant.specialised else BesideTriton()
 
     def plan(
         self, plan: Plan, decodes: int, packer: Packer, late: Packer, parity: int
@@ -86,12 +128,13 @@ class ChunkPlanner:
         if self._shares and plain:
             requests = plan.requests[len(plan.requests) - len(chunks) :]
             paths = [path_before(r.lease.path(), p) for r, p in zip(requests, chunks.starts.tolist(), strict=True)]
-            if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens):
+            fewest = self._bounds.shared
+            if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens, fewest):
                 steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))
                 left[shared.chosen] = False
         keys = chunks.starts.astype(np.int64) + chunks.counts
-        long = ((chunks.counts >= LONG_QUERIES) | (chunks.counts * keys >= LONG_PAIRS)) & (keys <= flashinfer.tokens)
-        long &= left
+        long = self._bounds.long(chunks.starts.astype(np.int64), chunks.counts.astype(np.int64))
+        long &= (keys <= flashinfer.tokens) & left
         if long.any():
             part = chunks.take(np.flatnonzero(long))
             # A second SegmentStep would need wrappers of its own, and what is shared fills the chip already.

@@ -96,7 +96,7 @@ class PagedStep:
     ) -> None:
         self._shape = shape
         self._variant = variant
-        self._pieces: dict[int | None, tuple[Piece, ...]] = {}
+        self._pieces: dict[int | None, tuple[Piece | None, ...]] = {}
         self._partials = 1
         for window in windows:
             tiles = sequence_tiles(
@@ -104,19 +104,19 @@ class PagedStep:
             )
             items, _ = make_items(tiles, cut)
             merges = make_merges([items.items])
-            lists = items.items, merges.queries, merges.entries
-            self._pieces[window] = tuple(packer.add(x) for x in lists)
+            lists = items.items, items.starts, merges.queries, merges.entries
+            self._pieces[window] = tuple(None if x is None else packer.add(x) for x in lists)
             self._partials = max(self._partials, merges.partials)
 
     def sent(self, integers: torch.Tensor) -> None:
-        self._lists = {window: tuple(x.of(integers) for x in pieces) for window, pieces in self._pieces.items()}
+        self._lists = {window: [x and x.of(integers) for x in pieces] for window, pieces in self._pieces.items()}
         self._scratch = Scratch.make(self._partials, self._shape, integers.device)
         self._again = {window: self._shape.again() for window in self._pieces}
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        items, merges, entries = self._lists[pages.window]
+        items, starts, merges, entries = self._lists[pages.window]
         attend.attend(
-            q, pages.keys, pages.values, pages.table, (items, None), out, self._scratch, self._shape, self._variant,
+            q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape, self._variant,
             window=pages.window, causal=True, scales=pages.scales, again=self._again[pages.window],
         )  # fmt: skip
         attend.merge(self._scratch.partials, merges, entries, out, self._shape, again=self._again[pages.window])

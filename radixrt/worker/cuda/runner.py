@@ -116,6 +116,10 @@ class CudaRunner(ModelRunner):
         few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
         chunk = attend.chunk_variant(shape, itemsize)
         kinds = pool.dtype, model.dtype, self._device
+        special = None if exact else attend.find_specialised(shape, *kinds)
+        if special is not None:
+            many = special
+            chunk = special if self._windows == {None} else chunk  # it knows no windows
         chunk_cut = attend.best_tiling(chunk, shape, *kinds, causal=True)
         if exact:
             few = few if same_bits(few, chunk, shape, pool.dtype, model.dtype, self._device) else chunk
@@ -128,7 +132,7 @@ class CudaRunner(ModelRunner):
             chunk_cut if exact else attend.best_tiling(few, shape, *kinds, causal=False),
             attend.best_tiling(many, shape, *kinds, causal=False),
             sharing_cost(shape, itemsize, many) if shares else None,
-            Trunks(chip, flashinfer.tokens) if shares and flashinfer else None,
+            Trunks(chip, flashinfer.tokens) if shares and flashinfer and special is None else None,
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)

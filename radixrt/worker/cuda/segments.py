@@ -32,8 +32,6 @@ SHORTEST_PART = 512
 PART_COST = 300
 """What a part costs however short it is, in keys."""
 
-FEWEST_PAIRS = 1 << 20
-"""Of a query and a key that chunks share."""
 MOST_COPIES = 3
 """A query, on average."""
 PREFIXES, TAILS, TRUNKS = 1 << 16, 1 << 17, 1 << 18
@@ -83,10 +81,10 @@ class Cut:
 
 
 def cut_shared(
-    paths: Sequence[Path], sequences: Sequences, shape: Shape, itemsize: int, chip: Chip, room: int
+    paths: Sequence[Path], sequences: Sequences, shape: Shape, itemsize: int, chip: Chip, room: int, fewest: int
 ) -> Cut | None:
     """Chunks under prefixes that they share, where it pays; `paths` hold what lies before each. `room`: keys that the
-    workspace holds; `itemsize`: bytes of a key's element."""
+    workspace holds; `itemsize`: bytes of a key's element; `fewest`: pairs of a query and a key that they share."""
     if len(paths) < 2:
         return None
     # A key that is shared is gathered once; a query under it has one copy and one partial result more, which pass
@@ -105,7 +103,7 @@ def cut_shared(
     queries, keys = before[first + places] - before[first], end - begin
     own = part.starts.astype(np.int64) + counts - sharing.own
     fits = keys.sum() + own.sum() <= room and queries.sum() <= MOST_COPIES * counts.sum()
-    if not fits or int((queries * keys).sum()) < FEWEST_PAIRS:
+    if not fits or int((queries * keys).sum()) < fewest:
         return None
     return Cut(chosen, sharing, chip.cut(queries, keys)[0])
 

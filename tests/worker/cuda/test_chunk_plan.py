@@ -10,7 +10,7 @@ import torch
 
 from radixrt.worker.cuda import chunk_plan
 from radixrt.worker.cuda.attend import Shape, Variant, tiling
-from radixrt.worker.cuda.chunk_plan import ChunkPlanner
+from radixrt.worker.cuda.chunk_plan import BesideHopper, ChunkPlanner
 from radixrt.worker.cuda.chunks import Sequences
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer
@@ -60,3 +60,29 @@ def test_each_chunk_goes_one_way(shares, windows, rows, monkeypatch):
         assert (ways[row] == "paged") == short
         if shares and windows == (None, None) and row in (3, 6) and {3, 6} <= {*rows}:
             assert ways[row] == "segments"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "gathered"),
+    [  # (chunks, new, cached), and which is faster for them (bench/attention.py)
+        ((1, 128, 16384), False),
+        ((1, 600, 8192), False),
+        ((16, 64, 2048), False),
+        ((64, 64, 2048), False),
+        ((32, 128, 16384), False),
+        ((1, 2048, 8192), True),
+        ((8, 1024, 0), True),
+        ((1, 8192, 8192), True),
+        ((12, 600, 8192), True),
+        ((4, 600, 8192), True),
+        ((16, 512, 4096), True),
+    ],
+)
+def test_beside_the_kernel_for_hopper_few_queries_a_key_are_not_gathered(chunks, gathered):
+    count, new, cached = chunks
+    long = BesideHopper(SHAPE).long(np.full(count, cached), np.full(count, new))
+    assert long.tolist() == [gathered] * count
+
+
+def test_a_short_chunk_beside_a_long_one_stays():
+    assert BesideHopper(SHAPE).long(np.array([16384, 8192]), np.array([128, 4096])).tolist() == [False, True]

@@ -105,6 +105,25 @@ for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)
+if int(sys.argv[1]) == 90:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from radixrt.worker.cuda import hopper
+
+    kernel = hopper._attend_specialised
+    for causal in (False, True) if every else (True,):
+        constants = dict(
+            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, CAUSAL=causal, ORDERED=not causal, QUERIES=32, KEYS=hopper.KEYS,
+            ITEM=8, STAGES=hopper.STAGES, FEEDERS=hopper.FEEDERS, MULTIPLY_REGISTERS=hopper.MULTIPLY_REGISTERS,
+            FEED_REGISTERS=hopper.FEED_REGISTERS,
+        )
+        pointers = ["*bf16", fp8, fp8, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        types = dict(zip((n for n in kernel.arg_names if n.endswith("_ptr")), pointers, strict=True))
+        types |= {"stride": i, "scale": f, "v_scale": f}
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
+        assert built.metadata.shared < 230_000
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from radixrt.messages import Grammar, Sampling
 from radixrt.worker import loading
 from radixrt.worker.cuda import ops, segments
 from radixrt.worker.cuda.attend import Shape
+from radixrt.worker.cuda.chunk_plan import BesideTriton
 from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
 from radixrt.worker.grammar import Grammars, Matcher
 from radixrt.worker.sharing import Cost
@@ -131,8 +133,8 @@ def test_what_tokens_decide_on_is_drawn_when_they_are_known(folder):
 def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     """Tails and decodes under one trunk, long chunks alone: the same tokens as plainly computed."""
     for name, value in (
-        ("segments.FEWEST_PAIRS", 1), ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2),
-        ("chunk_plan.LONG_QUERIES", 12), ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
+        ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2), ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
+        ("chunk_plan.BesideTriton", partial(BesideTriton, queries=12, shared=1)),
     ):  # fmt: skip
         monkeypatch.setattr(f"radixrt.worker.cuda.{name}", value)
     monkeypatch.setattr(segments, "Cost", lambda key_bytes, partial_bytes, tile: Cost(key_bytes, 1, tile))
