@@ -28,6 +28,7 @@ setup(
             TREE + "align.h",
         ),
         extension("radixrt.router.tokens._ids", "radixrt/router/tokens/ids.cpp"),
+        extension("radixrt.router.tokens._pieces", "radixrt/router/tokens/pieces.cpp"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -149,9 +149,15 @@ def _open(kind: int) -> zmq.Socket:
     return socket
 
 
-def _is_readable(socket: zmq.Socket) -> bool:
-    """Whether a message is there. To ask costs a third of what ZMQ's exception does."""
-    return bool(socket.getsockopt(zmq.EVENTS) & _READABLE)
+def _is_readable(socket: zmq.Socket, milliseconds: int = 0) -> bool:
+    """Whether a message is there, or comes within that time (-1: any). To ask costs a third of what ZMQ's exception
+    does, and pyzmq's own ways to ask go through an Enum first."""
+    return bool(zmq.zmq_poll([(socket, _READABLE)], milliseconds))
+
+
+def _plain_send(socket: zmq.Socket) -> Callable[..., None]:
+    """The `send` of `socket` without what pyzmq does before it for sockets that ZMQ has in draft."""
+    return super(zmq.Socket, socket).send
 
 
 # ---------------------------------------------------------------- asyncio side
@@ -166,10 +172,12 @@ class _AsyncSocket(abc.ABC):
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket
+        self._send = _plain_send(socket)
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._fd = socket.FD
         self._drain_scheduled = False
-        self._loop.add_reader(self._fd, self._drain)
+        self._loop.add_reader(self._fd, self._drain, True)
         self._schedule_drain()
 
     def _schedule_drain(self) -> None:
@@ -177,13 +185,17 @@ class _AsyncSocket(abc.ABC):
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
-    def _drain(self) -> None:
+    def _drain(self, woken: bool = False) -> None:
+        """Receive all there is. Who is `woken` by ZMQ finds something nearly always, and does not ask first."""
         self._drain_scheduled = False
         for _ in range(_BATCH):
-            if self._socket.closed or not _is_readable(self._socket):
+            if self._closed or not (woken or _is_readable(self._socket)):
                 return
+            woken = False
             try:
                 self._receive_one()
+            except zmq.Again:
+                return
             except BaseException:
                 # The event loop reports it; what is left in the queue would get no edge of its own.
                 self._schedule_drain()
@@ -192,11 +204,19 @@ class _AsyncSocket(abc.ABC):
 
     @abc.abstractmethod
     def _receive_one(self) -> None:
-        """Take the message that is there and hand it on."""
+        """Take the message that is there and hand it on. zmq.Again if none is."""
+
+    def _receive_last(self) -> tuple[bytes, bool]:
+        """The next frame of a message, and whether more came behind it, which are dropped."""
+        first = last = self._socket.recv(_NOW, copy=False)
+        while last.more:
+            last = self._socket.recv(_NOW, copy=False)
+        return first.bytes, last is not first
 
     def close(self) -> None:
         """Stop receiving and drop what was not sent yet. Idempotent."""
-        if not self._socket.closed:
+        if not self._closed:
+            self._closed = True
             self._loop.remove_reader(self._fd)
             self._socket.close(0)
 
@@ -230,21 +250,16 @@ class RouterSocket(_AsyncSocket):
         super().__init__(socket)
 
     def _receive_one(self) -> None:
-        receive = self._socket.recv
-        identity = receive(_NOW)
-        payload = receive(_NOW)
-        if self._socket.getsockopt(zmq.RCVMORE):
-            payload = b""
-            while self._socket.getsockopt(zmq.RCVMORE):
-                receive(_NOW)
-        self._on_message(identity, payload)
+        identity = self._socket.recv(_NOW)
+        payload, more = self._receive_last()
+        self._on_message(identity, b"" if more else payload)
 
     def send(self, identity: bytes, payload: bytes) -> bool:
         """Queue a message. False when the peer does not read and its queue is full; PeerGone when it has vanished."""
         self._schedule_drain()
         try:
-            self._socket.send(identity, _NOW_AND_MORE)
-            self._socket.send(payload, _NOW)
+            self._send(identity, _NOW_AND_MORE)
+            self._send(payload, _NOW)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -287,10 +302,7 @@ class DealerSocket(_AsyncSocket):
             self._loop.call_soon(self._drain_monitor)
 
     def _receive_one(self) -> None:
-        payload = self._socket.recv(_NOW)
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(_NOW)
-        self._on_message(payload)
+        self._on_message(self._receive_last()[0])
 
     def _drain_monitor(self) -> None:
         lost = False
@@ -304,7 +316,7 @@ class DealerSocket(_AsyncSocket):
         """Queue a message; False when the queue is full because the router does not read."""
         self._schedule_drain()
         try:
-            self._socket.send(payload, _NOW)
+            self._send(payload, _NOW)
         except zmq.Again:
             return False
         return True
@@ -317,7 +329,7 @@ class DealerSocket(_AsyncSocket):
 
     def close(self) -> None:
         """Disconnect, dropping what was not sent yet. Idempotent."""
-        if not self._socket.closed:
+        if not self._closed:
             if self._monitor:
                 self._loop.remove_reader(self._monitor.FD)
             self._close_monitor(self._socket)
@@ -344,20 +356,22 @@ class Link:
         except BaseException:
             self._socket.close(0)
             raise
+        self._send = _plain_send(self._socket)
 
     def send(self, payload: bytes) -> None:
         """Queue a message. TimeoutError when the router has read nothing for so long that the queue is full."""
         try:
-            self._socket.send(payload)
+            self._send(payload)
         except zmq.Again:
             raise TimeoutError("the router does not read") from None
 
     def recv(self, timeout: float | None = None) -> bytes | None:
         """The next message; None when none came within `timeout` seconds (None: wait for ever)."""
-        if not _is_readable(self._socket):
-            if timeout == 0 or not self._socket.poll(None if timeout is None else max(1, round(timeout * 1000))):
-                return None
-        return self._socket.recv(_NOW)
+        if timeout is None:
+            milliseconds = -1
+        else:
+            milliseconds = max(1, round(timeout * 1000)) if timeout else 0
+        return self._socket.recv(_NOW) if _is_readable(self._socket, milliseconds) else None
 
     def drain(self) -> list[bytes]:
         """Every message that has arrived, without waiting."""

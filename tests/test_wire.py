@@ -140,6 +140,44 @@ def test_link_waits_drains_and_times_out(address):
     run(main())
 
 
+def test_who_is_woken_for_nothing_goes_on(address):
+    """The descriptor is readable for more than messages, or another turn has taken them."""
+
+    async def main():
+        got = []
+        server = wire.RouterSocket(address, lambda who, payload: server.send(who, payload))
+        client = wire.DealerSocket(server.address, got.append)
+        for i in range(3):
+            for socket in (server, client):
+                socket._drain(True)
+            client.send(b"%d" % i)
+            await until(lambda n=i + 1: len(got) == n)
+        client.close()
+        client._drain(True)
+        server.close()
+
+    run(main())
+
+
+def test_of_several_frames_from_the_router_the_first_counts(tmp_path):
+    async def main():
+        got = []
+
+        def answer(who: bytes, payload: bytes) -> None:
+            server._socket.send_multipart([who, payload, b"more", b"and more"])
+            server.send(who, b"next")
+
+        server = wire.RouterSocket(f"ipc://{tmp_path}/s", answer)
+        client = wire.DealerSocket(server.address, got.append)
+        client.send(b"first")
+        await until(lambda: len(got) == 2)
+        assert got == [b"first", b"next"]
+        client.close()
+        server.close()
+
+    run(main())
+
+
 def test_a_broken_connection_is_told(tmp_path):
     async def main():
         lost, heard = threading.Event(), []

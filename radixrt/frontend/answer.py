@@ -16,6 +16,7 @@ from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Content, Piece
+from radixrt.frontend.protocol import LEAVING
 from radixrt.frontend.replies import Reply, native_line
 from radixrt.messages import (
     Cancel,
@@ -32,6 +33,7 @@ from radixrt.transports import Answer, RouterTransport
 MAX_BACKLOG = 4 << 20
 """Bytes that wait for a client that does not read, before its request is cancelled."""
 
+Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 OnAnswer = Callable[[Choice], None]
@@ -271,8 +273,8 @@ class StreamAnswer:
             (b"x-accel-buffering", b"no"),
         ]
 
-    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
-        watcher = watch(receive, self._exchange)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unwatch = watch(scope, receive, self._exchange)
         started = False
         try:
             while (part := await self._exchange.part()) is not None:
@@ -286,7 +288,7 @@ class StreamAnswer:
             await send_error(send, error)
             return
         finally:
-            watcher.cancel()
+            unwatch()
             self._exchange.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -303,8 +305,8 @@ class WholeAnswer:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
-        watcher = watch(receive, self._exchange)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unwatch = watch(scope, receive, self._exchange)
         try:
             body = await self._exchange.whole()
         except Disconnected:
@@ -313,20 +315,27 @@ class WholeAnswer:
             await send_error(send, error)
             return
         finally:
-            watcher.cancel()
+            unwatch()
             self._exchange.cancel()
         await send_body(send, 200, body, {})
 
 
-def watch(receive: Receive, exchange: Mailbox) -> asyncio.Task[None]:
-    """A task that fails the exchange when the client leaves."""
+def watch(scope: Scope, receive: Receive, exchange: Mailbox) -> Callable[[], object]:
+    """Fail the exchange when the client leaves, until what is returned is called."""
+
+    def fail() -> None:
+        exchange.fail(Disconnected())
+
+    if (leaving := scope.get("extensions", {}).get(LEAVING)) is not None:
+        leaving(fail)
+        return lambda: None  # it is told of this request alone
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        exchange.fail(Disconnected())
+        fail()
 
-    return asyncio.get_running_loop().create_task(listen())
+    return asyncio.get_running_loop().create_task(listen()).cancel
 
 
 async def send_body(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:

@@ -140,8 +140,8 @@ class _Collector(Collector):
             )
         }
         for name, state in self._report.workers.items():
-            for counter, family in counters.items():
-                family.add_metric([name], getattr(state, counter))
+            for counter, count in state.sums.items():
+                counters[counter].add_metric([name], count)
             if name in serving:
                 self._add_gauges(name, state.load, gauges, pages)
         yield from gauges.values()

@@ -87,22 +87,21 @@ _summed = operator.attrgetter(*SUMMED)
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker's latest load, and its counters summed over its lives."""
+    """A worker's latest load, and what the lives before this one had counted when they ended."""
 
     load: Load = Load()
-    evicted_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    plain_keys: int = 0
-    read_keys: int = 0
-    busy_seconds: float = 0.0
-    forced_tokens: int = 0
+    before: tuple[float, ...] = (0,) * len(SUMMED)
 
     def update(self, load: Load) -> None:
-        before, self.load = self.load, load
-        for name, now, then in zip(SUMMED, _summed(load), _summed(before), strict=True):
-            if now != then:
-                setattr(self, name, getattr(self, name) + _gained(now, then))
+        """Take a newer load, one a step. Steps that fell have begun anew, and all else with them."""
+        if load.steps < self.load.steps:
+            self.before = tuple(self.sums.values())
+        self.load = load
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Its counters, over all its lives."""
+        return dict(zip(SUMMED, map(operator.add, self.before, _summed(self.load)), strict=True))
 
     def to_json(self) -> dict[str, Any]:
         load = self.load
@@ -111,7 +110,7 @@ class WorkerState:
             "used_pages": load.total_pages - load.free_pages,
             "free_pages": load.free_pages,
             "evictable_pages": load.evictable_pages,
-        } | {name: getattr(self, name) for name in SUMMED}
+        } | self.sums
 
 
 @dataclass(slots=True)
@@ -124,11 +123,6 @@ class Waits:
     seconds: float = 0.0
     tokens: int = 0
     kept_tokens: int = 0
-
-
-def _gained(now: float, before: float) -> float:
-    """What a counter gained; one that fell has started anew."""
-    return now - before if now >= before else now
 
 
 class Report:

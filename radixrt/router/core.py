@@ -216,7 +216,14 @@ class RouterCore:
         runs = self._dispatcher.in_flight
         for output in message.outputs:
             run = runs.get(output.id)
-            if run is not None and run.member is member:
+            if run is None or run.member is not member:
+                continue
+            request, tokens = run.request, output.tokens
+            if request.stream and run.started and output.finish is None and len(tokens) == 1:  # most are
+                run.emitted.append(tokens[0])
+                delta = Delta(request.id, run.index, _pack_token(tokens[0]), logprobs=output.logprobs)
+                deltas.setdefault(request.client, []).append(delta)
+            else:
                 self._take(run, output, deltas, others)
         member.update(message.load)
         self._recorder.load(name, message.load)
@@ -260,8 +267,7 @@ class RouterCore:
         finish = output.finish
         if finish is None:
             if request.stream and tokens:
-                ids = _pack_token(tokens[0]) if len(tokens) == 1 else array("i", tokens).tobytes()
-                delta = Delta(request.id, run.index, ids, logprobs=output.logprobs)
+                delta = Delta(request.id, run.index, array("i", tokens).tobytes(), logprobs=output.logprobs)
                 deltas.setdefault(request.client, []).append(delta)
         elif finish == "error":
             self._close(run)

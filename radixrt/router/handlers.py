@@ -187,7 +187,8 @@ class Handlers:
         if isinstance(request, Generate):
             if request.sampling.stop and request.text and not self._text.has_tokenizer:
                 raise Refused("stop", "stop strings need a tokenizer, and there is none here")
-            wanted = msgspec.structs.replace(request, stream=core_streams(request, self._text))
+            if (stream := core_streams(request, self._text)) != request.stream:
+                wanted = msgspec.structs.replace(request, stream=stream)
         effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
         if (namespace := self._core.namespace(client, request.id)) is not None:
             if isinstance(keep, Saving):

@@ -82,8 +82,8 @@ class _Choice:
     """None for a stream: each delta leaves at once."""
     said: _Said | None
     """Of an answer that is to be kept."""
-    is_plain: bool
-    """A stream, in which nothing is looked for and that is not kept."""
+    push: Callable[[bytes], str] | None
+    """Of a stream in which nothing is looked for and that is not kept: the text that ids add."""
 
 
 @dataclass(slots=True)
@@ -108,15 +108,11 @@ class TextStreams:
     def add(self, client: Client, request: Generate, keep: Keep | None = None) -> None:
         """Decode for a request; `keep` is told of its answers."""
         gather = not request.stream and core_streams(request, self._service)
-        choices = [
-            _Choice(
-                TextStream(self._service, request.sampling),
-                Delta(request.id, index) if gather else None,
-                _Said([], []) if keep else None,
-                not (keep or request.sampling.stop),
-            )
-            for index in range(request.n)
-        ]
+        choices = []
+        for index in range(request.n):
+            text = TextStream(self._service, request.sampling)
+            gathered, said = Delta(request.id, index) if gather else None, _Said([], []) if keep else None
+            choices.append(_Choice(text, gathered, said, None if keep else text.plain_push))
         self._texts.setdefault(client, {})[request.id] = _Texts(choices, keep)
 
     def add_score(self, client: Client, request: Score, keep: Keep) -> None:
@@ -151,10 +147,9 @@ class TextStreams:
                 items.append(delta)
                 continue
             choice = request.choices[delta.index]
-            if choice.is_plain and delta.finish is None:
-                delta.text = choice.text.take(delta)
-                if delta.text or delta.ids:
-                    items.append(delta)
+            if choice.push is not None and delta.finish is None:
+                delta.text = choice.push(delta.ids)
+                items.append(delta)
                 continue
             effects += self._add_text(client, choice, delta)
             if request.keep is not None and choice.said is not None:

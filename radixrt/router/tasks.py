@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -26,9 +27,8 @@ Work = Callable[[bytes, Any], Coroutine[Any, Any, None]]
 """Takes a client and its message."""
 
 
-def now() -> float:
-    """The running event loop's time, seconds: the core's clock."""
-    return asyncio.get_running_loop().time()
+now = time.monotonic
+"""The core's clock, seconds."""
 
 
 class Tasks:
@@ -97,7 +97,7 @@ class Tasks:
 
     def hand_on_pause(self) -> bool:
         """Whether the running task ends a pause: the caller sees to that from now on."""
-        return self._resuming.pop(asyncio.current_task(), None) is not None
+        return bool(self._resuming) and self._resuming.pop(asyncio.current_task(), None) is not None
 
     def _resume(self, task: asyncio.Task[None]) -> None:
         """End the pause that a task ends, unless that is done or handed on."""

@@ -279,7 +279,7 @@ class Worker:
         if not run.ids or len(run.ids) % 4:
             raise ValueError("ids: expected int32 token ids, at least one")
         total = len(run.ids) // 4
-        if np.frombuffer(run.ids, "<u4").max() >= self.runner.vocab_size:  # a negative id is a huge one
+        if np.maximum.reduce(np.frombuffer(run.ids, np.uint32)) >= self.runner.vocab_size:  # a negative id is huge
             raise ValueError(f"ids: a token id is outside the vocabulary of {self.runner.vocab_size}")
         if not 1 <= run.prompt_len <= total:
             raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import pytest
 import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from radixrt.frontend.protocol import PatientProtocol
+from radixrt.frontend.protocol import LEAVING, PatientProtocol
 
 PATIENCE = 0.1
 PART = b"x" * 65536
@@ -147,7 +147,7 @@ def test_a_client_that_does_not_read(path, more):
         writer.transport.pause_reading()
         writer.write(head(path, 200, *more) + b"a" * 200)
         await server.eventually(lambda: server.state.connections)
-        await server.eventually(lambda: not server.state.connections)
+        await server.eventually(lambda: not server.state.connections and not server.app.running)
         assert server.app.left == (path == "/stream")
         writer.transport.abort()
 
@@ -222,6 +222,125 @@ async def test_the_rest_of_an_answer_that_is_not_read(server: Server) -> None:
         assert aborted == closed
     transport.abort()
     writer.close()
+
+
+class Noted:
+    """The transport of a connection, of which each write is noted."""
+
+    def __init__(self, transport: asyncio.Transport, writes: list[bytes]) -> None:
+        self._transport, self._writes = transport, writes
+
+    def write(self, data: bytes) -> None:
+        self._writes.append(data)
+        self._transport.write(data)
+
+    def writelines(self, parts: Iterable[bytes]) -> None:
+        self.write(b"".join(parts))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+
+async def connect_noted(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, list[bytes]]:
+    """A connection, and what the server writes to it."""
+    reader, writer = await server.connect()
+    await server.eventually(lambda: server.state.connections)
+    (protocol,) = server.state.connections
+    writes: list[bytes] = []
+    protocol.transport = Noted(protocol.transport, writes)
+    return reader, writer, writes
+
+
+@pytest.mark.parametrize("more", [[], ["Connection: close"]])
+def test_the_head_leaves_with_the_body(more):
+    @served
+    async def test(server: Server) -> None:
+        reader, writer, writes = await connect_noted(server)
+        writer.write(head("/", 0, *more))
+        await reader.readuntil(b"done")
+        assert len(writes) == 1 and writes[0].endswith(b"\r\n\r\ndone")
+        writer.close()
+
+    test()
+
+
+@served
+async def test_a_head_without_a_body_leaves_too(server: Server) -> None:
+    reader, writer, writes = await connect_noted(server)
+    writer.write(b"HEAD" + head("/", 0).removeprefix(b"POST"))
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert len(writes) == 1
+    writer.write(head("/", 0))
+    assert (await reader.readuntil(b"done")).count(b"\r\n\r\n") == 1
+    writer.close()
+
+
+@served
+async def test_a_client_that_asks_first_is_told_to_go_on(server: Server) -> None:
+    reader, writer = await server.connect()
+    writer.write(head("/", 1, "Expect: 100-continue"))
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"a")
+    await reader.readuntil(b"done")
+    writer.close()
+
+
+@served
+async def test_an_answer_that_breaks_off(server: Server) -> None:
+    """Its head is not kept back: the client sees that there was an answer."""
+    server.app.answer = break_off
+    reader, writer, _ = await connect_noted(server)
+    writer.write(head("/", 0))
+    assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def break_off(path: str, receive, send) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+@pytest.mark.parametrize("size", [0, 200_000])
+def test_who_asks_is_called_when_the_client_leaves(size):
+    """Also behind a large body, after which nothing was read; and not for a request that was answered before."""
+
+    @served
+    async def test(server: Server) -> None:
+        called = []
+        go, protocols = server.app.go, server.state.connections
+
+        async def answer(path: str, receive, send) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            (protocol,) = protocols
+            protocol.flow.pause_reading()  # as behind a large part of a body
+            protocol._answering.scope["extensions"][LEAVING](lambda: called.append(path))
+            assert not protocol.flow.read_paused
+            if path == "/wait":
+                await go.wait()
+                protocol._answering.scope["extensions"][LEAVING](lambda: called.append("late"))
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+        server.app.answer = answer
+        reader, writer = await server.connect()
+        writer.write(head("/first", 0))
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head("/wait", size) + b"a" * size)
+        await writer.drain()
+        await server.eventually(lambda: protocols and next(iter(protocols))._on_leave)
+        (protocol,) = protocols
+        writer.transport.abort()
+        await server.eventually(lambda: called)
+        assert called == ["/wait"]
+        protocols.add(protocol)
+        go.set()
+        await server.eventually(lambda: len(called) > 1)
+        assert called == ["/wait", "late"]
+        protocols.clear()
+
+    test()
 
 
 @pytest.mark.parametrize("behind", [0, 3])

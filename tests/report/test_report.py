@@ -189,6 +189,10 @@ def test_counters_of_a_worker_outlive_it():
         report.load("w", load)
     row = report.to_json()["workers"][0]
     assert (row["evicted_tokens"], row["steps"], row["plain_keys"], row["read_keys"]) == (8, 14, 11, 5)
+    report.load("w", Load(steps=0))
+    report.load("w", Load(evicted_tokens=2, steps=1, busy_seconds=0.5))
+    row = report.to_json()["workers"][0]
+    assert (row["evicted_tokens"], row["steps"], row["plain_keys"], row["busy_seconds"]) == (10, 15, 11, 0.5)
 
 
 def test_text():

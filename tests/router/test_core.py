@@ -10,6 +10,7 @@ from sim_workers import continuation, ids, register
 from radixrt.config import RouterConfig
 from radixrt.messages import (
     Abort,
+    Delta,
     Deltas,
     Error,
     Generate,
@@ -23,6 +24,7 @@ from radixrt.messages import (
     StepDone,
     Stored,
     TextPrompt,
+    TokenLogprob,
     TokenPrompt,
 )
 from radixrt.router.core import RouterCore
@@ -75,6 +77,21 @@ def test_a_stream_from_submit_to_usage():
     assert delta.usage.worker == "w0"
     assert core.runs_in_flight == 0 and core.in_flight(b"c") == []
     assert core.step("w0", step(Output(run.id, [13])), 1.3) == []
+
+
+def test_a_stream_token_by_token():
+    """From the second on nothing but tokens comes; all of them are counted, and go on elsewhere."""
+    core = core_with(register("a"))
+    _, run = only_run(core.submit(b"c", generate(stream=True), 0.0))
+    for token in (9, 10, 11):
+        logprob = TokenLogprob(token, -1.0)
+        (reply,) = core.step("a", step(Output(run.id, [token], logprobs=[logprob])), 1.0)
+        assert reply.message == Deltas([Delta(1, 0, ids(token), logprobs=[logprob])])
+    core.register(register("b"), 1.0)
+    _, again = only_run(core.leave("a", 2.0))
+    assert again.ids == PROMPT + ids(9, 10, 11)
+    (reply,) = core.step("b", step(Output(again.id, [12], finish="length")), 2.0)
+    assert reply.message.items[0].usage.completion_tokens == 4
 
 
 def test_without_stream_one_delta_at_the_end():

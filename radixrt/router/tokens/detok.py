@@ -25,7 +25,7 @@ class Decoding(Protocol):
 
 
 class Detokenizer:
-    """Text of a growing sequence of token ids (>= 0).
+    """Text of a growing sequence of token ids (>= 0), integers or int32 bytes.
 
     `push(ids)` returns the text that these ids settle: never half a character. `flush()` returns the
     rest, with U+FFFD for what stayed incomplete. Everything returned, joined, equals
@@ -38,7 +38,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Decoding, skip_special_tokens: bool = True) -> None:
         pieces = tokenizer.pieces(skip_special_tokens)
         stream = WindowStream(tokenizer, skip_special_tokens) if pieces is None else pieces.stream()
-        self.push: Callable[[Sequence[int]], str] = stream.push
+        self.push: Callable[[Sequence[int] | bytes], str] = stream.push
         self.flush: Callable[[], str] = stream.flush
 
 
@@ -62,8 +62,8 @@ class WindowStream:
         self._seen = ""  # text of the window that was emitted already
         self._emitted: list[str] = []
 
-    def push(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
+    def push(self, ids: Sequence[int] | bytes) -> str:
+        self._ids.extend(memoryview(ids).cast("i") if isinstance(ids, bytes) else ids)
         if not ids or self._in_run(len(self._ids)):
             return ""  # the text of a run of bytes may change with the next one
         text = self._decode(self._ids[self._anchor :])

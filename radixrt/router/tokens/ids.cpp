@@ -17,22 +17,22 @@ const char* skip_space(const char* at, const char* end) {
   return at;
 }
 
-// Behind the number at `at`, which has at most seven digits, or null: then `parse_number` is to say what stands there.
+// The number at `at`, and how many digits it has: one to seven, or 0: then `parse_number` is to say what stands there.
 // Eight bytes are looked at together, so that nothing depends on how many of them are digits; `end` is beyond them.
-const char* parse_short(const char* at, int32_t* out) {
+int parse_short(const char* at, int32_t* out) {
   uint64_t bytes;
   std::memcpy(&bytes, at, 8);  // the first one lowest: ids are little-endian everywhere here
   uint64_t digits = bytes ^ 0x3030303030303030ull;
   const uint64_t others = ((digits + 0x7676767676767676ull) | digits) & 0x8080808080808080ull;  // right up to the first
-  if (!others) return nullptr;
+  if (!others) return 0;
   const int bits = __builtin_ctzll(others) & ~7;
-  if (!bits || (bits > 8 && *at == '0')) return nullptr;
-  digits <<= 64 - bits;  // zeros in front
+  if (!bits || (bits > 8 && !(digits & 0xFF))) return 0;  // zeros in front
+  digits <<= 64 - bits;
   digits = digits * 10 + (digits >> 8);  // pairs of digits, in every second byte
   const uint64_t pairs = 0x000000FF000000FFull;
   *out = static_cast<int32_t>(((digits & pairs) * ((1'000'000ull << 32) + 100) +
                                ((digits >> 16) & pairs) * ((10'000ull << 32) + 1)) >> 32);
-  return at + bits / 8;
+  return bits / 8;
 }
 
 // Behind the number at `at`, or null if none is there that is an id.
@@ -50,9 +50,9 @@ const char* parse_number(const char* at, const char* end, int32_t* out) {
 // The comma or bracket behind the number at `at` and the white space around it, or null if no id is there.
 const char* take_id(const char* at, const char* end, int32_t* out) {
   at = skip_space(at, end);
-  const char* behind = end - at >= 8 ? parse_short(at, out) : nullptr;
-  if (!behind && !(behind = parse_number(at, end, out))) return nullptr;
-  return skip_space(behind, end);
+  const int digits = end - at >= 8 ? parse_short(at, out) : 0;
+  const char* behind = digits ? at + digits : parse_number(at, end, out);
+  return behind ? skip_space(behind, end) : nullptr;
 }
 
 // A list is read in some parts side by side: where a number begins is known only when the one before it has been read,
@@ -62,6 +62,23 @@ struct Part {
   const char *at, *stop;  // its next number, null when all are read, and the comma or bracket that ends it
   int32_t* out;
 };
+
+// `count` times a number from each part, as most lists have them: at most seven digits, a comma, and a space or none;
+// fewer where one is written otherwise. At least eight commas of each part must be left: so many bytes are looked at.
+void parse_together(Part* parts, Py_ssize_t count) {
+  Part now[kParts];  // whose address nobody has: the compiler keeps them in registers
+  std::copy_n(parts, kParts, now);
+  for (bool plain = true; plain && count > 0; --count)
+    for (Part& part : now) {
+      const int digits = parse_short(part.at, part.out);
+      const char* behind = part.at + digits;
+      plain = plain && digits && *behind == ',';
+      if (!plain) break;
+      part.at = behind + 1 + (behind[1] == ' ');
+      ++part.out;
+    }
+  std::copy_n(now, kParts, parts);
+}
 
 // How many commas are in [at, end). Bytes are summed in a byte, in blocks, of which the compiler makes vectors.
 Py_ssize_t count_commas(const char* at, const char* end) {
@@ -78,15 +95,23 @@ Py_ssize_t count_commas(const char* at, const char* end) {
 bool parse(const char* at, const char* close, int32_t* out) {
   Part parts[kParts];
   const Py_ssize_t share = (close - at) / kParts;
+  Py_ssize_t least = PY_SSIZE_T_MAX;
   for (Part& part : parts) {
     part = {at, close, out};
-    if (!at) continue;  // the list was too short for all parts
+    if (!at) {  // the list was too short for all parts
+      least = 0;
+      continue;
+    }
     const bool last = &part == &parts[kParts - 1] || close - at <= share;
     if (const void* comma = last ? nullptr : std::memchr(at + share, ',', close - at - share))
       part.stop = static_cast<const char*>(comma);
-    out += count_commas(at, part.stop) + 1;
+    const Py_ssize_t count = count_commas(at, part.stop) + 1;
+    least = std::min(least, count);
+    part.at = skip_space(at, part.stop);
+    out += count;
     at = part.stop < close ? part.stop + 1 : nullptr;
   }
+  parse_together(parts, least - 1 - 8);
   for (bool more = true; more;) {
     more = false;
     for (Part& part : parts) {

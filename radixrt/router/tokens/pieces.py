@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from radixrt.router.tokens._pieces import ByteTable
+
 REPLACEMENT = "\ufffd"
 
 
@@ -27,9 +29,10 @@ codecs.register_error("radixrt-each-byte", _replace_each_byte)
 
 
 class Stream(Protocol):
-    """Decodes token ids piecewise: all that `push` and then `flush` return, joined, is the whole decode."""
+    """Decodes token ids, integers or int32 bytes, piecewise: all that `push` and then `flush` return, joined, is the
+    whole decode."""
 
-    def push(self, ids: Sequence[int]) -> str: ...
+    def push(self, ids: Sequence[int] | bytes) -> str: ...
 
     def flush(self) -> str: ...
 
@@ -49,15 +52,14 @@ class Pieces(Protocol):
 
 @dataclass(frozen=True)
 class BytePieces:
-    """GPT-2's byte-level vocabulary: a decode is the UTF-8 of all tokens' bytes, joined."""
+    """GPT-2's byte-level vocabulary: a decode is the UTF-8 of all tokens' bytes, joined; ids beyond the vocabulary (a
+    padded embedding) add nothing."""
 
     data: list[bytes]
-    texts: list[str | None] = dataclasses.field(init=False)
-    """Of tokens that are ASCII, which is text whatever stands beside it."""
+    _table: ByteTable = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        texts = [data.decode("ascii") if data.isascii() else None for data in self.data]
-        object.__setattr__(self, "texts", texts)
+        object.__setattr__(self, "_table", ByteTable(self.data))
 
     def without(self, hidden: Collection[int]) -> BytePieces:
         data = list(self.data)
@@ -66,30 +68,10 @@ class BytePieces:
         return BytePieces(data)
 
     def stream(self) -> Stream:
-        return _ByteStream(self)
+        return self._table.stream()
 
     def bytes_of(self, token: int) -> bytes:
         return self.data[token] if token < len(self.data) else b""
-
-
-class _ByteStream:
-    __slots__ = ("_data", "_decoder", "_get", "_texts")
-
-    def __init__(self, pieces: BytePieces) -> None:
-        self._data, self._texts = pieces.data, pieces.texts
-        self._get = self._data.__getitem__
-        self._decoder: codecs.BufferedIncrementalDecoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Sequence[int]) -> str:
-        try:
-            if len(ids) == 1 and not self._decoder.buffer and (text := self._texts[ids[0]]) is not None:
-                return text
-            return self._decoder.decode(b"".join(map(self._get, ids)))
-        except IndexError:  # ids beyond the vocabulary (a padded embedding) add nothing
-            return self._decoder.decode(b"".join([self._data[i] for i in ids if i < len(self._data)]))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", True)
 
 
 # ---------------------------------------------------------------- sentencepiece: text, and single bytes
@@ -143,7 +125,9 @@ class _TextStream:
         self._run: _Run = _StrictRun() if pieces.strict else _LooseRun()
         self._steady = not (self._in_head or self._strip)
 
-    def push(self, ids: Sequence[int]) -> str:
+    def push(self, ids: Sequence[int] | bytes) -> str:
+        if isinstance(ids, bytes):
+            ids = memoryview(ids).cast("i")
         if self._steady and self._bytes.isdisjoint(ids):
             try:
                 return "".join(map(self._get, ids))

@@ -34,8 +34,7 @@ INLINE_MESSAGES = 64
 """Up to this many messages, so does a chat template (5-10 µs a message; in a thread it would hold Python's lock)."""
 
 TOKEN_BYTES = 4
-_token = Struct("<i")
-_pack_token, _unpack_token = _token.pack, _token.unpack
+_pack_token = Struct("<i").pack
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
 
@@ -233,7 +232,7 @@ class TextStream:
     otherwise before it. Without stop strings text is passed on as soon as its characters are whole.
     """
 
-    __slots__ = ("_detokenizer", "_finder", "_include_stop", "_is_plain")
+    __slots__ = ("_detokenizer", "_finder", "_include_stop", "plain_push")
 
     def __init__(self, service: TextService, sampling: Sampling) -> None:
         tokenizer = service.tokenizer
@@ -242,15 +241,15 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
         self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
         self._include_stop = sampling.include_stop
-        self._is_plain = tokenizer is not None and self._finder is None
+        self.plain_push = self._detokenizer.push if self._detokenizer and not self._finder else None
+        """`push` without stop strings, which is the text alone; None where there are some."""
 
     def take(self, delta: Delta) -> str:
         """Text gained with a delta of the choice, the rest of it with the last one; look at `stop` then. A token that
         ended the choice is text only with `include_stop`."""
         ids = delta.ids
-        if self._is_plain and delta.finish is None:
-            one = len(ids) == TOKEN_BYTES
-            return self._detokenizer.push(_unpack_token(ids) if one else memoryview(ids).cast("i"))
+        if self.plain_push is not None and delta.finish is None:
+            return self.plain_push(ids)
         if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
             ids = ids[:-TOKEN_BYTES]
         text, stop = self.push(ids)
@@ -264,7 +263,7 @@ class TextStream:
         """Text gained with these ids (a sequence of ints or int32 bytes), and the stop string if one is complete."""
         if self._detokenizer is None:
             return "", None
-        text = self._detokenizer.push(memoryview(ids).cast("i") if isinstance(ids, bytes) else ids)
+        text = self._detokenizer.push(ids)
         if self._finder is None:
             return text, None
         return self._finder.push(text), self._finder.found

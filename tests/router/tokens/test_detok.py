@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import random
+from array import array
 from collections.abc import Sequence
 from functools import cache
 
@@ -26,11 +28,12 @@ COMMON = settings(
 
 
 def streamed(detokenizer: Detokenizer | WindowStream, ids: Sequence[int], rng: random.Random) -> list[str]:
-    """The texts of pushes of one to four ids, and of the flush."""
+    """The texts of pushes of one to four ids, as integers or int32 bytes, and of the flush."""
     out, at = [], 0
     while at < len(ids):
         step = rng.choice((1, 1, 1, 2, 4))
-        out.append(detokenizer.push(ids[at : at + step]))
+        some = ids[at : at + step]
+        out.append(detokenizer.push(array("i", some).tobytes() if rng.random() < 0.5 else some))
         at += step
     return [*out, detokenizer.flush()]
 
@@ -82,6 +85,36 @@ def test_window_streams_as_whole_decode(tokenizer: Tokenizer, texts: list[str], 
     for length in [1, 2, 3] * 10 + [10] * 30 + [200] * 4:
         ids = odd_ids(tokenizer, rng, length)
         assert "".join(streamed(WindowStream(tokenizer, skip), ids, rng)) == tokenizer.decode(ids, skip)
+
+
+def test_bytes_of_tokens_piece_by_piece() -> None:
+    """Against Python's incremental decoder, with ids that no token has."""
+    rng = random.Random(0)
+    data = [b"", *(bytes((byte,)) for byte in range(256)), *("é €😀".encode()[i : i + 3] for i in range(10))]
+    pieces = BytePieces(data)
+    for _ in range(200):
+        stream, decoder = pieces.stream(), codecs.getincrementaldecoder("utf-8")("replace")
+        for _ in range(2):  # one that was flushed begins anew
+            for _ in range(rng.randrange(12)):
+                ids = [rng.choice([*range(len(data)), -1, -(1 << 31), len(data), (1 << 31) - 1]) for _ in range(3)]
+                known = b"".join(data[i] for i in ids if 0 <= i < len(data))
+                assert stream.push(array("i", ids).tobytes()) == decoder.decode(known)
+                assert stream.push(ids[:1]) == decoder.decode(data[ids[0]] if 0 <= ids[0] < len(data) else b"")
+            assert stream.flush() == decoder.decode(b"", True)
+            decoder.reset()
+
+
+def test_what_is_no_table_and_no_ids() -> None:
+    for data in ((b"a",), [b"a", "b"]):
+        with pytest.raises(TypeError):
+            BytePieces(data)
+    stream = BytePieces([b"a"]).stream()
+    for ids in (None, 0, ["0"], [1 << 70]):
+        with pytest.raises((TypeError, OverflowError)):
+            stream.push(ids)
+    with pytest.raises(TypeError):
+        type(stream)()
+    assert stream.push([0, 0]) == "aa", "it goes on"
 
 
 def test_window_moves_on_and_keeps_up(made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

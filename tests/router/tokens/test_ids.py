@@ -69,6 +69,13 @@ def test_long_lists_and_what_one_wrong_byte_makes_of_them(seed):
         text[place] = kept
 
 
+def test_a_list_that_is_mostly_space():
+    """Its first part has all ids, or all but one: the others are empty."""
+    for spaces in (400, 1000):
+        text = "[" + "1," * 60 + " " * spaces + "2" + " " * spaces + "]"
+        assert parse_ids(text.encode()) == array("i", [1] * 60 + [2]).tobytes()
+
+
 int32s = st.integers(-(1 << 31), (1 << 31) - 1)
 
 
