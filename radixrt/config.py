@@ -43,7 +43,7 @@ class WorkerConfig:
     device: str = setting("auto", "auto, cpu or cuda[:n]")
     dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
     quantization: str = setting(
-        "auto", "matrix products in FP8 on a GPU: auto (of weights that are stored so), fp8 (of all), none"
+        "auto", "matrix products in FP8 on a GPU: auto (of weights that are stored so), fp8 (of others too), none"
     )
     kv_cache_dtype: str = setting("auto", "KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
     kv_scales: str = setting("auto", "of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")

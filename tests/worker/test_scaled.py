@@ -15,8 +15,18 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder, TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.scaled import BLOCK, LIMIT, WIDEST, Rounding, Scaled, ScaledLinear, rounded, stack_scaled
+from radixrt.worker.model.quantized import Products, dequantized, read_scaled
+from radixrt.worker.model.scaled import (
+    BLOCK,
+    FP8,
+    LIMIT,
+    WIDEST,
+    Rounding,
+    Scaled,
+    ScaledLinear,
+    rounded,
+    stack_scaled,
+)
 from tests.checkpoints import make_model
 
 CPU = torch.device("cpu")
@@ -176,6 +186,25 @@ def test_what_is_stored_in_fp8_is_multiplied_so(plain, tmp_path, kind):
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (256,), (256, 1), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_any_dtype_are_kept_in_float32(shape, dtype):
+    """Checkpoints of fbgemm and compressed-tensors have them in bfloat16."""
+    weight, scale = torch.randn(256, 384).to(FP8), torch.rand(shape).to(dtype)
+    found = read_scaled("q_proj", weight, scale, (BLOCK, BLOCK))
+    assert found is not None and found.scales.dtype == torch.float32
+    assert torch.equal(found.wide(), dequantized("q_proj", weight, scale, (BLOCK, BLOCK), torch.float32))
+
+
+def test_as_many_blocks_as_rows_are_blocks():
+    """As every weight of 16,384 columns has."""
+    weight, scale = torch.ones(256, 128 * BLOCK).to(FP8), torch.rand(2, 128)
+    found = read_scaled("down_proj", weight, scale, (BLOCK, BLOCK))
+    assert found is not None and found.rounding is Rounding.BLOCKS
+    wide = dequantized("down_proj", weight, scale, (BLOCK, BLOCK), torch.float32)
+    assert torch.equal(wide[::BLOCK, ::BLOCK], scale) and torch.equal(found.wide(), wide)
+
+
 def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
     folder = store(plain, tmp_path / "fp8", of_rows, names=("gate_proj", "up_proj", "o_proj", "q_proj"))
     stored, everything = decoder(folder, Products.STORED), decoder(folder, Products.ALL)
@@ -185,6 +214,14 @@ def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
     assert not isinstance(stored._head, ScaledLinear) and not isinstance(everything._head, ScaledLinear)
     assert error(logits(everything), logits(stored)) < 0.2
     assert all(isinstance(x, Linear) for x in products_of(decoder(plain, Products.STORED)))
+
+
+def test_what_is_not_kept_in_fp8_is_counted_once(plain, tmp_path):
+    """Of q, k and v only q is in FP8: they are multiplied out."""
+    folder = store(plain, tmp_path / "fp8", of_rows, names=("q_proj",))
+    weights = SafetensorsWeights(folder, torch.float32, CPU, products=Products.STORED)
+    Decoder(read_spec(read_json(folder / "config.json")), weights)
+    assert 0 < weights._bar.n <= weights._bar.total
 
 
 def test_blocks_of_another_size_are_multiplied_out(plain, tmp_path):

@@ -103,7 +103,7 @@ _inlined_item = triton.jit(_attend_item)
 _called_item = triton.jit(_attend_item, noinline=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])  # else it is compiled anew for a page table of another width
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
     v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
@@ -231,7 +231,7 @@ def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, devic
     """That of `hopper`, for tiles of many queries, where it is to be had."""
     try:
         from radixrt.worker.cuda import hopper
-    except ImportError:  # a Triton without Gluon, or with another one
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
         return None
     return hopper.find(shape, pages, dtype, device)
 
@@ -308,6 +308,7 @@ def attend(
     if variant.specialised:
         from radixrt.worker.cuda import hopper
 
+        assert starts is not None and not window
         return hopper.launch(grid, again, given, kinds, variant)
     return kernels.launch(
         _attend_kernel, grid, again, *given, window or 0, *kinds, variant.rows, variant.keys,

@@ -133,8 +133,9 @@ class ChunkPlanner:
                 steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))
                 left[shared.chosen] = False
         keys = chunks.starts.astype(np.int64) + chunks.counts
-        long = self._bounds.long(chunks.starts.astype(np.int64), chunks.counts.astype(np.int64))
-        long &= (keys <= flashinfer.tokens) & left
+        fits = np.flatnonzero((keys <= flashinfer.tokens) & left)
+        long = np.zeros(len(chunks), dtype=bool)
+        long[fits] = self._bounds.long(chunks.starts[fits].astype(np.int64), chunks.counts[fits].astype(np.int64))
         if long.any():
             part = chunks.take(np.flatnonzero(long))
             # A second SegmentStep would need wrappers of its own, and what is shared fills the chip already.

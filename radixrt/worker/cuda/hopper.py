@@ -5,7 +5,7 @@
     two warpgroups       scores of block n, while the weights of block n - 1 are multiplied with its values;
       of 64 rows each    they take turns: one multiplies while the other makes weights of its scores
 
-Every multiprocessor runs one program, whose two times 64 rows share what is fed. Blocks of an item go from its last
+A multiprocessor runs one program, whose two times 64 rows share what is fed. Blocks of an item go from its last
 keys to its first, so that only the first ones need a mask. Written in Gluon, Triton's language below Triton: layouts of
 registers and shared memory are said here, and barriers are set by hand. What a compiler of another version makes of it
 is compared with the other kernel before it is used (`find`).
@@ -365,7 +365,7 @@ def _multiply(
         )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride"])
 def _attend_specialised(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
     v_scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,

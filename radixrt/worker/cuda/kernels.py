@@ -38,18 +38,18 @@ def _norm_kernel(
     x_ptr, weight_ptr, out_ptr, scales_ptr, eps, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * size
+    row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < size
-    x = tl.load(x_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * size + i, mask=inside, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
     if GROUP > 0:
-        store_rounded(x.to(tl.float32), out_ptr, scales_ptr, tl.program_id(0), size, stride, LIMIT, GROUP, BLOCK)
+        store_rounded(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
     else:
-        tl.store(out_ptr + at + i, x, mask=inside)
+        tl.store(out_ptr + row * size + i, x, mask=inside)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
@@ -252,7 +252,7 @@ def resolve(tokens: torch.Tensor, rows: torch.Tensor, drawn: torch.Tensor) -> to
 # ---------------------------------------------------------------- cached K and V, side by side
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _gather_kernel(
     k_ptr, v_ptr, table_ptr, sequences_ptr, k_out_ptr, v_out_ptr, stride, k_scale, v_scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,

@@ -11,10 +11,11 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.work import MERGE_FIELDS
 
 FA3_HEAD_DIMS = (64, 128, 256)
 """Of others a build fails, after most of a minute."""
@@ -54,6 +55,10 @@ class FlashInfer:
             wrapper = self.wrapper(0, 0)
             self.plan(wrapper, counts, np.array([100, 300]), window)
             wrapper.run(q, k, v, out=torch.empty_like(q))  # type: ignore[attr-defined]
+        # Parts are seldom (`chunk_plan`): what merges them is compiled here, not when the first are served.
+        lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+        nothing = torch.zeros((1, MERGE_FIELDS), dtype=torch.int32, device=q.device)
+        attend.merge((q, lse), nothing, nothing[0], torch.empty_like(q), shape)
         torch.cuda.synchronize(self._buffer.device)
 
     def wrapper(self, parity: int, number: int) -> object:

@@ -1,7 +1,7 @@
 """Products of weights in FP8 (`model.scaled`): y[T, N] = x[T, K] times weight[N, K] transposed, both with their scales.
 
 Few rows take as long as it takes to read the weight, which a kernel of our own does at most of the bandwidth; many rows
-go to torch's products (CUTLASS where scales are of rows, cuBLASLt where they are of blocks).
+go to torch's products (cuBLASLt, CUTLASS), which those with scales of blocks have on Hopper alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ WIDE = 16384
 MOST_ROWS = 64
 """That are few."""
 AT_ONCE = 4
-"""Blocks, where the number of them allows it."""
+"""Blocks, where the number of them allows it, and the shared memory."""
+ROOMY = 200_000
+"""Bytes of shared memory of a multiprocessor that hold so many; compute capabilities 8.9 and 12.0 have 102,400."""
 
 
 @triton.jit(do_not_specialize=["rows", "x_stride"])
@@ -79,8 +81,7 @@ def product(
     """Write the product plus bias[N] to out[T, N], or add it there. With scales of blocks a tile has their depth."""
     rows, (columns, depth) = len(x), weight.values.shape
     blocks = weight.rounding is Rounding.BLOCKS
-    # Where programs are few, scales of some blocks are asked for together: each costs a way to memory.
-    at_once = AT_ONCE if blocks and tile.columns < BLOCK and depth % (AT_ONCE * tile.depth) == 0 else 1
+    at_once = blocks_at_once(tile, depth, shared_memory(weight.values.device)) if blocks else 1
     _product_kernel[(triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows))](
         x.values, x.scales, weight.values, weight.scales, out if bias is None else bias, out, rows, columns, depth,
         x.scales.stride(1), weight.scales.stride(0), blocks, bias is not None, add, depth % tile.depth == 0,
@@ -88,12 +89,25 @@ def product(
     )  # fmt: skip
 
 
+def blocks_at_once(tile: Tile, depth: int, room: int) -> int:
+    """Where programs are few, scales of some blocks are asked for together: each costs a way to memory. `room`: bytes
+    of shared memory of a multiprocessor."""
+    few = tile.columns < BLOCK and room >= ROOMY
+    return AT_ONCE if few and depth % (AT_ONCE * tile.depth) == 0 else 1
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor; ROOMY where there is no GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else ROOMY
+
+
 def tile_for(rows: int, weight: Scaled) -> Tile | None:
     """None: torch's products are faster."""
     columns, depth = weight.values.shape
     by_rows = weight.rounding is Rounding.ROWS
     if rows > MOST_ROWS and weight.values.is_cuda:
-        if by_rows or (columns % BLOCK == depth % BLOCK == 0 and _hopper(weight.values.device)):
+        if by_rows or (columns % BLOCK == depth % BLOCK == 0 and blocks_by_torch(weight.values.device)):
             return None
     few = rows <= FEW.rows
     if columns >= WIDE or rows > MOST_ROWS:
@@ -104,9 +118,10 @@ def tile_for(rows: int, weight: Scaled) -> Tile | None:
 
 
 @functools.cache
-def _hopper(device: torch.device) -> bool:
-    """cuBLASLt has products with scales of blocks there alone."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def blocks_by_torch(device: torch.device) -> bool:
+    """cuBLASLt has products with scales of blocks on Hopper alone, and from CUDA 12.9 on."""
+    cuda = tuple(int(number) for number in (torch.version.cuda or "0").split(".")[:2])
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def scaled(

@@ -175,10 +175,11 @@ class SafetensorsWeights:
         name = self._name(name)
         if name not in self._places:
             raise ValueError(f"the checkpoint has no tensor {name}")
+        first = name in self._unread  # what is not kept in FP8 after all is read again
         tensor = self.get(name)
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
-        self._bar.update(tensor.nbytes)
+        self._bar.update(tensor.nbytes if first else 0)
         if tensor.dtype.itemsize > 1:
             return tensor, None
         return tensor, next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)

@@ -270,8 +270,12 @@ class _Reader:
 
     def _scaled(self, parts: list[tuple[str, tuple[int, int]]]) -> Scaled | None:
         """Matrices as one in FP8; None where they are not kept so."""
-        found = [self._weights.scaled(name, shape) for name, shape in parts]
-        return None if None in found else stack_scaled(found)
+        found = []
+        for name, shape in parts:
+            if (part := self._weights.scaled(name, shape)) is None:
+                return None
+            found.append(part)
+        return stack_scaled(found)
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}.self_attn."

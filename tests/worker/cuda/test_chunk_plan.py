@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda import chunk_plan
+from radixrt.worker.cuda import attend, chunk_plan
 from radixrt.worker.cuda.attend import Shape, Variant, tiling
 from radixrt.worker.cuda.chunk_plan import BesideHopper, ChunkPlanner
-from radixrt.worker.cuda.chunks import Sequences
+from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer
 
@@ -86,3 +86,56 @@ def test_beside_the_kernel_for_hopper_few_queries_a_key_are_not_gathered(chunks,
 
 def test_a_short_chunk_beside_a_long_one_stays():
     assert BesideHopper(SHAPE).long(np.array([16384, 8192]), np.array([128, 4096])).tolist() == [False, True]
+    starts, counts = np.array([16384] * 10 + [8192]), np.array([128] * 10 + [2048])
+    assert BesideHopper(SHAPE).long(starts, counts).tolist() == [False] * 10 + [True]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "gathered"),
+    [
+        (SHAPE, (12, 600, 8192), True),
+        (Shape(32, 32, 128, 1), (12, 600, 8192), False),  # a key is of one head's queries alone
+        (SHAPE, (1, 2048, 8192), True),
+        (Shape(8, 2, 128, 1), (1, 2048, 8192), False),  # what is computed takes less time than the launch
+    ],
+)
+def test_what_pays_beside_the_kernel_for_hopper_depends_on_the_heads(shape, chunks, gathered):
+    count, new, cached = chunks
+    assert BesideHopper(shape).long(np.full(count, cached), np.full(count, new)).tolist() == [gathered] * count
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_items_have_starts_unless_each_has_a_program(single, monkeypatch):
+    found = []
+    monkeypatch.setattr(attend, "attend", lambda *args, **_: found.append(args[4]))
+    monkeypatch.setattr(attend, "merge", lambda *_, **__: None)
+    sequences = Sequences(*(np.array(x, np.int32) for x in ([0, 1], [0, 300], [200, 70], [0, 200])))
+    packer = Packer(torch.device("cpu"))
+    step = PagedStep(sequences, {None}, packer, SHAPE, VARIANT, tiling(VARIANT, SHAPE, 64, single=single))
+    step.sent(packer.send())
+    none = torch.empty(0)
+    step.run(none, Pages(none, none, none, (1.0, 1.0), None), none)
+    ((items, starts),) = found
+    assert (starts is None) == single and (single or starts[-1] == len(items) > 0)
+
+
+def test_what_flashinfer_cannot_hold_does_not_pay_for_its_launch(monkeypatch):
+    """A chunk that gains less than the launch stays, whatever another one that cannot go would gain."""
+    went = {}
+    for name in ("RaggedStep", "PagedStep"):
+        monkeypatch.setattr(
+            chunk_plan, name, lambda chunks, *_, name=name: went.update(dict.fromkeys(chunks.rows.tolist(), name))
+        )
+    variant = Variant(128, 128, 4, 2, specialised=True)
+    planner = ChunkPlanner(
+        SHAPE, 1, (None, 64), variant, tiling(variant, SHAPE, 132), Chip(32, 132), SimpleNamespace(tokens=1 << 14), True
+    )
+    plan = SimpleNamespace(
+        requests=[None, None],
+        rows=np.array([1, 2], np.int32),
+        starts=np.array([1 << 14, 8192], np.int32),
+        counts=np.array([4096, 600], np.int32),
+        wants=np.zeros(2, np.int32),
+    )
+    planner.plan(plan, 0, *(Packer(torch.device("cpu")) for _ in range(2)), 0)
+    assert went == {1: "PagedStep", 2: "PagedStep"}

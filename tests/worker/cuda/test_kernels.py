@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflo
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def test_another_gluon_is_done_without(monkeypatch):
+    """Whatever the GPU is, and whatever of it is elsewhere in another version."""
+    from triton.experimental.gluon import language
+
+    name = "radixrt.worker.cuda.hopper"
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("radixrt.worker.cuda.hopper", raising=False)
+    monkeypatch.delattr(language, "shared_memory_descriptor")
+    found = attend.find_specialised(Shape(8, 2, 128, 1), torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda"))
+    assert found is None
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 1000)])

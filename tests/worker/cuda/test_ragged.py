@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.ragged import FlashInfer
 
@@ -12,3 +15,19 @@ from radixrt.worker.cuda.ragged import FlashInfer
 def test_heads_that_fa3_has_no_kernel_for_are_refused_before_anything_is_built():
     with pytest.raises(RuntimeError, match=r"heads of \(64, 128, 256\), not of 80"):
         FlashInfer(Shape(32, 32, 80, 1), torch.bfloat16, torch.device("cpu"), 4096, "fa3")
+
+
+def test_what_merges_parts_is_compiled_when_it_is_tried_out(monkeypatch):
+    """Of partial results in the activations' dtype, as FlashInfer's are, and no others."""
+    merged = []
+    monkeypatch.setattr(attend, "merge", lambda partials, merges, *_: merged.append((partials, merges)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(FlashInfer, "wrapper", lambda *_: SimpleNamespace(run=lambda *_, out: None))
+    monkeypatch.setattr(FlashInfer, "plan", lambda *_: None)
+    found = object.__new__(FlashInfer)
+    found._shape, found._dtype, found._buffer = Shape(8, 2, 64, 1), torch.bfloat16, torch.empty(0)
+    found.workspace = torch.ones(400, 2, 64), torch.ones(400, 2, 64)
+    found.try_out({None})
+    (((values, lse), merges),) = merged
+    assert values.dtype == torch.bfloat16 and values.shape[:2] == lse.shape
+    assert merges.tolist() == [[0, 0, 0]], "nothing is written"

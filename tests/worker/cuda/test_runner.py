@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
 from radixrt.worker import loading
-from radixrt.worker.cuda import ops, segments
-from radixrt.worker.cuda.attend import Shape
+from radixrt.worker.cuda import attend, ops, segments
+from radixrt.worker.cuda.attend import Shape, Variant
 from radixrt.worker.cuda.chunk_plan import BesideTriton
 from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
 from radixrt.worker.grammar import Grammars, Matcher
@@ -68,6 +68,19 @@ def runners(folder, page_size: int = 1, tokens: int = 1200, exact: bool = False,
         model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4, exact=exact,
         flashinfer=PlainFlashInfer(shape, torch.float32, 300) if ragged else None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral", 16)])
+def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch):
+    """Trunks of decodes, which no window hides, and chunks where no layer has one; nothing where results are exact."""
+    make_model(tmp_path, family, **SIZES, **({"sliding_window": window} if window else {}))
+    special = Variant(128, 128, 4, 2, specialised=True)
+    monkeypatch.setattr(attend, "find_specialised", lambda *_: special)
+    _, fast = runners(tmp_path)
+    assert fast._compiled.many is special and not fast._compiled.few.specialised
+    assert fast._chunks._variant.specialised == (window is None)
+    _, exact = runners(tmp_path, exact=True)
+    assert not (exact._compiled.many.specialised or exact._chunks._variant.specialised)
 
 
 def test_it_generates_what_the_plain_one_does(folder):

@@ -112,6 +112,30 @@ def test_nothing_to_multiply(device):
     assert scaled.scaled(torch.empty(0, 64, device=device).bfloat16(), weight, None, torch.bfloat16).shape == (0, 32)
 
 
+@pytest.mark.parametrize(
+    ("tile", "depth", "room", "blocks"),
+    [
+        (scaled.FEW_BLOCKS, 4096, 232_448, scaled.AT_ONCE),
+        (scaled.SOME_BLOCKS, 4096, 232_448, scaled.AT_ONCE),
+        (scaled.FEW_BLOCKS, 4096 + BLOCK, 232_448, 1),  # 33 blocks
+        (scaled.FEW_BLOCKS, 4096, 101_376, 1),
+        (scaled.FEW_WIDE, 4096, 232_448, 1),
+    ],
+)
+def test_blocks_at_once(tile, depth, room, blocks):
+    assert scaled.blocks_at_once(tile, depth, room) == blocks
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "found"),
+    [("12.8", (9, 0), False), ("12.9", (9, 0), True), ("13.0", (9, 0), True), ("13.0", (8, 9), False)],
+)
+def test_torch_has_products_by_blocks(cuda, capability, found, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert scaled.blocks_by_torch.__wrapped__(torch.device("cuda")) is found
+
+
 def test_room_behind_the_last_row(device):
     x = quantize(torch.randn(5, 256, device=device), Rounding.BLOCKS)
     whole = padded(x)
