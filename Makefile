@@ -32,7 +32,7 @@ gpu-wheels:
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu \
-	  $(addprefix tests/worker/cuda/test_,kernels.py experts.py sampler.py)
+	  $(addprefix tests/worker/cuda/test_,kernels.py experts.py sampler.py scaled.py)
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
@@ -41,13 +41,18 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
+	PYTHONPATH=.gpu/site:. python3 -m bench.scaled
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
 	PYTHONPATH=.gpu/site:. python3 -m bench.steps
 	PYTHONPATH=.gpu/site:. python3 -m bench.nano.quality
 	python3 -m bench.shapes .gpu/llama-8b
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
 	  --ceilings bench/results/worker.json -- --load-format dummy --tokenizer none
+	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
+	  --loads plain,sessions,hit,cold --out bench/results/serve_fp8.json --ceilings bench/results/worker.json \
+	  -- --load-format dummy --tokenizer none --quantization fp8
 
 bench: .venv/installed-test
 	$(BIN)/python -m bench.tree
