@@ -51,7 +51,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
 	  --ceilings bench/results/worker.json -- --load-format dummy --tokenizer none
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
-	  --loads plain,sessions,hit,cold --out bench/results/serve_fp8.json --ceilings bench/results/worker.json \
+	  --loads plain,sessions,hit,cold --out bench/results/serve_fp8.json \
 	  -- --load-format dummy --tokenizer none --quantization fp8
 
 bench: .venv/installed-test

@@ -16,7 +16,7 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.quantized import Products, block_size
+from radixrt.worker.model.quantized import Products, block_size, rounds_activations
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
 from radixrt.worker.runner import TorchRunner
@@ -130,11 +130,14 @@ def _no_kernels(loaded: Loaded) -> str:
 def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None) -> Decoder:
     """The weights, with progress on stderr, and a warning of those that the model has no place for. `ops`: of a GPU."""
     products = choose_products(config.quantization, loaded, exact, ops is not None)
-    if products is Products.NONE and loaded.hf_config.get("quantization_config"):
+    wide = "weights" if products is Products.NONE else "experts" if loaded.spec.experts else ""
+    if wide and loaded.hf_config.get("quantization_config"):
         log.warning(
-            "%s: weights that are stored in FP8 are multiplied out at load: they take the memory of 16 bits",
-            loaded.folder.name,
-        )
+            "%s: %s that are stored in FP8 are multiplied out at load: they take the memory of 16 bits",
+            loaded.folder.name, wide,
+        )  # fmt: skip
+    elif wide and products is Products.ALL:
+        log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
     weights = open_weights(config, loaded, products=products)
     try:
         model = Decoder(loaded.spec, weights, exact, ops)
@@ -199,8 +202,8 @@ def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Products:
-    """Those in FP8. `auto`: of what is stored so, where there are `kernels` and the GPU has such products. ValueError
-    for no known name, or where fp8 cannot be."""
+    """Those in FP8. `auto`: of what is stored so for that, where there are `kernels` and the GPU has such products.
+    ValueError for no known name, or where fp8 cannot be."""
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization {name!r}: expected one of {', '.join(QUANTIZATIONS)}")
     missing = ""
@@ -216,7 +219,9 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
         raise ValueError(f"quantization fp8 needs {missing}")
     if name == "none" or missing:
         return Products.NONE
-    return Products.ALL if name == "fp8" else Products.STORED
+    if name == "fp8":
+        return Products.ALL
+    return Products.STORED if rounds_activations(loaded.hf_config) else Products.NONE
 
 
 def open_weights(

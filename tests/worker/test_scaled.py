@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import choose_products, look_up
+from radixrt.worker.loading import choose_products, load_model, look_up
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder, TorchOps
@@ -247,9 +247,14 @@ def test_random_weights(plain):
 # ---------------------------------------------------------------- what is chosen
 
 
-def choose(name, capability=(9, 0), dtype=torch.bfloat16, exact=False, kernels=True, device="cuda", monkeypatch=None):
+def choose(
+    name, capability=(9, 0), dtype=torch.bfloat16, exact=False, kernels=True, device="cuda", hf_config=None,
+    monkeypatch=None,
+):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    return choose_products(name, SimpleNamespace(device=torch.device(device), dtype=dtype), exact, kernels)
+    return choose_products(
+        name, SimpleNamespace(device=torch.device(device), dtype=dtype, hf_config=hf_config or {}), exact, kernels
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,6 +275,38 @@ def test_products_in_fp8_need_a_gpu_that_has_them(monkeypatch, without, words):
     assert choose("auto", **without, monkeypatch=monkeypatch) is Products.NONE
     with pytest.raises(ValueError, match=f"quantization fp8 needs .*{words}"):
         choose("fp8", **without, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize(("activations", "products"), [({"num_bits": 8}, Products.STORED), (None, Products.NONE)])
+def test_weights_alone_in_fp8_are_multiplied_out(monkeypatch, key, activations, products):
+    """As the checkpoint has it; a group of K and V says nothing of it."""
+    group = {"weights": {"type": "float", "num_bits": 8}, "input_activations": activations}
+    config = {key: {"quant_method": "compressed-tensors", "config_groups": {"a": group, "b": {"weights": None}}}}
+    assert choose("auto", hf_config=config, monkeypatch=monkeypatch) is products
+    assert choose("fp8", hf_config=config, monkeypatch=monkeypatch) is Products.ALL
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "products", "words"),
+    [
+        ("qwen3_moe", {"quant_method": "fp8"}, Products.STORED, "experts that are stored in FP8 are multiplied out"),
+        ("qwen3_moe", {"quant_method": "fp8"}, Products.NONE, "weights that are stored in FP8 are multiplied out"),
+        ("qwen3_moe", None, Products.ALL, "its experts stay in 16 bits"),
+        ("llama", {"quant_method": "fp8"}, Products.STORED, ""),
+        ("llama", None, Products.ALL, ""),
+        ("qwen3_moe", None, Products.NONE, ""),
+    ],
+)
+def test_what_takes_16_bits_is_said(checkpoint, monkeypatch, caplog, family, quantization, products, words):
+    config = resolve(WorkerConfig(model=str(checkpoint(family)[0]), device="cpu", load_format="dummy"))
+    loaded = look_up(config)
+    loaded.hf_config.update({"quantization_config": quantization} if quantization else {})
+    monkeypatch.setattr("radixrt.worker.loading.choose_products", lambda *_: products)
+    with caplog.at_level("WARNING"):
+        load_model(config, loaded)
+    said = [record.message for record in caplog.records if "bits" in record.message]
+    assert len(said) == bool(words) and all(words in line for line in said)
 
 
 def test_an_unknown_quantization(monkeypatch):

@@ -50,6 +50,15 @@ def _widths(quantization: Mapping[str, Any]) -> Iterator[str]:
             yield f"{kind[1]} bits ({kind[0]})"
 
 
+def rounds_activations(config: Mapping[str, Any]) -> bool:
+    """Whether what FP8 weights are multiplied with is meant to be rounded too. Only llm-compressor's files
+    (`config_groups`) may say that it is not."""
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    groups = quantization.get("config_groups") or {}
+    groups = groups.values() if isinstance(groups, dict) else ()
+    return all(group.get("input_activations") for group in groups if group.get("weights"))
+
+
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale, where a weight has a grid of them."""
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (BLOCK, BLOCK)
