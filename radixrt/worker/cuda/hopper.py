@@ -87,6 +87,22 @@ def _slots(row_ptr, key, end, PAGE: gl.constexpr, KEYS: gl.constexpr, L: gl.cons
 
 
 @gluon.jit
+def _next_slots(
+    items_ptr, table_ptr, number, last, row_ptr, begin, end, key, stride, PAGE: gl.constexpr, KEYS: gl.constexpr,
+    L: gl.constexpr, ITEM: gl.constexpr,
+):  # fmt: skip
+    """Where the feeder is, one block on: in the same item, or in the next one, if there is one before `last`."""
+    if key > begin:
+        key -= KEYS
+        slot = _slots(row_ptr, key, end, PAGE, KEYS, L, False)
+    else:
+        number = gl.minimum(number + 1, last - 1)
+        row_ptr, begin, end, key = _entered(items_ptr, table_ptr, number, stride, KEYS, ITEM)
+        slot = _slots(row_ptr, key, end, PAGE, KEYS, L, True)
+    return number, row_ptr, begin, end, key, slot
+
+
+@gluon.jit
 def _rows(ptr, slot, ROW: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr):
     d = gl.arange(0, WORDS, layout=gl.SliceLayout(0, L))
     return ptr + (slot.to(gl.int64) * ROW)[:, None] + d[None, :]
@@ -139,13 +155,9 @@ def _feed(
         slot = _slots(row_ptr, key, end, PAGE, KEYS, L, True)
         k = gl.load(_rows(k_ptr, slot, ROW, WORDS, L))
         v = gl.load(_rows(v_ptr, slot, ROW, WORDS, L))
-        if key > begin:
-            key -= KEYS
-            slot = _slots(row_ptr, key, end, PAGE, KEYS, L, False)
-        else:
-            ahead = gl.minimum(ahead + 1, last - 1)
-            row_ptr, begin, end, key = _entered(items_ptr, table_ptr, ahead, stride, KEYS, ITEM)
-            slot = _slots(row_ptr, key, end, PAGE, KEYS, L, True)
+        ahead, row_ptr, begin, end, key, slot = _next_slots(
+            items_ptr, table_ptr, ahead, last, row_ptr, begin, end, key, stride, PAGE, KEYS, L, ITEM
+        )
         for number in range(first, last):
             item = items_ptr + number * ITEM
             for _ in range(_blocks(gl.load(item + 3), gl.load(item + 4), KEYS)):
@@ -161,13 +173,9 @@ def _feed(
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage))
                 v = gl.load(_rows(v_ptr, slot, ROW, WORDS, L))
-                if key > begin:
-                    key -= KEYS
-                    slot = _slots(row_ptr, key, end, PAGE, KEYS, L, False)
-                else:
-                    ahead = gl.minimum(ahead + 1, last - 1)
-                    row_ptr, begin, end, key = _entered(items_ptr, table_ptr, ahead, stride, KEYS, ITEM)
-                    slot = _slots(row_ptr, key, end, PAGE, KEYS, L, True)
+                ahead, row_ptr, begin, end, key, slot = _next_slots(
+                    items_ptr, table_ptr, ahead, last, row_ptr, begin, end, key, stride, PAGE, KEYS, L, ITEM
+                )
                 count += 1
 
 
