@@ -1,4 +1,4 @@
-"""Shapes of known models, to be served with random weights.   python -m bench.shapes FOLDER [llama-8b | qwen3-30b]"""
+"""Shapes of known models, to be served with random weights.   python -m bench.shapes FOLDER [SHAPE]"""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ LLAMA_8B = {
     "bos_token_id": 128000,
 }
 """Llama 3.1 8B."""
+
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+"""Llama 3.1 and 3.3 70B."""
 
 QWEN3_30B = {
     "model_type": "qwen3_moe",
@@ -51,7 +59,7 @@ QWEN3_30B = {
 }
 """Qwen3 30B A3B."""
 
-SHAPES = {"llama-8b": LLAMA_8B, "qwen3-30b": QWEN3_30B}
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-30b": QWEN3_30B}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

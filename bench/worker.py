@@ -34,9 +34,10 @@ from radixrt.worker.compiling import Compiling
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.model.decoder import Decoder, Layer, Product
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers import Layer, Mixture, Product
 from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Runner
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.scheduler import Limits
@@ -81,17 +82,19 @@ def ceilings() -> dict[str, float]:
 
 def dense(layer: Layer) -> list[Product]:
     """The matrices of a layer that every token is multiplied by."""
-    mlp = [layer.mlp.router] if isinstance(layer.mlp, Experts) else [layer.mlp.gate_up, layer.mlp.down]
-    return [layer.qkv, layer.output, *mlp]
+    mlp = layer.mlp
+    products = [mlp.experts.router] if isinstance(mlp, Mixture) else [mlp.gate_up, mlp.down.product]
+    return [layer.qkv, layer.output.product, *products]
 
 
 def experts_bytes(model: Decoder, batch: int) -> float:
     """Of the experts that so many tokens choose in all layers, if each chooses at random."""
     total = 0.0
     for layer in model._layers:
-        if isinstance(mlp := layer.mlp, Experts):
-            share = 1 - (1 - mlp.chosen / len(mlp.down)) ** batch
-            total += share * (mlp.gate_up.nbytes + mlp.down.nbytes)
+        if isinstance(layer.mlp, Mixture):
+            experts = layer.mlp.experts
+            share = 1 - (1 - experts.chosen / len(experts.down)) ** batch
+            total += share * (experts.gate_up.nbytes + experts.down.nbytes)
     return total
 
 
@@ -238,8 +241,9 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
     spec, per_token = model.spec, 0.0
     for layer in model._layers:
         per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
-        if isinstance(mlp := layer.mlp, Experts):
-            per_token += 2 * (mlp.gate_up.numel() + mlp.down.numel()) * mlp.chosen / len(mlp.down)
+        if isinstance(layer.mlp, Mixture):
+            experts = layer.mlp.experts
+            per_token += 2 * (experts.gate_up.numel() + experts.down.numel()) * experts.chosen / len(experts.down)
     rows = []
     for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
         times = []
@@ -359,6 +363,7 @@ def main() -> None:
     parser.add_argument(
         "--quantization", default="auto", choices=("auto", "fp8"), help="fp8 goes into a file of its own"
     )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="more than 1 goes into a file of its own")
     parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
     parser.add_argument("--grammars", action="store_true", help="what a grammar costs; into a file of its own")
     parser.add_argument("--sampling", action="store_true", help="what draws and penalties cost; likewise")
@@ -375,11 +380,13 @@ def main() -> None:
             "attention_backend": args.attention_backend,
             "deterministic": args.deterministic,
             "quantization": args.quantization,
+            "tensor_parallel_size": args.tensor_parallel_size,
         }
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()
         runner = load_runner(worker)
-        spec, itemsize = look_up(worker).spec, runner.pool.dtype.itemsize
+        spec = look_up(worker, Shard(0, args.tensor_parallel_size)).spec
+        itemsize = runner.pool.dtype.itemsize
         bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
         start = time.perf_counter() - began
         print(f"ready in {start:.1f} s", flush=True)
@@ -392,10 +399,12 @@ def main() -> None:
             rows += prefill_rows(bench, limits)
             if not args.quick:
                 rows.append(plain_row(bench))
+        runner.close()
     print(table(rows))
     if not args.quick and not args.model:
         kinds = {"deterministic": args.deterministic, "grammars": args.grammars, "sampling": args.sampling}
         kinds["fp8"] = args.quantization == "fp8"
+        kinds[f"tp{args.tensor_parallel_size}"] = args.tensor_parallel_size > 1
         kinds[args.shape.replace("-", "_")] = args.shape != "llama-8b"
         save(
             "_".join(["worker", *(kind for kind, meant in kinds.items() if meant)]),

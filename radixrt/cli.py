@@ -30,6 +30,7 @@ INTERNAL = {"router", "name"}
 """Fields that `serve` sets itself."""
 ALIASES = {
     "workers": ["--data-parallel-size", "--dp-size"],
+    "tensor_parallel_size": ["--tp-size"],
     "max_model_len": ["--context-length"],
     "max_num_seqs": ["--max-running-requests"],
     "gpu_memory_utilization": ["--mem-fraction-static"],

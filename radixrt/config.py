@@ -34,13 +34,14 @@ KEEP_THINKING = "thinking that the chat template drops from earlier answers stay
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker: one model on one device."""
+    """One worker: one model on one device, or on several that share it."""
 
     model: str = setting("", "checkpoint folder, hub name, or nano")
     served_model_name: str = setting("", "name clients use (default: the folder's name)")
     router: str = setting("", "ZMQ address of the router's worker socket")
     name: str = setting("", "unique worker name (default: host and pid)")
     device: str = setting("auto", "auto, cpu or cuda[:n]")
+    tensor_parallel_size: int = setting(1, "ranks of a worker: GPUs side by side, each with a part of every matrix")
     dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
     quantization: str = setting(
         "auto", "matrix products in FP8 on a GPU: auto (of weights that are stored so), fp8 (of others too), none"
@@ -135,7 +136,7 @@ class StackConfig:
     router: RouterConfig
     worker: WorkerConfig
     frontend: FrontendConfig
-    workers: int = setting(1, "worker processes, each with a copy of the model (data parallel)")
+    workers: int = setting(1, "workers, each with a copy of the model (data parallel)")
     api_server_count: int = setting(
         1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only"
     )

@@ -242,15 +242,17 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
     """One configuration a worker: its name, the router's address, and its share of the machine: a GPU, or threads."""
     pattern = config.worker
     gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
-    if 0 < gpus < config.workers:
-        raise ValueError(f"workers: {config.workers} workers need {config.workers} GPUs, this machine has {gpus}")
+    ranks = config.workers * pattern.tensor_parallel_size
+    if 0 < gpus < ranks:
+        each = f" of {pattern.tensor_parallel_size} GPUs each" if pattern.tensor_parallel_size > 1 else ""
+        raise ValueError(f"workers: {config.workers} workers{each} need {ranks} GPUs, this machine has {gpus}")
     configs = []
     for number in range(config.workers):
         changes = {"name": f"worker-{number}", "router": worker_address}
         if gpus > 1:
-            changes["device"] = f"cuda:{number}"
+            changes["device"] = f"cuda:{number * pattern.tensor_parallel_size}"
         if not gpus and not pattern.cpu_threads:
-            changes["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
+            changes["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // ranks)
         configs.append(resolve(dataclasses.replace(pattern, **changes)))
     return configs
 

@@ -229,6 +229,37 @@ def test_a_killed_worker_costs_nothing(folder):
         assert client.generate(asked[0], long).token_ids == expected[0]
 
 
+@pytest.mark.slow
+def test_a_killed_rank_costs_nothing(folder):
+    """kill -9 of a rank that follows: its worker ends, another one finishes its requests, and all ranks come back."""
+    long = Sampling(max_tokens=300, temperature=0.0, ignore_eos=True)
+    asked = prompts(4, 20, 200, seed=8)
+
+    def followers() -> list[psutil.Process]:
+        found = children_of(os.getpid())
+        return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and "radixrt.worker.follower" in p.cmdline()]
+
+    with stack(folder, 2, tensor_parallel_size=2) as running, Client(running._client_address) as client:
+        assert len(followers()) == 2
+        victim = next(child for child in running._children if child.name == "worker-0")
+        results: dict[int, list[int]] = {}
+        threads = [
+            threading.Thread(target=lambda i=i: results.update({i: client.generate(asked[i], long).token_ids}))
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: any(w["name"] == "worker-0" and w["requests"] for w in client.health()["workers"]))
+        (rank,) = psutil.Process(victim.process.pid).children()
+        rank.kill()
+        for thread in threads:
+            thread.join(60)
+        assert victim.process.wait(30) == 1
+        assert results == {i: client.generate(asked[i], long).token_ids for i in range(4)}
+        wait_for(lambda: len(client.health()["workers"]) == 2 and len(followers()) == 2, 60)
+    assert not followers()
+
+
 def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monkeypatch):
     """Each time after twice the time; one that was told to leave is not started again; when none is left, all end."""
     monkeypatch.setattr(launch, "RESTART_SECONDS", 0.1)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.kv import KVPool
-from radixrt.worker.model.decoder import Attend, Heads
+from radixrt.worker.model.layers import Attend, Heads
 from radixrt.worker.plan import Plan
 
 

@@ -89,6 +89,9 @@ class FakeRunner:
     def draw(self) -> None:
         """Nothing: tokens are drawn when they are asked for."""
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _seconds(self, plan: Plan) -> float:
         if not self.prefill_rate:
             return self.decode_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -13,13 +14,16 @@ from typing import Any
 import torch
 
 from radixrt.config import WorkerConfig
+from radixrt.worker.group import TorchGroup, join
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import Products, block_size, rounds_activations
+from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
-from radixrt.worker.runner import TorchRunner
+from radixrt.worker.ranks import Followers, Leader
+from radixrt.worker.runner import ModelRunner, TorchRunner
 from radixrt.worker.scales import SOURCES, Scales, choose_scales
 
 log = logging.getLogger("radixrt.loading")
@@ -37,7 +41,9 @@ class Loaded:
 
     folder: Path
     hf_config: dict[str, Any]
+    whole: ModelSpec
     spec: ModelSpec
+    """Of this rank's part, which is the whole of a worker of one rank."""
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -45,19 +51,79 @@ class Loaded:
 
 
 def load_runner(config: WorkerConfig) -> Runner:
-    """The model of a resolved `config` on its device. ValueError names the setting or the file that is wrong."""
+    """The model of a resolved `config` on its device, or its devices. ValueError names the setting or the file that is
+    wrong."""
+    _check(config)
+    if config.tensor_parallel_size > 1:
+        return _lead(config)
+    return _load(config, look_up(config), None)
+
+
+def load_rank(config: WorkerConfig, rank: int, folder: str) -> ModelRunner:
+    """Of a rank that follows (see `ranks`)."""
+    shard = Shard(rank, config.tensor_parallel_size)
+    config = dataclasses.replace(config, device=rank_device(config.device, rank))
+    loaded = look_up(config, shard)
+    return _load(config, loaded, _join(config, loaded, Path(folder), shard))
+
+
+def _lead(config: WorkerConfig) -> Runner:
+    """Of rank 0, and the other ranks."""
+    shard = Shard(0, config.tensor_parallel_size)
+    config = dataclasses.replace(config, device=rank_device(config.device, 0))
+    loaded = look_up(config, shard)
+    if loaded.device.type == "cuda" and (have := torch.cuda.device_count()) < loaded.device.index + shard.size:
+        raise ValueError(
+            f"tensor_parallel_size: {shard.size} ranks from {loaded.device} on need more than the {have} GPUs that are "
+            "to be seen"
+        )
+    followers = Followers(config)
+    try:
+        group = _join(config, loaded, followers.folder, shard)
+        return Leader(_load(config, loaded, group), followers)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _join(config: WorkerConfig, loaded: Loaded, folder: Path, shard: Shard) -> TorchGroup:
+    """The ranks' group; on a GPU its ranks lend each other memory."""
+    if loaded.device.type != "cuda":
+        join(folder, shard, loaded.device)
+        return TorchGroup(shard, loaded.device, config.deterministic)
+    from radixrt.worker.cuda.group import PeerGroup
+
+    torch.cuda.set_device(loaded.device)
+    join(folder, shard, loaded.device)
+    group = PeerGroup(shard, loaded.device, config.deterministic)
+    if config.attention_backend != "torch":
+        group.meet(loaded.spec.hidden_size, config.max_num_batched_tokens, loaded.dtype)
+    return group
+
+
+def rank_device(device: str, rank: int) -> str:
+    """A worker's ranks have GPUs side by side, from its own on."""
+    kind, _, index = device.partition(":")
+    return f"{kind}:{int(index or 0) + rank}" if kind == "cuda" else device
+
+
+def _check(config: WorkerConfig) -> None:
     if config.attention_backend not in BACKENDS:
         raise ValueError(f"attention_backend {config.attention_backend!r}: expected one of {', '.join(BACKENDS)}")
     if config.kv_scales not in SOURCES:
         raise ValueError(f"kv_scales {config.kv_scales!r}: expected one of {', '.join(SOURCES)}")
     if config.tree_attention not in ("auto", "on", "off"):
         raise ValueError(f"tree_attention {config.tree_attention!r}: expected auto, on or off")
+    if config.tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size {config.tensor_parallel_size}: expected 1 or more")
+
+
+def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> ModelRunner:
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     began = time.monotonic()
-    loaded = look_up(config)
     try:
-        runner = make_runner(config, loaded)
+        runner = make_runner(config, loaded, group)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
     log.info(
@@ -68,7 +134,7 @@ def load_runner(config: WorkerConfig) -> Runner:
     return runner
 
 
-def look_up(config: WorkerConfig) -> Loaded:
+def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B008
     """What the checkpoint says, without its weights."""
     folder = checkpoint.find(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
@@ -82,7 +148,8 @@ def look_up(config: WorkerConfig) -> Loaded:
     spec = read_spec(hf_config)
     for note in notes(hf_config):
         log.warning("%s: %s", folder.name, note)
-    return Loaded(folder, hf_config, spec, device, dtype, kv_dtype, checkpoint.eos_ids(folder))
+    part = shard.spec(spec)
+    return Loaded(folder, hf_config, spec, part, device, dtype, kv_dtype, checkpoint.eos_ids(folder))
 
 
 def notes(hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -94,7 +161,7 @@ def notes(hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield "positions of the kind 'dynamic' are served up to max_position_embeddings only"
 
 
-def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
+def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> ModelRunner:
     """By device: kernels on a GPU, unless they cannot be there or torch is asked for."""
     on_gpu = loaded.device.type == "cuda"
     exact = config.deterministic or (not on_gpu and loaded.kv_dtype.itemsize == 1)
@@ -104,10 +171,10 @@ def make_runner(config: WorkerConfig, loaded: Loaded) -> Runner:
         else:
             from radixrt.worker.cuda.loading import load_cuda_runner
 
-            return load_cuda_runner(config, loaded)
-    model = load_model(config, loaded, exact)
+            return load_cuda_runner(config, loaded, group)
+    model = load_model(config, loaded, exact, group=group)
     scales = load_scales(config, loaded, model)
-    tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization)
+    tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization, group=group)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
     return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact)
@@ -127,7 +194,9 @@ def _no_kernels(loaded: Loaded) -> str:
     return ""
 
 
-def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None) -> Decoder:
+def load_model(
+    config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None, group: TorchGroup | None = None
+) -> Decoder:
     """The weights, with progress on stderr, and a warning of those that the model has no place for. `ops`: of a GPU."""
     products = choose_products(config.quantization, loaded, exact, ops is not None)
     wide = "weights" if products is Products.NONE else "experts" if loaded.spec.experts else ""
@@ -138,9 +207,10 @@ def load_model(config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: A
         )  # fmt: skip
     elif wide and products is Products.ALL:
         log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
-    weights = open_weights(config, loaded, products=products)
+    follows = group is not None and group.shard.rank > 0
+    weights = open_weights(config, loaded, progress=not follows, products=products)
     try:
-        model = Decoder(loaded.spec, weights, exact, ops)
+        model = Decoder(loaded.whole, weights, exact, ops, group)
         if unused := weights.unused():
             log.warning("%d tensors are not used, is it the right model? %s", len(unused), ", ".join(unused[:5]))
         return model
@@ -237,16 +307,20 @@ def open_weights(
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
 
 
-def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0) -> int:
+def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: TorchGroup | None = None) -> int:
     """Token slots for the memory that is left beside the weights: on a GPU up to `gpu_share` of it less `reserved`
-    bytes, on a CPU CPU_MEMORY_SHARE of what is free, at most CPU_MOST_TOKENS. ValueError if nothing is left."""
+    bytes, on a CPU CPU_MEMORY_SHARE of what is free, at most CPU_MOST_TOKENS; as many on all ranks. ValueError if
+    nothing is left."""
     each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
     if loaded.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(loaded.device)
         tokens = int(free - reserved - (1 - gpu_share) * total) // each
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        tokens = min(int(CPU_MEMORY_SHARE * free) // each, CPU_MOST_TOKENS)
+        ranks = group.shard.size if group else 1
+        tokens = min(int(CPU_MEMORY_SHARE * free / ranks) // each, CPU_MOST_TOKENS)
+    if group is not None:
+        tokens = group.smallest(tokens)
     if tokens < 1:
         raise ValueError(
             f"no memory is left for KV pages: {free / 1e9:.1f} GB free, {reserved / 1e9:.1f} GB needed by a step; see "

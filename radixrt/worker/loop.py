@@ -116,6 +116,7 @@ class Worker:
             self._stopped.set()
             self._link.close()
             beat.join()
+            self.runner.close()
 
     def stop(self) -> None:
         """Leave the loop after the step that runs. May be called from another thread."""

@@ -92,3 +92,6 @@ class Runner(Protocol):
     def draw(self) -> None:
         """Called when the result of the step before the one launched last is applied: tokens that depend on those
         before (`Request.serial`) are drawn now, if they are not yet."""
+
+    def close(self) -> None:
+        """Called when the worker has left its loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from radixrt.tree import Lease
 if TYPE_CHECKING:
     from radixrt.worker.grammar import Matcher
 
+_numbers = itertools.count()
 GREEDY_BELOW = 1e-5
 """Temperatures below it count as 0."""
 
@@ -18,6 +20,7 @@ GREEDY_BELOW = 1e-5
 class Request:
     """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with.
 
+    number    unlike that of any other request of this process
     row       page-table row while it runs, -1 while it waits
     computed  tokens whose KV is in pages, or will be when the steps that are planned have run
     pending   tokens that planned steps draw and that are not known here yet
@@ -38,7 +41,7 @@ class Request:
     """
 
     __slots__ = (
-        "id", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
+        "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
         "pending", "over", "serial", "draws", "next_score", "matcher",
         "jumps", "came", "said", "void", "group", "place", "seen",
@@ -46,6 +49,7 @@ class Request:
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
         self.id = run.id
+        self.number = next(_numbers)
         self.namespace = run.namespace
         self.tenant = tenant_of(run.namespace)
         self.tokens = array("i")

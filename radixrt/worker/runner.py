@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -14,6 +14,11 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.sample import TorchSampler
+from radixrt.worker.sharing import Path
+
+Planned = Callable[[Plan, Mapping[int, Path]], None]
+"""Called when the work of a step is planned and nothing of it launched, with the paths of requests that were looked up
+for it, by index."""
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a matrix, and multiplications of a product, below which threads meet for longer than they compute."""
@@ -32,8 +37,12 @@ class ModelRunner:
         self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
         self.busy_seconds = 0.0
         self.pool = pool
+        self.planned: Planned | None = None
         self._model = model
         self._device = pool.device
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class TorchRunner(ModelRunner):
@@ -65,6 +74,8 @@ class TorchRunner(ModelRunner):
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         began = time.monotonic()
+        if self.planned:
+            self.planned(plan, {})
         if self._alone:
             torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
         with torch.inference_mode():

@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.decoder import Decoder, Heads
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers import Heads
 
 log = logging.getLogger("radixrt.scales")
 

@@ -202,7 +202,7 @@ def test_graphs_keep_what_they_write_to(tmp_path, monkeypatch):
         "mem_get_info": lambda device: (0, 0),
         "synchronize": lambda device=None: None,
         "CUDAGraph": object,
-        "graph": lambda graph, pool: contextlib.nullcontext(),
+        "graph": lambda graph, pool, capture_error_mode: contextlib.nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(module, "Pieces", lambda *args: None)

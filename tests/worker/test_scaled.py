@@ -13,7 +13,8 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.loading import choose_products, load_model, look_up
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
-from radixrt.worker.model.decoder import Decoder, TorchOps
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.quantized import Products, dequantized, read_scaled
 from radixrt.worker.model.scaled import (
@@ -170,7 +171,8 @@ def logits(model: Decoder) -> torch.Tensor:
 
 
 def products_of(model: Decoder) -> list[object]:
-    return [x for layer in model._layers for x in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+    layers = model._layers
+    return [x for y in layers for x in (y.qkv, y.output.product, y.mlp.gate_up, y.mlp.down.product)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from radixrt.worker.cuda import kernels
 from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import NOT_FINITE
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.sample import Draws
@@ -50,6 +52,25 @@ class Drawing:
 
     def draws(self, sent: torch.Tensor) -> Draws:
         return Draws.of({name: piece.of(sent) for name, piece in self.pieces.items()})
+
+
+class Drawn:
+    """The token drawn last for each row of the page table, and for padding, which has the row behind them. Those of
+    rank 0 count, from the next step on."""
+
+    def __init__(self, rows: int, device: torch.device, group: Group | None = None) -> None:
+        self._tokens = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._group = group
+
+    def note(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tokens int32[n] were drawn for int rows[n]."""
+        self._tokens[rows.long()] = tokens
+
+    def resolve(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See `kernels.resolve`. What every step begins with."""
+        if self._group is not None:
+            self._group.broadcast(self._tokens)
+        return kernels.resolve(tokens, rows, self._tokens)
 
 
 class Answer:

@@ -14,7 +14,7 @@ from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alon
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.plan import Plan
-from radixrt.worker.sharing import path_before
+from radixrt.worker.sharing import Path, path_before
 
 LAST_LAYER = 4
 """In the last layer, attention is computed for tokens whose logits are wanted alone, if the chunks have so many times
@@ -80,6 +80,8 @@ class ChunkPlanner:
         self._chip = chip
         self._flashinfer = flashinfer
         self._shares = shares
+        self.looked_up: dict[int, Path] = {}
+        """The paths that were asked for to plan the last step, by index of the request."""
         self._bounds = BesideHopper(shape) if variant.specialised else BesideTriton()
 
     def plan(
@@ -87,6 +89,7 @@ class ChunkPlanner:
     ) -> tuple[list[ChunkStep], LastLayer | None]:
         """(The chunks, which come after so many decodes; the last layer's, if they differ, which `late` will pack). Of
         steps with one `parity`, one is under way at most."""
+        self.looked_up = {}
         first = (np.cumsum(plan.counts) - plan.counts)[decodes:]
         chunks = Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
         if not len(chunks):
@@ -126,8 +129,10 @@ class ChunkPlanner:
         left = np.ones(len(chunks), dtype=bool)
         plain = self._windows == {None}
         if self._shares and plain:
-            requests = plan.requests[len(plan.requests) - len(chunks) :]
-            paths = [path_before(r.lease.path(), p) for r, p in zip(requests, chunks.starts.tolist(), strict=True)]
+            decodes = len(plan.requests) - len(chunks)
+            found = {index: r.lease.path() for index, r in enumerate(plan.requests[decodes:], decodes)}
+            self.looked_up = found
+            paths = [path_before(path, p) for path, p in zip(found.values(), chunks.starts.tolist(), strict=True)]
             fewest = self._bounds.shared
             if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens, fewest):
                 steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))

@@ -25,7 +25,7 @@ from radixrt.worker.cuda.work import (
     sequence_tiles,
 )
 from radixrt.worker.request import Request
-from radixrt.worker.sharing import Cost, Sharing, find_sharing, path_before
+from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, path_before
 
 GROWTH = 64
 """Tokens."""
@@ -129,6 +129,8 @@ class DecodePlanner:
         self._windows = windows
         self._cuts = cuts
         self._kept: _Kept | None = None
+        self.looked_up: dict[int, Path] = {}
+        """The paths that were asked for to plan the last step, by index of the request."""
         self.read_keys = 0
         """Keys that decodes have read so far, a layer."""
         self.plain_keys = 0
@@ -139,6 +141,7 @@ class DecodePlanner:
     ) -> dict[int | None, DecodeWork]:
         """By window, the work of requests whose next tokens are at int32 `positions`, in lists that fit `room`."""
         found = {}
+        self.looked_up = {}
         for window in self._windows:
             if window is None:
                 found[None] = self._unwindowed(tuple(requests), rows, positions, room)
@@ -176,7 +179,8 @@ class DecodePlanner:
     def _share(self, requests: tuple[Request, ...], positions: np.ndarray) -> Sharing | None:
         if self._cuts.cost is None or len(requests) < 2:
             return None
-        paths = [path_before(r.lease.path(), p) for r, p in zip(requests, positions.tolist(), strict=True)]
+        self.looked_up = {index: request.lease.path() for index, request in enumerate(requests)}
+        paths = [path_before(path, p) for path, p in zip(self.looked_up.values(), positions.tolist(), strict=True)]
         sharing = find_sharing(paths, self._cuts.cost)
         return sharing if len(sharing.segments) else None
 

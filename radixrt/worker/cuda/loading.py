@@ -20,6 +20,7 @@ from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
 from radixrt.worker.cuda.segments import MOST_COPIES
+from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool
 from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
 from radixrt.worker.model.decoder import Decoder
@@ -34,28 +35,29 @@ GATHERED_TOKENS = 1 << 17
 """That the workspace of long chunks holds, or the model's context, if that is less."""
 
 
-def load_cuda_runner(config: WorkerConfig, loaded: Loaded) -> CudaRunner:
+def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> CudaRunner:
     """See `worker.loading.load_runner`. torch.OutOfMemoryError if weights or a step do not fit."""
     torch.cuda.set_device(loaded.device)
-    model = load_model(config, loaded, config.deterministic, ops=ops)
+    model = load_model(config, loaded, config.deterministic, ops=ops, group=group)
     scales = load_scales(config, loaded, model)
     flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
     graphs = 0 if config.enforce_eager else config.max_num_seqs
     tokens = config.max_total_tokens
     if not tokens:
-        step = step_bytes(config, loaded, model, flashinfer)
+        step = step_bytes(config, loaded, model, flashinfer, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of what is penalized; logits of graphs
         other = rows + (GRAPH_BYTES + rows if graphs else 0)
-        tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + other)
+        tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + other, group)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
-    return _make(config, loaded, model, pool, flashinfer, graphs)
+    return _make(config, loaded, model, pool, flashinfer, graphs, group)
 
 
 def _make(
-    config: WorkerConfig, loaded: Loaded, model: Decoder, pool: KVPool, flashinfer: FlashInfer | None, graphs: int
-) -> CudaRunner:
+    config: WorkerConfig, loaded: Loaded, model: Decoder, pool: KVPool, flashinfer: FlashInfer | None, graphs: int,
+    group: TorchGroup | None,
+) -> CudaRunner:  # fmt: skip
     return CudaRunner(
         model,
         pool,
@@ -68,6 +70,7 @@ def _make(
         tree_attention=config.tree_attention != "off",
         exact=config.deterministic,
         thresholds=find_sampling(config, loaded),
+        group=group,
     )
 
 
@@ -113,7 +116,9 @@ def _say_built(what: str, began: float) -> None:
         log.info("FlashInfer's kernels for %s were built in %.0f s", what, seconds)
 
 
-def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None) -> int:
+def step_bytes(
+    config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, group: TorchGroup | None
+) -> int:
     """Bytes that the largest step needs beside weights and pages. Measured: a long chunk and as many decodes as may
     run, their tokens drawn at random; added to it what else there may be: copies of chunks under shared prefixes, and
     the logits of scored prompts, their softmax, and what is gathered of it."""
@@ -124,7 +129,7 @@ def step_bytes(config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer:
     prompt = max(1, min(budget - config.max_num_seqs, loaded.spec.max_model_len - 2))
     length = prompt + 2
     pool = make_pool(loaded, -(-(length + 4 * config.max_num_seqs) // config.page_size) + 1, config.page_size)
-    runner = _make(config, loaded, model, pool, flashinfer, graphs=0)
+    runner = _make(config, loaded, model, pool, flashinfer, 0, group)
     cache = PageCache(runner.num_pages, config.page_size, config.max_num_seqs, length, events=False)
     scheduler = Scheduler(cache, Limits(budget, config.max_num_seqs))
     runner.bind(cache.table)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.answers import Drawn
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.step import StepAttention, append
-from radixrt.worker.model.decoder import Decoder, Heads
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers import Heads
 
 SIZES = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Tokens of a step; more, and the device has enough to do."""
@@ -44,7 +45,7 @@ class Captured:
 class Pieces:
     """All sizes. Queries and what attention gives have one place each, which all graphs share."""
 
-    def __init__(self, model: Decoder, pages: Callable[[int], Pages], drawn: torch.Tensor, sizes: list[int]) -> None:
+    def __init__(self, model: Decoder, pages: Callable[[int], Pages], drawn: Drawn, sizes: list[int]) -> None:
         spec = model.spec
         most = max(sizes)
         self._model = model
@@ -101,7 +102,7 @@ class Pieces:
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.append(torch.cuda.CUDAGraph())
-        graphs[-1].capture_begin(pool=self._pool)
+        graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _append(self, inputs: Inputs) -> Callable[[int, Heads], torch.Tensor]:
         """Stands for attention: K and V go to their pages, queries to their place."""
@@ -116,5 +117,5 @@ class Pieces:
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Heads], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = kernels.resolve(inputs.tokens, inputs.rows, self._drawn)
+        tokens = self._drawn.resolve(inputs.tokens, inputs.rows)
         return self._model.attend_all(tokens, inputs.positions, attend)

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from radixrt.worker.cuda import attend, kernels
-from radixrt.worker.cuda.answers import Answer, Drawing, Launched, make_result
+from radixrt.worker.cuda.answers import Answer, Drawing, Drawn, Launched, make_result
 from radixrt.worker.cuda.attend import Scratch, Shape
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
@@ -34,6 +34,7 @@ from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import ModelRunner, ranges, wanted
@@ -88,7 +89,7 @@ class CudaRunner(ModelRunner):
     `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over. With
     `tree_attention` decodes read once what they share (`sharing`); `thresholds` are those of CudaSampler. `exact`:
     results do not depend on the batch, to the last bit, if the model's do not: one kernel and one cut for all
-    attention, nothing shared, no FlashInfer."""
+    attention, nothing shared, no FlashInfer. The model's `group` is given here, too."""
 
     overlaps = True
 
@@ -106,6 +107,7 @@ class CudaRunner(ModelRunner):
         tree_attention: bool = True,
         exact: bool = False,
         thresholds: Thresholds | None = None,
+        group: Group | None = None,
     ) -> None:
         super().__init__(model, pool, page_size, eos_ids)
         spec = model.spec
@@ -148,8 +150,7 @@ class CudaRunner(ModelRunner):
         self._pieces: Pieces | None = None
         self._scratch: Scratch | None = None
         """Of all graphs, which hold its address alone."""
-        self._drawn = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
-        """Token drawn last, by row of the page table; the last row is padding's."""
+        self._drawn = Drawn(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
 
@@ -210,7 +211,7 @@ class CudaRunner(ModelRunner):
         if late is None:
             return
         late.picking = picking = Picking(late.plan, late.logits, self._sampler)
-        self._drawn[to_device(picking.rows, self._device).long()] = picking.tokens
+        self._drawn.note(to_device(picking.rows, self._device), picking.tokens)
         late.answer.fetch(picking.packed)
 
     def _read(self, late: Late) -> Result:
@@ -237,6 +238,8 @@ class CudaRunner(ModelRunner):
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
         drawing = None if serial else Drawing.pack(packer, plan, np.arange(count), plan.rows)
         graph = self._graphs[size, _shared(works)]
+        if self.planned:
+            self.planned(plan, self._decodes.looked_up)
         answer.begin()
         sent = packer.send(graph.integers)
         graph.graph.replay()
@@ -287,6 +290,8 @@ class CudaRunner(ModelRunner):
         sampled = packer.add(sampled_at.astype(np.int32))
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = None if serial else Drawing.pack(packer, plan, sampled_at, plan.rows)
+        if self.planned:
+            self.planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
 
         answer.begin()
         sent = packer.send()
@@ -303,7 +308,7 @@ class CudaRunner(ModelRunner):
         if pieces:
             x, residual = pieces.go_on(padded, attention)
         else:
-            resolved = kernels.resolve(tokens, rows_there[:decodes], self._drawn)
+            resolved = self._drawn.resolve(tokens, rows_there[:decodes])
             x, residual = self._model.attend_all(resolved, positions_there, attention)
         logits = self._model.finish(x, residual, logit_at.of(sent).long())
         picked = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
@@ -321,7 +326,7 @@ class CudaRunner(ModelRunner):
         if at is not None:
             best = best[at]
             found = torch.cat([finite, best])
-        self._drawn[rows.long()] = best
+        self._drawn.note(rows, best)
         return found
 
     def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -329,7 +334,7 @@ class CudaRunner(ModelRunner):
         draws, rows = drawing.draws(sent), drawing.at.of(sent)
         drawn = self._sampler.draw(logits, rows, draws).int()
         tokens[drawing.to.of(sent).long()] = drawn
-        self._drawn[drawing.rows.of(sent).long()] = drawn
+        self._drawn.note(drawing.rows.of(sent), drawn)
 
     # ------------------------------------------------------------ graphs
 
@@ -356,7 +361,8 @@ class CudaRunner(ModelRunner):
                 self._decode(inputs, integers, logits[:size], scratch)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Other threads use the device as well: those of NCCL.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 answer = self._decode(inputs, integers, logits[:size], scratch)
             self._graphs[size, shared] = Graph(inputs, integers, graph, logits[:size], answer)
         self._pieces = Pieces(self._model, self._pages, self._drawn, list(PIECE_SIZES))
@@ -368,7 +374,7 @@ class CudaRunner(ModelRunner):
         """The step of a graph; what `_pick` says."""
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
-        tokens = kernels.resolve(inputs.tokens.of(integers), rows, self._drawn)
+        tokens = self._drawn.resolve(inputs.tokens.of(integers), rows)
         lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, scratch, [])
         self._model.forward(tokens, inputs.positions.of(integers), attention, out=logits)

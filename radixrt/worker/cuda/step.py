@@ -12,7 +12,7 @@ from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, Pages
 from radixrt.worker.cuda.decodes import Lists
 from radixrt.worker.cuda.segments import SharedKeys
-from radixrt.worker.model.decoder import Heads
+from radixrt.worker.model.layers import Heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from radixrt.worker.model.quantized import SCALES, Products, dequantized, read_scaled
+from radixrt.worker.model.quantized import SCALES, Products, dequantized, part_of_scale, read_scaled
 from radixrt.worker.model.scaled import BLOCK, Scaled
+from radixrt.worker.model.sharding import Part
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,10 +38,11 @@ class Weights(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor: ...
+    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
+        """A tensor of that `shape`, or only a part of it."""
 
-    def scaled(self, name: str, shape: Sequence[int]) -> Scaled | None:
-        """A matrix for products in FP8; None if it is to be loaded for others."""
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+        """A matrix for products in FP8, or a part of it; None if it is to be loaded for others."""
 
     def get(self, name: str) -> torch.Tensor | None:
         """As it is stored, whatever its shape and dtype; None if there is no such tensor."""
@@ -154,35 +156,53 @@ class SafetensorsWeights:
     def __contains__(self, name: str) -> bool:
         return self._name(name) in self._places
 
-    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        tensor, scale = self._read(name, shape)
+    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
+        if part is not None and self._cuts_a_block(name, shape, part):
+            return _taken(self.load(name, shape), part)
+        tensor, scale = self._read(name, shape, part)
         return dequantized(name, tensor, scale, self._block, self.dtype)
 
-    def scaled(self, name: str, shape: Sequence[int]) -> Scaled | None:
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         if self._products is Products.NONE or (self._products is Products.STORED and not self._is_fp8(name)):
             return None
-        tensor, scale = self._read(name, shape)
+        if part is not None and self._cuts_a_block(name, shape, part):
+            return None
+        tensor, scale = self._read(name, shape, part)
         if tensor.dtype.itemsize > 1:
             return Scaled.of(tensor)
         return read_scaled(name, tensor, scale, self._block)
+
+    def _cuts_a_block(self, name: str, shape: Sequence[int], part: Part) -> bool:
+        """Whether what has one scale lies on both sides of a part's end."""
+        scale = self._scale(name) if self._is_fp8(name) else None
+        return scale is not None and part_of_scale(scale, shape, self._block, part) is None
 
     def _is_fp8(self, name: str) -> bool:
         name = self._name(name)
         return name in self._places and self._open(self._places[name]).get_slice(name).get_dtype() == "F8_E4M3"
 
-    def _read(self, name: str, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(a tensor, its scale if it is of FP8 and there is one)."""
+    def _read(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(a tensor, its scale if it is of FP8 and there is one), or those of a part."""
         name = self._name(name)
         if name not in self._places:
             raise ValueError(f"the checkpoint has no tensor {name}")
         first = name in self._unread  # what is not kept in FP8 after all is read again
-        tensor = self.get(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        self._unread.discard(name)
+        stored = self._open(self._places[name]).get_slice(name)
+        if tuple(stored.get_shape()) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(stored.get_shape())}, config.json says {list(shape)}")
+        if part is None:
+            tensor = self.get(name)
+        else:
+            tensor = stored[(slice(None),) * part.dim + (slice(part.start, part.stop),)].contiguous()
         self._bar.update(tensor.nbytes if first else 0)
         if tensor.dtype.itemsize > 1:
             return tensor, None
-        return tensor, next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)
+        scale = self._scale(name)
+        return tensor, scale if part is None or scale is None else part_of_scale(scale, shape, self._block, part)
+
+    def _scale(self, name: str) -> torch.Tensor | None:
+        return next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)
 
     def get(self, name: str) -> torch.Tensor | None:
         name = self._name(name)
@@ -202,6 +222,11 @@ class SafetensorsWeights:
         self._files.clear()
 
 
+def _taken(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part, which does not keep the whole alive."""
+    return whole.narrow(part.dim, part.start, part.count).clone(memory_format=torch.contiguous_format)
+
+
 def _begins_with(path: Path, start: bytes) -> bool:
     if not path.is_file():
         return False
@@ -219,7 +244,9 @@ class RandomWeights:
         self._device = device
         self._products = products
 
-    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
+        if part is not None:
+            return _taken(self.load(name, shape), part)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=self.dtype, device=self._device)
         if "norm" in name:
@@ -228,8 +255,8 @@ class RandomWeights:
         values = torch.empty(shape, dtype=self.dtype, device=self._device)
         return values.normal_(0, 0.02, generator=generator)
 
-    def scaled(self, name: str, shape: Sequence[int]) -> Scaled | None:
-        return Scaled.of(self.load(name, shape)) if self._products is Products.ALL else None
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+        return Scaled.of(self.load(name, shape, part)) if self._products is Products.ALL else None
 
     def __contains__(self, name: str) -> bool:
         return False

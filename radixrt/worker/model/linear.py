@@ -33,6 +33,13 @@ class Linear:
         tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
         return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
 
+    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result into `out` [T, out]."""
+        if self.batch_invariant or self.bias is not None:
+            out.copy_(self(x))
+        else:
+            torch.mm(x, self.weight.t(), out=out)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the result to residual[T, out], in place: a sum that the product takes on, and that is rounded once."""
         if self.batch_invariant or self.bias is not None:

@@ -3,13 +3,14 @@ they are multiplied out when they are read, and computed with as if they had bee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 
 from radixrt.worker.model.scaled import BLOCK, FP8, Scaled
+from radixrt.worker.model.sharding import Part
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 SCALES = ("_scale_inv", "_scale")
@@ -74,6 +75,20 @@ def read_scaled(name: str, weight: torch.Tensor, scale: torch.Tensor | None, blo
         return Scaled.by_rows(weight, scale.view(-1, 1).expand(rows, 1).contiguous())
     _check_blocks(name, weight, scale, block)
     return Scaled.by_blocks(weight, scale) if block == (BLOCK, BLOCK) else None
+
+
+def part_of_scale(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int], part: Part) -> torch.Tensor | None:
+    """Of a part of a weight of that `shape`; None where the part's ends cut through a block. A scale that is none of
+    `read_scaled`'s is left as it is."""
+    rows = shape[0]
+    if scale.numel() == rows and scale.shape[0] == rows:
+        return scale[part.start : part.stop] if part.dim == 0 else scale
+    if tuple(scale.shape) != tuple(-(-size // each) for size, each in zip(shape, block, strict=True)):
+        return scale
+    each = block[part.dim]
+    if part.start % each or (part.stop % each and part.stop != shape[part.dim]):
+        return None
+    return scale.narrow(part.dim, part.start // each, -(-part.count // each))
 
 
 def dequantized(

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.decoder import Ops
+    from radixrt.worker.model.layers import Ops
 
 FP8 = torch.float8_e4m3fn
 LIMIT = 448.0
@@ -135,6 +135,10 @@ class ScaledLinear:
 
     def __call__(self, x: torch.Tensor | Rounded) -> torch.Tensor:
         return self.ops.scaled(x, self.weight, self.bias, self.dtype)
+
+    def put(self, x: torch.Tensor | Rounded, out: torch.Tensor) -> None:
+        """Write the result into `out` [T, out]."""
+        out.copy_(self(x))
 
     def add(self, x: torch.Tensor | Rounded, residual: torch.Tensor) -> None:
         """Add the result to residual[T, out], in place."""

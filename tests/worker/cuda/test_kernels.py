@@ -16,7 +16,7 @@ from radixrt.worker.cuda import attend, invariant, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model.decoder import Heads
+from radixrt.worker.model.layers import Heads
 from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
 

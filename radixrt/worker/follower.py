@@ -1,0 +1,36 @@
+"""The process of a rank that follows (see `ranks`): python -m radixrt.worker.follower, its RankConfig on stdin."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import msgspec
+import zmq
+
+from radixrt.roles import follow_parent
+from radixrt.worker.ranks import RankConfig, address, follow
+
+
+def main() -> int:
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankConfig)
+    follow_parent()
+    form = f"%(asctime)s %(levelname).1s %(name)s, rank {config.rank}: %(message)s"
+    logging.basicConfig(level="WARNING", format=form, stream=sys.stderr)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from radixrt.worker.loading import load_rank
+
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.connect(address(config.folder, config.rank))
+    try:
+        runner = load_rank(config.worker, config.rank, config.folder)
+    except ValueError as error:
+        logging.error("%s", error)
+        return 1
+    follow(runner, socket)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What a decoder's layer is made of, and what of it is fused on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.parallel import AFTER_MLP, Group
+from radixrt.worker.model.rope import rotate
+from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Ops(Protocol):
+    """What is fused on a GPU (`cuda.kernels`), and here in plain torch."""
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
+    ) -> torch.Tensor | Rounded:
+        """RMSNorm of x[T, H]; rounded, if asked for."""
+
+    def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+        """act(first half) * second half of x[T, 2 I]: [T, I]; rounded, if asked for."""
+
+    def scaled(
+        self,
+        x: torch.Tensor | Rounded,
+        weight: Scaled,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x[T, K], which is rounded first if it is not yet, times the weight, plus bias[N], in `dtype`; added to
+        residual[T, N] in place, if that is given."""
+
+    def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add what a mixture of experts makes of x[T, hidden] to residual[T, hidden], in place."""
+
+
+class TorchOps:
+    """The reference of what is fused."""
+
+    @staticmethod
+    def norm(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
+    ) -> torch.Tensor | Rounded:
+        """RMSNorm (arXiv 1910.07467) in float32, over the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out = weight * wide.to(x.dtype)
+        return out if rounding is None else rounded(out, rounding)
+
+    @staticmethod
+    def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+        gate, up = x.chunk(2, dim=-1)
+        out = _ACTIVATIONS[activation](gate) * up
+        return out if rounding is None else rounded(out, rounding)
+
+    @staticmethod
+    def scaled(
+        x: torch.Tensor | Rounded,
+        weight: Scaled,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        known = x if isinstance(x, Rounded) else rounded(x, weight.rounding)
+        out = F.linear(known.wide(), weight.wide(), None if bias is None else bias.float())
+        return out.to(dtype) if residual is None else residual.add_(out)
+
+    @staticmethod
+    def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+        experts.one_by_one(x, residual, TorchOps())
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a layer gives to its attention: the projections of T tokens, not yet normalized and rotated."""
+
+    qkv: torch.Tensor
+    """[T, heads + 2 kv_heads, D]."""
+    num_heads: int
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Weights [D] of the RMSNorm of each head of q and of k, where a model has one."""
+    eps: float
+    cos: torch.Tensor
+    """[T, 1, D / 2], and `sin` as well."""
+    sin: torch.Tensor
+
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, D], k and v [T, kv_heads, D], normalized and rotated."""
+        kv_heads = (self.qkv.shape[1] - self.num_heads) // 2
+        q, k, v = self.qkv.split((self.num_heads, kv_heads, kv_heads), dim=1)
+        if self.norms is not None:
+            q, k = TorchOps.norm(q, self.norms[0], self.eps), TorchOps.norm(k, self.norms[1], self.eps)
+        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
+
+
+Product = Linear | ScaledLinear
+
+Attend = Callable[[int, Heads], torch.Tensor]
+"""(layer, its heads) -> [T, heads, D]; stores k and v first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm; `rounding` is that of what its result goes into."""
+
+    weight: torch.Tensor
+    eps: float
+    rounding: Rounding | None
+
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Rounded:
+        return ops.norm(x, self.weight, self.eps, self.rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A projection back to the residual stream. The ranks of a `group` divide its input features: what each of them
+    makes is a part of a sum, in `turn`."""
+
+    product: Product
+    group: Group | None
+    turn: int
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of what it multiplies."""
+        return self.product.rounding
+
+    def add(self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm, ops: Ops) -> torch.Tensor | Rounded:
+        """Add the result to residual[T, hidden], in place; the norm of that."""
+        if self.group is None:
+            self.product.add(x, residual)
+            return norm(residual, ops)
+        part = self.group.room(self.turn, residual)
+        self.product.put(x, part)
+        return self.group.add(self.turn, part, residual, norm, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Gated; `gate_up` is one matrix, the rows of the gate first."""
+
+    gate_up: Product
+    down: Output
+    activation: str
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of what it takes."""
+        return self.gate_up.rounding
+
+    def add(self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm, ops: Ops) -> torch.Tensor | Rounded:
+        """Add what it makes of x[T, hidden] to residual[T, hidden], in place; the norm of that."""
+        inner = ops.gate(self.gate_up(x), self.activation, self.down.rounding)
+        return self.down.add(inner, residual, norm, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts in place of an MLP. Each rank of a `group` has some of every expert's inner features."""
+
+    experts: Experts
+    group: Group | None
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of what it takes."""
+        return self.experts.rounding
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops) -> torch.Tensor | Rounded:
+        """As `Mlp.add`."""
+        if self.group is None:
+            self.experts.add(x, residual, ops)
+            return norm(residual, ops)
+        part = self.group.room(AFTER_MLP, residual).zero_()
+        self.experts.add(x, part, ops)
+        return self.group.add(AFTER_MLP, part, residual, norm, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer; q, k and v are one matrix."""
+
+    attention_norm: Norm
+    qkv: Product
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    output: Output
+    mlp_norm: Norm
+    mlp: Mlp | Mixture

@@ -1,0 +1,133 @@
+"""A decoder's layers from a checkpoint, by the names that transformers gives its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.layers import Layer, Mixture, Mlp, Norm, Ops, Output, Product
+from radixrt.worker.model.linear import Linear, stack
+from radixrt.worker.model.moe import read_experts
+from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
+from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, stack_scaled
+from radixrt.worker.model.sharding import Part, Shard
+from radixrt.worker.model.spec import ModelSpec
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A projection [out, in] of a checkpoint, and which part of it is read."""
+
+    name: str
+    shape: tuple[int, int]
+    part: Part | None
+
+    @property
+    def rows(self) -> Part | None:
+        """Of its bias."""
+        return self.part if self.part and self.part.dim == 0 else None
+
+
+class Reader:
+    """Takes a decoder's tensors, by the names transformers gives them, from a checkpoint: a rank's parts of them."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops, group: Group | None) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._batch_invariant = batch_invariant
+        self._ops = ops
+        self._group = group
+        self._shard = group.shard if group else Shard()
+
+    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        return self._weights.load(f"model.{name}.weight", (rows, columns))
+
+    def _vector(self, name: str, size: int) -> torch.Tensor:
+        return self._weights.load(f"model.{name}.weight", (size,))
+
+    def head(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The output projection, of this rank's token ids, with rows of zeros where it has fewer than others."""
+        ids = self._shard.token_ids(len(embedding))
+        head = self._own_head(embedding, ids)
+        missing = len(Shard(0, self._shard.size).token_ids(len(embedding))) - len(ids)
+        return F.pad(head, (0, 0, 0, missing)) if missing else head
+
+    def _own_head(self, embedding: torch.Tensor, ids: range) -> torch.Tensor:
+        """A tied one may be stored again, and counts if it differs: the flag is often stale."""
+        tied = embedding[ids.start : ids.stop]
+        if self._spec.tied and HEAD not in self._weights:
+            return tied
+        part = None if self._group is None else Part(0, ids.start, ids.stop)
+        head = self._weights.load(HEAD, embedding.shape, part)
+        return tied if self._spec.tied and torch.equal(head, tied) else head
+
+    def _product(self, pieces: list[Piece], bias: bool) -> Product:
+        """Several projections of one input as one, their rows in that order."""
+        biases = [self._weights.load(f"model.{p.name}.bias", p.shape[:1], p.rows) for p in pieces] if bias else None
+        whole = torch.cat(biases) if biases else None
+        if weight := self._scaled(pieces):
+            return ScaledLinear(weight, whole, self._weights.dtype, self._ops)
+        weight = stack([self._weights.load(f"model.{p.name}.weight", p.shape, p.part) for p in pieces])
+        return Linear(weight, whole, self._batch_invariant)
+
+    def _scaled(self, pieces: list[Piece]) -> Scaled | None:
+        """Matrices as one in FP8; None where they are not kept so."""
+        found = []
+        for p in pieces:
+            if (weight := self._weights.scaled(f"model.{p.name}.weight", p.shape, p.part)) is None:
+                return None
+            found.append(weight)
+        return stack_scaled(found)
+
+    def _output(self, name: str, shape: tuple[int, int], bias: bool, turn: int) -> Output:
+        product = self._product([Piece(name, shape, self._shard.part(1, shape[1]))], bias)
+        if self._shard.rank:  # one of the ranks adds the bias
+            product = dataclasses.replace(product, bias=None)
+        return Output(product, self._group, turn)
+
+    def norm(self, name: str, rounding: Rounding | None = None) -> Norm:
+        return Norm(self._vector(name, self._spec.hidden_size), self._spec.norm_eps, rounding)
+
+    def layer(self, number: int) -> Layer:
+        spec, at = self._spec, f"layers.{number}.self_attn."
+        q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
+        norms = None
+        if spec.qk_norm:
+            norms = self._vector(at + "q_norm", spec.head_dim), self._vector(at + "k_norm", spec.head_dim)
+        own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec)
+        qkv = self._product(
+            [
+                Piece(at + "q_proj", (q, hidden), own_heads),
+                Piece(at + "k_proj", (kv, hidden), own_kv),
+                Piece(at + "v_proj", (kv, hidden), own_kv),
+            ],
+            spec.qkv_bias,
+        )
+        mlp = self._mlp(number)
+        return Layer(
+            attention_norm=self.norm(f"layers.{number}.input_layernorm", qkv.rounding),
+            qkv=qkv,
+            head_norms=norms,
+            output=self._output(at + "o_proj", (hidden, q), spec.output_bias, AFTER_ATTENTION),
+            mlp_norm=self.norm(f"layers.{number}.post_attention_layernorm", mlp.rounding),
+            mlp=mlp,
+        )
+
+    def _mlp(self, number: int) -> Mlp | Mixture:
+        spec, at = self._spec, f"layers.{number}.mlp."
+        if spec.experts is not None and number in spec.experts.layers:
+            return Mixture(read_experts(spec, self._weights, number, self._batch_invariant), self._group)
+        inner, hidden = spec.intermediate_size, spec.hidden_size
+        own = self._shard.part(0, inner)
+        gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
+        return Mlp(
+            gate_up=self._product(gate_up, spec.mlp_bias),
+            down=self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP),
+            activation=spec.activation,
+        )

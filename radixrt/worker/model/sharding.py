@@ -1,0 +1,92 @@
+"""Which part of a model each rank of a tensor-parallel group holds (Megatron-LM, arXiv 1909.08053, section 3).
+
+    norm -> qkv, rows by head -> attention of own heads -> output, columns -> sum over ranks -> residual stream
+    norm -> gate and up, rows -> their own product      -> down, columns   -> sum over ranks -> residual stream
+    norm -> head, rows by token id -> logits of own ids -> gathered
+
+What is between two sums needs nothing of other ranks. Norms and the embedding are the same everywhere. Integers only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from radixrt.worker.model.spec import ModelSpec
+
+HEAD_ROWS = 64
+"""Token ids of a rank, or a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a matrix: [start, stop) of one dimension."""
+
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def spec(self, whole: ModelSpec) -> ModelSpec:
+        """What this rank computes, as if it were a model: fewer heads, narrower MLPs. The vocabulary and the hidden
+        size stay. ValueError for sizes that do not divide."""
+        if self.size == 1:
+            return whole
+        changes = {
+            "num_heads": self._share("num_attention_heads", whole.num_heads),
+            "num_kv_heads": self._kv_share(whole),
+        }
+        if whole.experts is None or len(whole.experts.layers) < whole.num_layers:
+            changes["intermediate_size"] = self._share("intermediate_size", whole.intermediate_size)
+        if whole.experts is not None:
+            inner = self._share("moe_intermediate_size", whole.experts.intermediate_size)
+            changes["experts"] = dataclasses.replace(whole.experts, intermediate_size=inner)
+        return dataclasses.replace(whole, **changes)
+
+    def _share(self, name: str, total: int) -> int:
+        if total % self.size:
+            raise ValueError(f"tensor_parallel_size {self.size} does not divide the model's {name}, {total}")
+        return total // self.size
+
+    def _kv_share(self, whole: ModelSpec) -> int:
+        if whole.num_kv_heads >= self.size:
+            return self._share("num_key_value_heads", whole.num_kv_heads)
+        if self.size % whole.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size {self.size} is no multiple of the model's num_key_value_heads, "
+                f"{whole.num_kv_heads}"
+            )
+        return 1
+
+    def part(self, dim: int, total: int) -> Part | None:
+        """This rank's of a dimension that the ranks divide; None for all of it."""
+        if self.size == 1:
+            return None
+        each = total // self.size
+        return Part(dim, self.rank * each, (self.rank + 1) * each)
+
+    def kv_rows(self, whole: ModelSpec) -> Part | None:
+        """Of the projections of K and V. Where there are fewer heads than ranks, several ranks have the same one: those
+        whose queries read it."""
+        if self.size == 1:
+            return None
+        first = self.rank * whole.num_kv_heads // self.size
+        count = max(1, whole.num_kv_heads // self.size)
+        return Part(0, first * whole.head_dim, (first + count) * whole.head_dim)
+
+    def token_ids(self, vocab_size: int) -> range:
+        """Those whose logits this rank computes: as many on each rank but for the last ones, which may have fewer."""
+        each = -(-vocab_size // (self.size * HEAD_ROWS)) * HEAD_ROWS if self.size > 1 else vocab_size
+        start = min(self.rank * each, vocab_size)
+        return range(start, min(start + each, vocab_size))

@@ -1,0 +1,252 @@
+"""A worker of several ranks: what followers are told, what they do of it, and what happens when one ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.messages import Run, Sampling
+from radixrt.worker import ranks
+from radixrt.worker.loading import load_runner, rank_device
+from radixrt.worker.plan import Plan
+from radixrt.worker.ranks import Book, GroupLost, Leader, Step
+from radixrt.worker.request import Request
+from tests.checkpoints import make_model
+from tests.worker.engine import GREEDY, Engine, prompts
+
+
+def request(number: int) -> Request:
+    run = Run(id=number, namespace="", ids=array("i", [1, 2]).tobytes(), prompt_len=2, sampling=Sampling())
+    return Request(run, 9, frozenset())
+
+
+def plan_of(requests: tuple[Request, ...], step: int = 7) -> Plan:
+    count = len(requests)
+    numbers = np.arange(count, dtype=np.int32)
+    writes = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int32)
+    return Plan(step, requests, numbers, numbers + 1, numbers + 2, numbers + 3, numbers + 4, numbers + 5,
+                numbers % 2 == 0, writes)  # fmt: skip
+
+
+def told(plan: Plan, paths) -> Step:
+    """What arrives."""
+    return ranks._decode(ranks._encode(Step.of(plan, paths)))
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_a_plan_arrives_as_it_was():
+    plan = plan_of(tuple(map(request, range(3))))
+    paths = {0: ((1, 20), (-(5 << 32) - 9, 29)), 2: ()}
+    found = Book().plan(told(plan, paths))
+    for name in ("rows", "starts", "counts", "tokens", "slots", "wants", "samples", "table_writes"):
+        a, b = getattr(found, name), getattr(plan, name)
+        assert np.array_equal(a, b) and a.dtype == b.dtype and a.flags.writeable, name
+    assert found.step == 7
+    assert [r.lease.path() for r in (found.requests[0], found.requests[2])] == [paths[0], ()]
+    with pytest.raises(GroupLost, match="looked up"):
+        found.requests[1].lease.path()
+
+
+def test_requests_are_known_again():
+    """By what tells them apart on rank 0, which an id does not."""
+    book, first, other = Book(), request(1), request(1)
+    a, b = book.plan(told(plan_of((first, other)), {0: ((1, 5),)})).requests
+    assert a is not b and not (a.draws or a.serial or a.penalized)
+    c, d = book.plan(told(plan_of((other, first)), {})).requests
+    assert c is b and d is a
+    with pytest.raises(GroupLost):
+        d.lease.path()  # of an earlier step
+
+
+def test_what_is_known_is_bounded(monkeypatch):
+    monkeypatch.setattr(ranks, "KEPT_REQUESTS", 3)
+    book, known = Book(), [request(i) for i in range(9)]
+    kept = book.plan(told(plan_of(tuple(known[:4])), {})).requests
+    book.plan(told(plan_of(tuple(known[4:6])), {}))
+    assert len(book._requests) == 5
+    again = book.plan(told(plan_of(tuple(known[:4])), {})).requests
+    assert [a is b for a, b in zip(again, kept, strict=True)] == [False, True, True, True]
+
+
+def test_ranks_have_devices_side_by_side():
+    found = [rank_device(device, 3) for device in ("cpu", "cuda", "cuda:4")]
+    assert found == ["cpu", "cuda:3", "cuda:7"]
+
+
+# ---------------------------------------------------------------- the same work
+
+
+def test_a_follower_plans_the_same_work(tmp_path):
+    """Chunks, decodes and what they share, in Triton's interpreter: the tokens that a follower draws, of a whole model
+    here, are those of rank 0, and nothing that it wants was not looked up."""
+    pytest.importorskip("triton")
+    from tests.worker.cuda.test_runner import SIZES, runners
+
+    make_model(tmp_path, "llama", **SIZES | {"num_hidden_layers": 1})
+    first, second = (runners(tmp_path, ragged=True)[1] for _ in range(2))
+    book, waits, expected, found = Book(), [], [], []
+
+    class Told:
+        def tell(self, message):
+            message = ranks._decode(ranks._encode(message))
+            if isinstance(message, ranks.Bind):
+                second.bind(np.zeros((message.rows, message.columns), np.int32))
+            else:
+                plan = book.plan(message)
+                paths.append(len(message.paths))
+                waits.append((plan, second.launch(plan)))
+
+    paths: list[int] = []
+    leader = Leader(first, Told())
+    launch = leader.launch
+
+    def noted(plan):
+        wait = launch(plan)
+
+        def read():
+            result = wait()
+            same, theirs = waits.pop(0)
+            known = [b for b, r in enumerate(plan.requests) if plan.samples[b] and not r.over]
+            expected.append([result.tokens[b] for b in known])
+            found.append([theirs().tokens[b] for b in known])
+            assert same.step == plan.step
+            return result
+
+        return read
+
+    leader.launch = noted
+    engine = Engine(leader, chunk=23, rows=8, max_model_len=128)
+    shared = prompts(1, 30, 30, vocab_size=128)[0]
+    for some in (4, 2):
+        for tail in prompts(some, 1, 9, vocab_size=128, seed=some):
+            engine.add(shared + tail, msgspec.structs.replace(GREEDY, max_tokens=4))
+        engine.finish()
+    assert found == expected and len(found) > 8
+    assert 0 in paths and max(paths) >= 4, "paths are told where they were looked up, and no more often"
+    assert first.read_keys == second.read_keys < first.plain_keys
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    make_model(folder, "llama")
+    return folder
+
+
+def load(folder, size: int, **settings):
+    config = {"model": str(folder), "device": "cpu", "max_total_tokens": 2048, "tensor_parallel_size": size}
+    return load_runner(resolve(WorkerConfig(**config | settings)))
+
+
+@pytest.mark.parametrize(("size", "settings"), [(2, {"kv_cache_dtype": "fp8_e4m3"}), (4, {})])
+def test_ranks_generate_what_one_does(folder, size, settings):
+    """Four ranks share two KV heads. Chunks, prefixes, preemption, and what draws by more than logits; FP8 pages are
+    exact, so warm is cold."""
+    asked = prompts(10, 20, 200)
+    drawn = Sampling(max_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.2, logprobs=1, ignore_eos=True)
+    found = []
+    for ranks_of in (1, size):
+        runner = load(folder, ranks_of, **settings)
+        try:
+            engine = Engine(runner, chunk=64, rows=16)
+            cold = engine.generate(asked)
+            assert engine.generate(asked[:3]) == cold[:3]
+            found.append([cold, engine.generate(asked[:4], drawn)])
+        finally:
+            runner.close()
+        assert not any("radixrt.worker.follower" in p.cmdline() for p in psutil.Process().children())
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == found[1][1]
+
+
+def test_no_more_ranks_than_heads(folder):
+    with pytest.raises(ValueError, match="num_attention_heads, 4"):
+        load(folder, 3)
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        load(folder, 0)
+
+
+PROGRAM = """
+import sys, time
+from tests.worker.test_ranks import Engine, load, prompts
+runner = load(sys.argv[1], 2)
+engine = Engine(runner)
+print("ready", flush=True)
+while True:
+    engine.generate(prompts(2, 20, 40))
+"""
+
+
+@pytest.mark.parametrize("who", ["the first", "the other"])
+def test_ranks_end_together(folder, who):
+    """kill -9 of one of them."""
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        (other,) = psutil.Process(process.pid).children()
+        os.kill(process.pid if who == "the first" else other.pid, signal.SIGKILL)
+        _, said = process.communicate(timeout=40)
+        if who == "the other":
+            assert process.returncode == 1
+            assert "GroupLost" in said or "rank 1 ended with code -9" in said
+        until = time.monotonic() + 20
+        while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_does_not_come_is_named(folder):
+    """Nobody waits for it."""
+    code = """
+import subprocess, sys
+from radixrt.worker import ranks
+from tests.worker.test_ranks import load
+gone = [sys.executable, "-c", "raise SystemExit(3)"]
+ranks._start = lambda config: subprocess.Popen(gone, stdin=subprocess.PIPE)
+ranks.STOP_SECONDS = 0.5
+load(sys.argv[1], 2)
+"""
+    command = [sys.executable, "-c", code, str(folder)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 1 and "rank 1 ended with code 3" in process.stderr
+
+
+def test_exact_sums_do_not_depend_on_how_many_there_are():
+    """Row by row, in the order of ranks, then the residual; by gloo with one rank, whose sum is itself."""
+    from torch import distributed
+
+    from radixrt.worker.group import TorchGroup
+    from radixrt.worker.model.sharding import Shard
+
+    group = TorchGroup(Shard(0, 3), torch.device("cpu"), exact=True)
+    parts = [torch.randn(5, 64).bfloat16() for _ in range(3)]
+    residual = torch.randn(5, 64).bfloat16()
+    expected = (residual.float() + (parts[0].float() + parts[1].float() + parts[2].float())).bfloat16()
+    for rows in (1, 5):
+        for begin in range(0, 5, rows):
+            cut = slice(begin, begin + rows)
+            group._stacked = lambda mine, cut=cut: torch.stack([part[cut] for part in parts])
+            some = residual[cut].clone()
+            group._sum(parts[0][cut], some)
+            assert torch.equal(some, expected[cut])
+    assert not distributed.is_initialized()

@@ -1,0 +1,140 @@
+"""Which part of a model a rank has, and that all of them together are the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.quantized import Products
+from radixrt.worker.model.sharding import Part, Shard
+from tests.worker.test_scaled import KINDS, SIZES, store
+from tests.worker.thread_group import on_ranks
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------- who has what
+
+
+def spec_of(checkpoint, family: str = "llama", **changes):
+    return read_spec(read_json(checkpoint(family, **changes)[0] / "config.json"))
+
+
+@given(st.integers(1, 16), st.integers(1, 200_000))
+def test_every_token_id_has_one_rank(size, vocab_size):
+    ranges = [Shard(rank, size).token_ids(vocab_size) for rank in range(size)]
+    assert ranges[0].start == 0 and ranges[-1].stop == vocab_size
+    assert all(a.stop == b.start for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(len(r) <= len(ranges[0]) for r in ranges)
+
+
+@pytest.mark.parametrize(("heads", "size", "expected"), [(8, 2, [0, 4]), (2, 4, [0, 0, 1, 1]), (4, 4, [0, 1, 2, 3])])
+def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, expected):
+    spec = dataclasses.replace(spec_of(checkpoint), num_heads=16, num_kv_heads=heads, head_dim=10)
+    for rank, first in enumerate(expected):
+        part, local = Shard(rank, size).kv_rows(spec), Shard(rank, size).spec(spec)
+        assert (part.start, part.count) == (10 * first, 10 * local.num_kv_heads)
+        group = spec.num_heads // heads
+        queries = range(rank * local.num_heads, (rank + 1) * local.num_heads)
+        assert {q // group for q in queries} == set(range(first, first + local.num_kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 3}, 4, "num_attention_heads, 6"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "num_key_value_heads, 6"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 4, "no multiple of the model's num_key_value_heads, 3"),
+        ({"intermediate_size": 126}, 4, "intermediate_size, 126"),
+    ],
+)
+def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
+    with pytest.raises(ValueError, match=words):
+        Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
+
+
+# ---------------------------------------------------------------- parts of a checkpoint
+
+
+PARTS = [Part(0, 128, 256), Part(1, 128, 256), Part(0, 128, 384), Part(1, 0, 128)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", [*PARTS, Part(0, 96, 192), Part(1, 64, 192)])
+def test_a_part_is_what_the_whole_has_there(checkpoint, tmp_path, kind, part):
+    """Also where its ends lie within a block of one scale: then the whole is multiplied out, and cut."""
+    scales, config = KINDS[kind]
+    folder = store(checkpoint("qwen2", **SIZES)[0], tmp_path / "fp8", scales, **config)
+    name, shape = "model.layers.0.mlp.gate_proj.weight", (384, 256)
+    weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, products=Products.STORED)
+    cut = (slice(None),) * part.dim + (slice(part.start, part.stop),)
+    found = weights.load(name, shape, part)
+    assert torch.equal(found, weights.load(name, shape)[cut]) and found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.nbytes, "the whole is not kept"
+    scaled = weights.scaled(name, shape, part)
+    if kind == "blocks" and part not in PARTS:
+        assert scaled is None
+    else:
+        assert torch.equal(scaled.wide(), weights.scaled(name, shape).wide()[cut])
+
+
+def test_parts_of_random_weights(checkpoint):
+    weights = RandomWeights(3, torch.float32, CPU)
+    whole = weights.load("a", (6, 8))
+    assert torch.equal(weights.load("a", (6, 8), Part(0, 2, 4)), whole[2:4])
+    assert torch.equal(weights.load("a", (6, 8), Part(1, 4, 8)), whole[:, 4:])
+
+
+# ---------------------------------------------------------------- together
+
+
+def mix(layer, heads):
+    """Stands for attention: each query with the K and V that it reads."""
+    q, k, v = heads.split()
+    each = q.shape[1] // k.shape[1]
+    return q + k.repeat_interleave(each, 1).cumsum(0) * v.repeat_interleave(each, 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 500}),
+        ("mistral", {"num_key_value_heads": 4}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+    ],
+)
+def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
+    folder, _ = checkpoint(family, **changes)
+    spec = spec_of(checkpoint, family, **changes)
+    tokens, wanted = torch.arange(1, 40), torch.tensor([3, 17, 38])
+    positions = torch.arange(39)
+
+    def load(group) -> Decoder:
+        weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False)
+        model = Decoder(spec, weights, group=group)
+        assert not weights.unused()
+        return model
+
+    expected = load(None).forward(tokens, positions, mix, wanted)
+
+    def act(group):
+        with torch.inference_mode():
+            model = load(group)
+            out = torch.empty_like(expected)
+            model.forward(tokens, positions, mix, wanted, out)
+            assert not len(model.forward(tokens, positions, mix, torch.tensor([], dtype=torch.int64)))
+        return out, group.turns, model.spec
+
+    for found, turns, local in on_ranks(size, act):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert turns == [0, 1] * (2 * spec.num_layers - 1), "a room is used again when others have read it"
+        assert local.num_heads * size == spec.num_heads
