@@ -90,7 +90,9 @@ def make_worker(config: WorkerConfig) -> Worker:
         # Each thread of the worker has its own end; a new life of the same name takes over the same ends.
         return wire.Link(config.router, f"{config.name}/{next(ends)}".encode())
 
-    identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), config.device)
+    ranks = config.tensor_parallel_size
+    device = config.device if ranks == 1 else f"{config.device} and {ranks - 1} more"
+    identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), device)
     limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
     return Worker(
         runner,

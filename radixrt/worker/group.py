@@ -84,6 +84,8 @@ def join(folder: Path, shard: Shard, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """The other end of `join`. NCCL's part of a process ends with it, for graphs may hold it."""
-    if distributed.get_backend() == "gloo":
+    """The other end of `join`. The other ranks may have ended, and graphs may hold NCCL's part: it is given up."""
+    if distributed.get_backend() == "nccl":
+        distributed.group.WORLD.abort()
+    else:
         distributed.destroy_process_group()

@@ -47,6 +47,11 @@ class Plan:
     table_writes: np.ndarray
     """int32[3, N]: rows, indices and pages of what has changed in the page table since the last plan."""
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether more is asked of logits than which one is the largest."""
+        return any(request.draws or request.serial for request in self.requests)
+
     def draws_for(self, index: int) -> bool:
         """Whether what is drawn for a request is still wanted when the step before it has been taken in."""
         request = self.requests[index]

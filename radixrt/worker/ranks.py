@@ -52,6 +52,17 @@ class GroupLost(BaseException):
 # ---------------------------------------------------------------- what is told
 
 
+@dataclass(frozen=True, slots=True)
+class ToldPlan(Plan):
+    """Over what stands for its requests."""
+
+    told: bool
+
+    @property
+    def wants_logits(self) -> bool:
+        return self.told
+
+
 class Bind(msgspec.Struct, tag="bind", array_like=True):
     """The page table's rows and columns (`Runner.bind`)."""
 
@@ -60,8 +71,8 @@ class Bind(msgspec.Struct, tag="bind", array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """A Plan: its arrays as bytes, its requests by numbers, and the paths (see `sharing.Path`) that rank 0 looked up,
-    by index of the request."""
+    """A Plan: its arrays as bytes, its requests by numbers, whether logits are wanted, and the paths (see
+    `sharing.Path`) that rank 0 looked up, by index of the request."""
 
     step: int
     requests: list[int]
@@ -73,6 +84,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     wants: bytes
     samples: bytes
     table_writes: bytes
+    wants_logits: bool
     paths: dict[int, list[tuple[int, int]]]
 
     @classmethod
@@ -83,6 +95,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             [request.number for request in plan.requests],
             *(array.tobytes() for array in arrays),
             plan.table_writes.tobytes(),
+            plan.wants_logits,
             {index: list(path) for index, path in paths.items()},
         )
 
@@ -91,7 +104,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         arrays = (self.rows, self.starts, self.counts, self.tokens, self.slots, self.wants)
         integers = [_array(array, np.int32) for array in arrays]
         writes = _array(self.table_writes, np.int32).reshape(3, -1)
-        return Plan(self.step, requests, *integers, _array(self.samples, np.bool_), writes)
+        return ToldPlan(self.step, requests, *integers, _array(self.samples, np.bool_), writes, self.wants_logits)
 
 
 def _array(content: bytes, dtype: type) -> np.ndarray:

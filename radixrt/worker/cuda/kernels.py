@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -10,6 +10,9 @@ import triton.language as tl
 
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.parallel import Group
 
 Again = dict[str, Any]
 """Kernels that a step has launched already, by name, when it launches them for every layer with tensors and numbers of
@@ -334,15 +337,15 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     )
 
 
-@triton.jit
-def _largest_kernel(logits_ptr, best_ptr, at_ptr, vocab, stride, blocks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first"])
+def _largest_kernel(logits_ptr, best_ptr, at_ptr, first, vocab, stride, blocks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf"))
     known = tl.where(logits == logits, logits, float("-inf"))
     nans = tl.max((logits != logits).to(tl.int32), 0)
     tl.store(best_ptr + row * blocks + tl.program_id(1), tl.where(nans > 0, float("nan"), tl.max(known, 0)))
-    tl.store(at_ptr + row * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(known, 0))
+    tl.store(at_ptr + row * blocks + tl.program_id(1), first + tl.program_id(1) * BLOCK + tl.argmax(known, 0))
 
 
 @triton.jit
@@ -357,17 +360,23 @@ def _largest_block_kernel(best_ptr, at_ptr, out_ptr, rows, blocks, BLOCKS: tl.co
     tl.store(out_ptr + rows + row, tl.load(at_ptr + row * blocks + tl.argmax(known, 0)))
 
 
-def largest(logits: torch.Tensor) -> torch.Tensor:
+def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None = None) -> torch.Tensor:
     """int32[2 S] of float32 logits[S, vocab]: whether the largest of each row is finite, with no NaN in the row; then
-    its id, the smallest of equals."""
-    rows, vocab = logits.shape
+    its id, the smallest of equals. Of a `group` each rank has the logits of its `ids`, the first ones of a row."""
+    rows, width = logits.shape
+    ids = ids or range(width)
     found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
         block = 4096
-        blocks = triton.cdiv(vocab, block)
-        best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-        at = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-        _largest_kernel[(rows, blocks)](logits, best, at, vocab, logits.stride(0), blocks, block, num_warps=8)
+        blocks = triton.cdiv(width, block)
+        both = torch.empty((2 * rows, blocks), dtype=torch.int32, device=logits.device)
+        best, at = both[:rows].view(torch.float32), both[rows:]
+        _largest_kernel[(rows, blocks)](
+            logits, best, at, ids.start, len(ids), logits.stride(0), blocks, block, num_warps=8
+        )
+        if group is not None:
+            both = group.gather(both)
+            best, at, blocks = both[:rows].view(torch.float32), both[rows:], both.shape[1]
         _largest_block_kernel[(rows,)](best, at, found, rows, blocks, triton.next_power_of_2(blocks), num_warps=1)
     return found
 

@@ -63,7 +63,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step of decodes: it reads `integers`, and leaves logits [size, vocab] and `answer` (see `_pick`)."""
+    """A captured step of decodes: it reads `integers`, and leaves logits [size, own_width] and `answer` (see `_pick`)."""
 
     inputs: Inputs
     integers: torch.Tensor
@@ -150,6 +150,9 @@ class CudaRunner(ModelRunner):
         self._pieces: Pieces | None = None
         self._scratch: Scratch | None = None
         """Of all graphs, which hold its address alone."""
+        self._group = group
+        self._leads = group is None or group.shard.rank == 0
+        """What other ranks draw is of no use."""
         self._drawn = Drawn(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
@@ -181,7 +184,7 @@ class CudaRunner(ModelRunner):
         self._steps += 1
         packer = self._packers[self._steps % 2]
         packer.clear()
-        serial = any(request.serial for request in plan.requests)
+        serial = self._leads and any(request.serial for request in plan.requests)
         size = self._graph_size(plan)
         works = self._plan_decodes(plan, len(plan.requests), Room.of(size, self._cuts)) if size else None
         answer = self._answers[self._steps % 2]
@@ -236,16 +239,17 @@ class CudaRunner(ModelRunner):
     ) -> Launched:
         count = len(plan.requests)
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
-        drawing = None if serial else Drawing.pack(packer, plan, np.arange(count), plan.rows)
+        drawing = Drawing.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
         graph = self._graphs[size, _shared(works)]
         if self.planned:
             self.planned(plan, self._decodes.looked_up)
         answer.begin()
         sent = packer.send(graph.integers)
         graph.graph.replay()
+        logits = self._gathered(plan, graph.logits[:count])
         if drawing:
-            self._draw(graph.logits, drawing, sent, graph.answer[size:])
-        return Launched(graph.logits[:count], graph.answer, size)
+            self._draw(logits, drawing, sent, graph.answer[size:])
+        return Launched(logits, graph.answer, size)
 
     def _pack(
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
@@ -289,7 +293,7 @@ class CudaRunner(ModelRunner):
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
         sampled = packer.add(sampled_at.astype(np.int32))
         sampled_rows = packer.add(plan.rows[chosen])
-        drawing = None if serial else Drawing.pack(packer, plan, sampled_at, plan.rows)
+        drawing = Drawing.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
         if self.planned:
             self.planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
 
@@ -312,6 +316,7 @@ class CudaRunner(ModelRunner):
             x, residual = self._model.attend_all(resolved, positions_there, attention)
         logits = self._model.finish(x, residual, logit_at.of(sent).long())
         picked = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
+        logits = self._gathered(plan, logits)
         if drawing:
             self._draw(logits, drawing, sent, picked[len(logits) :])
         return Launched(logits, picked, len(logits))
@@ -319,15 +324,19 @@ class CudaRunner(ModelRunner):
     # ------------------------------------------------------------ from logits to tokens
 
     def _pick(self, logits: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
-        """int32[S + n]: whether each of float32 logits[S, vocab] is finite; the likeliest token of those `at` int64[n]
-        (None: all), which is noted for the `rows`."""
-        found = kernels.largest(logits)
+        """int32[S + n]: whether each of float32 logits[S, own_width] is finite; the likeliest token of those `at`
+        int64[n] (None: all), which is noted for the `rows`."""
+        found = kernels.largest(logits, self._model.own_ids, self._group)
         finite, best = found[: len(logits)], found[len(logits) :]
         if at is not None:
             best = best[at]
             found = torch.cat([finite, best])
         self._drawn.note(rows, best)
         return found
+
+    def _gathered(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
+        """float32[S, vocab], where somebody wants them; that, too, all ranks do."""
+        return self._model.gather(logits) if self._group is not None and plan.wants_logits else logits
 
     def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
         """Draw those that are not greedy, and note them in `tokens` and for their rows."""
@@ -340,8 +349,8 @@ class CudaRunner(ModelRunner):
 
     def _capture(self) -> None:
         """Capture a graph for each size, with sharing and without, the largest first: the others live in its memory."""
-        vocab, most = self.vocab_size, max(self._graph_sizes, default=0)
-        logits = torch.empty((most, vocab), dtype=torch.float32, device=self._device)
+        width, most = self._model.own_width, max(self._graph_sizes, default=0)
+        logits = torch.empty((most, width), dtype=torch.float32, device=self._device)
         room = Room.of(most, self._cuts)
         self._scratch = scratch = Scratch.make(room.few + room.entries, self._shape, self._device)
         pool = torch.cuda.graph_pool_handle()
@@ -377,7 +386,7 @@ class CudaRunner(ModelRunner):
         tokens = self._drawn.resolve(inputs.tokens.of(integers), rows)
         lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, scratch, [])
-        self._model.forward(tokens, inputs.positions.of(integers), attention, out=logits)
+        self._model.finish(*self._model.attend_all(tokens, inputs.positions.of(integers), attention), out=logits)
         return self._pick(logits, rows)
 
 

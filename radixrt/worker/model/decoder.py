@@ -31,6 +31,8 @@ class Decoder:
     ) -> None:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
+        self.own_ids = shard.token_ids(spec.vocab_size)
+        """Whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
         reader = Reader(spec, weights, batch_invariant, self._ops, group)
@@ -49,19 +51,22 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
+    @property
+    def own_width(self) -> int:
+        """Of this rank's logits: `own_ids`, and on a last rank more behind, which mean nothing."""
+        return len(self._head.weight)
+
     def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
         wanted: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 logits [S, vocab] of int tokens[T] at int positions[T], of those at `wanted` int64[S] or of all; in
-        `out` where that is given.
+        """float32 logits [S, vocab] of int tokens[T] at int positions[T], of those at `wanted` int64[S] or of all.
 
         Past its attention, the last layer is computed for what is wanted alone."""
-        return self.finish(*self.attend_all(tokens, positions, attend), wanted, out)
+        return self.gather(self.finish(*self.attend_all(tokens, positions, attend), wanted))
 
     def attend_all(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -87,10 +92,10 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rest of `forward` after `attend_all`."""
+        """After `attend_all`, the logits of this rank's token ids, float32[S, own_width]; in `out` where that is given."""
         if wanted is not None:
             if not len(wanted):
-                return torch.empty((0, self.spec.vocab_size), device=x.device)
+                return torch.empty((0, self.own_width), device=x.device)
             x, residual = x[wanted], residual[wanted]
         return self._logits(self._after_attention(len(self._layers) - 1, x, residual), out)
 
@@ -101,15 +106,15 @@ class Decoder:
         x = layer.output.add(x.flatten(1), residual, layer.mlp_norm, self._ops)
         return layer.mlp.add(x, residual, norm, self._ops)
 
-    def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """float32[S, vocab], on all ranks."""
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32[S, vocab] of what all ranks have of it, from `finish`."""
         if self._group is None:
-            return self._own_logits(x, out)
-        logits = self._group.gather(self._own_logits(x, None))[:, : self.spec.vocab_size]
-        return logits.contiguous() if out is None else out.copy_(logits)
+            return logits
+        if not len(logits):
+            return logits.new_empty((0, self.spec.vocab_size))
+        return self._group.gather(logits)[:, : self.spec.vocab_size]
 
-    def _own_logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """Of the token ids that this rank has."""
+    def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:
             from radixrt.worker.cuda.invariant import product
 
@@ -119,6 +124,6 @@ class Decoder:
             logits = self._head(x).float()
             return logits if out is None else out.copy_(logits)
         if out is None:
-            out = torch.empty((len(x), len(self._head.weight)), dtype=torch.float32, device=x.device)
+            out = torch.empty((len(x), self.own_width), dtype=torch.float32, device=x.device)
         # In float32, for rounding to 8 bits makes ties.
         return torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)

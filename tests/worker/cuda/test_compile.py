@@ -61,7 +61,7 @@ build(kernels._scatter_kernel, ["*i32"] * 2, {"count": i, "stride": i}, {"BLOCK"
 build(kernels._resolve_kernel, ["*i32"] * 4, {"count": i}, {"BLOCK": 256})
 build(kernels._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
 numbers = {"vocab": i, "stride": i, "blocks": i}
-build(kernels._largest_kernel, ["*fp32", "*fp32", "*i32"], numbers, {"BLOCK": 4096}, 8)
+build(kernels._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | numbers, {"BLOCK": 4096}, 8)
 build(kernels._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
 pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
 numbers = {"vocab": i, "stride": i, "blocks": i}

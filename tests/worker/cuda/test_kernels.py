@@ -160,6 +160,38 @@ def test_largest(vocab, device):
     assert kernels.largest(logits[2:4, : vocab - 1])[2:].max() < vocab
 
 
+class InTurn:
+    """A group whose ranks come one after the other: the first time to leave what they have, then for all of it."""
+
+    def __init__(self) -> None:
+        self.left: list[torch.Tensor] = []
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.left.append(x)
+        return torch.cat(self.left[:3], 1) if len(self.left) > 3 else x
+
+
+@pytest.mark.parametrize("vocab", [31, 9000])
+def test_largest_of_all_ranks(vocab, device):
+    """What a rank has behind its ids does not count; of equals, on whatever rank, the first does."""
+    logits = torch.randn(7, vocab, device=device)
+    logits[1, 3] = logits[1, vocab - 2] = 9.0
+    logits[2, 5], logits[3, vocab - 1] = torch.nan, torch.inf
+    logits[4] = -torch.inf
+    width = -(-vocab // 3)
+    group = InTurn()
+    for _ in range(2):
+        for rank in range(3):
+            ids = range(rank * width, min(vocab, rank * width + width))
+            own = torch.full((7, width), 1e9, device=device)
+            own[:, : len(ids)] = logits[:, ids.start : ids.stop]
+            found = kernels.largest(own, ids, group)
+    expected = kernels.largest(logits)
+    assert found[:7].tolist() == expected[:7].tolist() == [1, 1, 0, 0, 0, 1, 1]
+    assert found[7:][[0, 1, 5, 6]].tolist() == expected[7:][[0, 1, 5, 6]].tolist()
+    assert int(found[8]) == 3
+
+
 @pytest.mark.parametrize("vocab", [31, 5000])
 def test_mask(vocab, device):
     logits = torch.randn(5, vocab, device=device)
