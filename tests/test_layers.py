@@ -14,6 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 TORCH = (
     "worker/loading.py",
     "worker/cuda/",
+    "worker/group.py",
     "worker/runner.py",
     "worker/kv.py",
     "worker/attention.py",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from multiprocessing.connection import Connection
 
 import msgspec
-import zmq
 
 from radixrt.roles import follow_parent
-from radixrt.worker.ranks import RankConfig, address, follow
+from radixrt.worker.ranks import RankConfig, follow
 
 
 def main() -> int:
@@ -21,14 +22,13 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from radixrt.worker.loading import load_rank
 
-    socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.connect(address(config.folder, config.rank))
     try:
         runner = load_rank(config.worker, config.rank, config.folder)
     except ValueError as error:
         logging.error("%s", error)
         return 1
-    follow(runner, socket)
+    with contextlib.suppress(EOFError):
+        follow(runner, Connection(config.pipe, writable=False))
     return 0
 
 

@@ -20,12 +20,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
@@ -118,42 +119,37 @@ _decode = msgspec.msgpack.Decoder(Bind | Step).decode
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Of a follower: what the worker is, which of its ranks this is, and the folder where the ranks meet."""
+    """Of a follower: what the worker is, which of its ranks this is, the folder where the ranks meet, and the file
+    descriptor by which it hears rank 0."""
 
     worker: WorkerConfig
     rank: int
     folder: str
-
-
-def address(folder: str | Path, rank: int) -> str:
-    """Where a follower hears rank 0."""
-    return f"ipc://{folder}/{rank}"
+    pipe: int
 
 
 # ---------------------------------------------------------------- rank 0
 
 
 class Followers:
-    """The processes of the other ranks, and the way to them. Context managers' rules: close it."""
+    """The processes of the other ranks, and the way to them."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="radixrt-"))
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._sockets: list[zmq.Socket] = []
-        context = zmq.Context.instance()
+        self._pipes: list[Connection] = []
         for rank in range(1, config.tensor_parallel_size):
-            socket = context.socket(zmq.PAIR)
-            socket.sndhwm = 0
-            socket.bind(address(self.folder, rank))
-            self._sockets.append(socket)
-            self._processes.append(_start(RankConfig(config, rank, str(self.folder))))
+            theirs, mine = Pipe(duplex=False)
+            with theirs:
+                self._processes.append(_start(RankConfig(config, rank, str(self.folder), theirs.fileno())))
+            self._pipes.append(mine)
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
     def tell(self, message: Bind | Step) -> None:
         payload = _encode(message)
-        for socket in self._sockets:
-            socket.send(payload, zmq.NOBLOCK)
+        for pipe in self._pipes:
+            pipe.send_bytes(payload)
 
     def _watch(self, rank: int) -> None:
         """A rank that ends leaves rank 0 waiting for it on the device, for ever."""
@@ -175,14 +171,17 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for socket in self._sockets:
-            socket.close(0)
+        for pipe in self._pipes:
+            pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _start(config: RankConfig) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "radixrt.worker.follower"], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-m", "radixrt.worker.follower"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=(config.pipe,),
     )
     with contextlib.suppress(BrokenPipeError):  # it has ended: whoever watches it says so
         process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -278,13 +277,13 @@ def _stand_in(number: int) -> Request:
     return request
 
 
-def follow(runner: ModelRunner, socket: zmq.Socket) -> None:
-    """Do what rank 0 tells, until this process is ended."""
+def follow(runner: ModelRunner, pipe: Connection) -> None:
+    """Do what rank 0 tells, until this process is ended. EOFError when rank 0 is gone."""
     book = Book()
     before: Callable[[], Result] | None = None
     table = np.zeros((0, 0), dtype=np.int32)
     while True:
-        message = _decode(socket.recv())
+        message = _decode(pipe.recv_bytes())
         if isinstance(message, Bind):
             table = np.zeros((message.rows, message.columns), dtype=np.int32)
             runner.bind(table)

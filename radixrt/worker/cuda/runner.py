@@ -63,7 +63,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step of decodes: it reads `integers`, and leaves logits [size, own_width] and `answer` (see `_pick`)."""
+    """A captured step of decodes: it reads `integers`, and leaves logits [size, own_width] and `answer` (`_pick`)."""
 
     inputs: Inputs
     integers: torch.Tensor

@@ -92,7 +92,7 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """After `attend_all`, the logits of this rank's token ids, float32[S, own_width]; in `out` where that is given."""
+        """After `attend_all`: float32[S, own_width], the logits of this rank's token ids; in `out` if that is given."""
         if wanted is not None:
             if not len(wanted):
                 return torch.empty((0, self.own_width), device=x.device)

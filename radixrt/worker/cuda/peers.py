@@ -1,0 +1,330 @@
+"""The sum over the GPUs of a tensor-parallel group: one kernel, in which every GPU reads the memory of the others.
+
+A layer makes two partial products on every rank, whose sum over ranks goes onto the residual stream. A product writes
+into memory that all ranks see (`Peers.buffer`); `Peers.add` waits until all have written, reads all of them, and adds.
+Every rank adds the same numbers in the same order: the residual stream has the same bits everywhere.
+
+    all at once:  meet -> read everything of everybody, add, round, store
+    by shares:    meet -> read my share of everybody, add, round, store, also into my buffer
+                  meet -> read the shares of the others from their buffers, store
+
+A program (thread block) meets the programs of its number on the other ranks, no others: it tells each of them that it
+has come, by a flag in their memory, and waits until all of them have told it. Flags are never reset. They count: what
+a program tells is how often it has met, and that is what stands in the flag which it sends to itself. So nothing of a
+launch changes from call to call, as a CUDA graph needs it. Ranks make the same calls, with the same rows, so the
+numbers of programs that share a number are equal on all ranks, though not those of programs of different numbers: of a
+small call there are fewer programs.
+
+Nobody waits at the end of a call until the others have read its buffer. Instead there are two buffers, which take
+turns. A rank writes into the buffer of call k again for call k + 2, after its own kernel of call k + 1 (all is in one
+stream). That kernel ended, so it has heard at least one program of each other rank's kernel of call k + 1; which began,
+in the stream of that rank, when its kernel of call k was over, and with it all its reading.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.kernels import norm
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
+from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+
+PROGRAMS = 128
+"""At most so many programs of a call: all run at once, so that none waits for one that waits for room."""
+
+TILE, FEW_TILE, MANY_TILE = 4096, 2048, 8192
+"""Values that a program adds at a time: of all at once; by shares, of less than MANY_BYTES and of more."""
+
+MANY_BYTES = 16 << 20
+
+SHARED_BYTES = {4: 1 << 20, 8: 256 << 10}
+"""By ranks: from so many bytes on each rank adds its share only. Then it reads 2 (ranks - 1) / ranks times the bytes,
+not (ranks - 1) times, but meets twice, which takes 4 to 5 us more. Two ranks would read as much, and always add all at
+once. Of 4 H200, 0.5, 1 and 2 MiB take 9.4, 14.1 and 24 us at once, 12.0, 13.9 and 19 by shares (bench.peers); of 8 it
+is reckoned from that."""
+
+MOST_BYTES = {2: 128 << 20, 4: 128 << 20, 8: 128 << 20}
+"""By ranks: of more bytes NCCL adds. As far as was measured, which is up to here and for 2 and 4 ranks, it is slower:
+2 to 3 times for few rows, by 2/5 (2 ranks) or a tenth (4 ranks) for 8192. That is NCCL without multicast."""
+
+ALIGNED = 256
+"""Bytes to a multiple of which each part of the shared memory begins."""
+
+
+# ---------------------------------------------------------------- meeting
+
+
+@triton.jit
+def _tell(at, value, PTX: tl.constexpr):
+    """`value` to the int32 at each of the addresses, by the first warp. Who sees it sees what was written before."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .u32 thread;
+            .reg .pred first;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 first, thread, 32;
+            @first st.release.sys.global.s32 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [at, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(at.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")
+
+
+@triton.jit
+def _hear(at, value, PTX: tl.constexpr):
+    """Waits, in the first warp, until the int32 at each of the addresses is `value` or beyond: by the difference, for
+    the numbers go round."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .u32 thread;
+            .reg .s32 seen;
+            .reg .pred again;
+            mov.u32 thread, %tid.x;
+            setp.ge.u32 again, thread, 32;
+            @again bra heard;
+            look:
+            ld.acquire.sys.global.s32 seen, [$1];
+            sub.s32 seen, seen, $2;
+            setp.lt.s32 again, seen, 0;
+            @again bra look;
+            heard:
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [at, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        at = at.to(tl.pointer_type(tl.int32))
+        while tl.min(tl.atomic_add(at, 0, sem="acquire", scope="sys") - value, 0) < 0:
+            pass
+
+
+@triton.jit
+def _met(flags, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """How often this program has met the others."""
+    return tl.load(flags[RANK] + tl.program_id(0) * RANKS + RANK, cache_modifier=".cg")
+
+
+@triton.jit
+def _meet(flags, value, RANK: tl.constexpr, RANKS: tl.constexpr, PTX: tl.constexpr):
+    """The `value`-th meeting with the programs of this number: what each did before it is seen by all after it."""
+    peer = tl.arange(0, RANKS)
+    theirs = tl.zeros([RANKS], tl.int64)
+    for p in tl.static_range(RANKS):
+        theirs = tl.where(peer == p, flags[p].to(tl.int64), theirs)
+    first = tl.program_id(0) * RANKS
+    mine = flags[RANK].to(tl.int64) + (first + peer) * 4
+    # All threads have read how often they met, and written what others read, before the first warp tells anything.
+    tl.debug_barrier()
+    _tell(theirs + (first + RANK) * 4, value, PTX)
+    _hear(mine, value, PTX)
+    tl.debug_barrier()
+
+
+# ---------------------------------------------------------------- adding
+
+
+@triton.jit
+def _sum(buffers, residual_ptr, at, inside, RANKS: tl.constexpr):
+    """float32 residual[at] + the sum of buffers[rank][at] in the order of ranks. L1 has no part in it: it does not
+    notice what others write."""
+    total = tl.load(buffers[0] + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for p in tl.static_range(1, RANKS):
+        total += tl.load(buffers[p] + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32) + total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_kernel(
+    buffers, flags, residual_ptr, rows, SIZE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SHARES: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    value = _met(flags, RANK, RANKS) + 1
+    _meet(flags, value, RANK, RANKS, PTX)
+    dtype = residual_ptr.dtype.element_ty
+    i = tl.arange(0, TILE)
+    count = rows * SIZE
+    tiles = tl.cdiv(count, TILE)
+    if not SHARES:
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            at = tile * TILE + i
+            total = _sum(buffers, residual_ptr, at, at < count, RANKS)
+            tl.store(residual_ptr + at, total.to(dtype), mask=at < count)
+    else:  # a rank's share is every RANKS-th tile; of a share, a program has the same tiles on every rank
+        for group in range(tl.program_id(0), tl.cdiv(tiles, RANKS), tl.num_programs(0)):
+            at = (group * RANKS + RANK) * TILE + i
+            total = _sum(buffers, residual_ptr, at, at < count, RANKS).to(dtype)
+            tl.store(residual_ptr + at, total, mask=at < count)
+            tl.store(buffers[RANK] + at, total, mask=at < count)  # nobody else reads my share of what I wrote
+        _meet(flags, value + 1, RANK, RANKS, PTX)
+        for group in range(tl.program_id(0), tl.cdiv(tiles, RANKS), tl.num_programs(0)):
+            for p in tl.static_range(1, RANKS):
+                at = (group * RANKS + (RANK + p) % RANKS) * TILE + i  # each begins with another one
+                total = tl.load(buffers[(RANK + p) % RANKS] + at, mask=at < count, cache_modifier=".cg")
+                tl.store(residual_ptr + at, total, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["rows", "stride"])
+def _add_norm_kernel(
+    buffers, flags, residual_ptr, weight_ptr, out_ptr, scales_ptr, eps, rows, size, stride, RANK: tl.constexpr,
+    RANKS: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    dtype = residual_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    value = _met(flags, RANK, RANKS) + 1
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)  # arrives while others are waited for
+    _meet(flags, value, RANK, RANKS, PTX)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        total = _sum(buffers, residual_ptr, row * size + i, inside, RANKS).to(dtype)
+        tl.store(residual_ptr + row * size + i, total, mask=inside)
+        x = total.to(tl.float32)  # from here on as in kernels.norm
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+        x = (x.to(dtype).to(tl.float32) * weight).to(dtype)
+        if GROUP > 0:
+            store_rounded(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+        else:
+            tl.store(out_ptr + row * size + i, x, mask=inside)
+
+
+# ---------------------------------------------------------------- the group
+
+
+def _aligned(size: int) -> int:
+    return triton.cdiv(size, ALIGNED) * ALIGNED
+
+
+def room_bytes(ranks: int, hidden: int, most_rows: int, dtype: torch.dtype) -> int:
+    """What a rank lends to the others: two buffers, and the flags that are sent to it."""
+    return 2 * _aligned(most_rows * hidden * dtype.itemsize) + _aligned(PROGRAMS * ranks * 4)
+
+
+class Peers:
+    """What the ranks of a group share. All of them make the same calls in the same order, in one stream each."""
+
+    def __init__(
+        self,
+        rank: int,
+        rooms: Sequence[torch.Tensor],
+        hidden: int,
+        most_rows: int,
+        dtype: torch.dtype,
+        keep: Any = None,
+    ):
+        """`rooms`: of every rank, uint8[room_bytes], zeros at first, as this process sees them."""
+        if len(rooms) not in MOST_BYTES and len(rooms) != 1:
+            raise ValueError(f"a group has {', '.join(map(str, MOST_BYTES))} ranks, not {len(rooms)}")
+        size = most_rows * hidden * dtype.itemsize
+        self.rank, self.ranks, self.hidden, self.most_rows = rank, len(rooms), hidden, most_rows
+        self._buffers = [tuple(room[turn * _aligned(size) :][:size].view(dtype) for room in rooms) for turn in range(2)]
+        flags = 2 * _aligned(size)
+        self._flags = tuple(room[flags : flags + PROGRAMS * len(rooms) * 4].view(torch.int32) for room in rooms)
+        self._bytes = hidden * dtype.itemsize
+        self._ptx = rooms[0].device.type == "cuda"
+        self._last = 1
+        self._keep = keep
+
+    @classmethod
+    def meet(cls, group: Any, hidden: int, most_rows: int, dtype: torch.dtype, device: torch.device) -> Peers:
+        """Of a torch.distributed group of one process a GPU, all on one host; each of them calls this."""
+        # Nothing here uses multicast over NVLink, and torch would ask for it; on some hosts that fails, or does harm.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        size = room_bytes(group.size(), hidden, most_rows, dtype)
+        mine = symmetric.empty(size, dtype=torch.uint8, device=device)
+        mine.zero_()
+        handle = symmetric.rendezvous(mine, group)
+        rooms = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+        assert rooms[group.rank()].data_ptr() == mine.data_ptr()
+        torch.cuda.synchronize(device)
+        dist.barrier(group, device_ids=[mine.device.index])  # no flag is sent before it is 0
+        return cls(group.rank(), rooms, hidden, most_rows, dtype, keep=(mine, handle))
+
+    def fits(self, rows: int) -> bool:
+        """Whether so many rows are added here faster than by NCCL; see MOST_BYTES."""
+        return rows <= self.most_rows and rows * self._bytes <= MOST_BYTES.get(self.ranks, 0)
+
+    def buffer(self, turn: int, rows: int) -> torch.Tensor:
+        """Where this rank's product [rows, hidden] goes before `add` with the same turn, 0 or 1: a view."""
+        return self._buffers[turn][self.rank][: rows * self.hidden].view(rows, self.hidden)
+
+    def add(self, turn: int, rows: int, residual: torch.Tensor) -> None:
+        """residual[rows, hidden] + the sum over ranks of `buffer(turn, rows)`, in place: added in float32 in the order
+        of ranks, then the residual, and rounded once. What the buffer holds afterwards is of no use.
+
+        Turns alternate from call to call."""
+        self._add(turn, rows, residual, self._by_shares(rows))
+
+    def _by_shares(self, rows: int) -> bool:
+        least = SHARED_BYTES.get(self.ranks)
+        return least is not None and rows * self._bytes >= least
+
+    def _add(
+        self,
+        turn: int,
+        rows: int,
+        residual: torch.Tensor,
+        shares: bool,
+        tile: int | None = None,
+        programs: int = PROGRAMS,
+    ) -> None:
+        self._take(turn, rows, residual)
+        if tile is None:
+            tile = TILE if not shares else FEW_TILE if rows * self._bytes < MANY_BYTES else MANY_TILE
+        groups = triton.cdiv(rows * self.hidden, tile * (self.ranks if shares else 1))
+        _add_kernel[(min(groups, programs),)](
+            self._buffers[turn], self._flags, residual, rows, self.hidden, self.rank, self.ranks, shares, tile,
+            self._ptx, num_warps=max(1, min(16, tile // 256)), num_stages=1,
+        )  # fmt: skip
+
+    def add_norm(
+        self,
+        turn: int,
+        rows: int,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        rounding: Rounding | None = None,
+    ) -> torch.Tensor | Rounded:
+        """`add`, and of the sum what `kernels.norm` gives, to the bit; in one kernel, unless it is added by shares."""
+        if self._by_shares(rows):
+            self.add(turn, rows, residual)
+            return norm(residual, weight, eps, rounding)
+        self._take(turn, rows, residual)
+        group, block, warps = launch_sizes(self.hidden, rounding)
+        if rounding is None:
+            found, out, scales, stride = (out := torch.empty_like(residual)), out, out, 0
+        else:
+            found = room(rows, self.hidden, rounding, residual.device)
+            out, scales, stride = found.values, found.scales, found.scales.stride(1)
+        _add_norm_kernel[(min(rows, PROGRAMS),)](
+            self._buffers[turn], self._flags, residual, weight, out, scales, eps, rows, self.hidden, stride, self.rank,
+            self.ranks, group, LIMIT, block, self._ptx, num_warps=warps, num_stages=1,
+        )  # fmt: skip
+        return found
+
+    def _take(self, turn: int, rows: int, residual: torch.Tensor) -> None:
+        if turn == self._last:
+            raise ValueError(f"turn {turn} twice: others may still read what this rank writes next")
+        if not 0 < rows <= self.most_rows or residual.shape != (rows, self.hidden) or not residual.is_contiguous():
+            raise ValueError(f"{rows} rows onto {tuple(residual.shape)}; at most ({self.most_rows}, {self.hidden})")
+        self._last = turn

@@ -1,0 +1,36 @@
+"""What a worker of some GPUs generates, as JSON: python -m tests.gpu.rank_program FOLDER RANKS OUT SETTINGS. A process
+has one group of GPUs, so each worker has one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.messages import Sampling
+from radixrt.worker.loading import load_runner
+from tests.worker.engine import Engine, prompts
+
+DRAWN = Sampling(max_tokens=24, temperature=1.0, seed=5, top_p=0.9, ignore_eos=True)
+PENALIZED = Sampling(max_tokens=24, temperature=0.0, repetition_penalty=1.2, logprobs=1, ignore_eos=True)
+
+
+def main(folder: str, ranks: int, out: str, settings: dict[str, object]) -> None:
+    """Cold and warm, in a batch and alone, drawn, by what was said, and scores of prompts."""
+    config = {"device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536, "max_num_seqs": 16} | settings
+    runner = load_runner(resolve(WorkerConfig(model=folder, tensor_parallel_size=ranks, **config)))
+    engine = Engine(runner, chunk=8192, rows=16, max_model_len=4096)
+    asked = prompts(16, 20, 300, vocab_size=4096)
+    found = {"cold": engine.generate(asked), "warm": engine.generate(asked)}
+    found["alone"] = [engine.generate([prompt])[0] for prompt in asked[:4]]
+    found["drawn"], found["penalized"] = engine.generate(asked[:8], DRAWN), engine.generate(asked[:8], PENALIZED)
+    ids = [engine.add(p, Sampling(max_tokens=0), score_from=1) for p in prompts(6, 100, 300, vocab_size=4096, seed=3)]
+    engine.finish()
+    found["scores"] = [score for id in ids for output in engine.outputs[id] for score in output.scores or []]
+    runner.close()
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

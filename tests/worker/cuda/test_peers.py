@@ -1,0 +1,173 @@
+"""The sum over ranks, in Triton's interpreter: on a GPU it runs in tests/gpu."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from radixrt.worker.cuda import kernels  # noqa: E402
+from radixrt.worker.cuda.peers import PROGRAMS, Peers, room_bytes  # noqa: E402
+from radixrt.worker.model.scaled import Rounding  # noqa: E402
+from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MOST_ROWS, TILE, added  # noqa: E402
+from tests.worker.cuda.test_compile import run  # noqa: E402
+
+COMPILED = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from radixrt.worker.cuda import peers
+
+
+def build(kernel, types, constants, ranks=4, warps=8):
+    tuples = {"buffers": ("*bf16",) * ranks, "flags": ("*i32",) * ranks}
+    signature = {name: "constexpr" if name in constants else (tuples | types)[name] for name in kernel.arg_names}
+    number = {name: n for n, name in enumerate(kernel.arg_names)}
+    fixed = {(number[name],): value for name, value in constants.items()}
+    pointers = [(number[name], rank) for name in tuples for rank in range(ranks)]
+    pointers += [(number[name],) for name in types if name.endswith("_ptr")]
+    aligned = {path: [["tt.divisibility", 16]] for path in pointers}
+    target, options = GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": warps, "num_stages": 1}
+    text = compile(ASTSource(kernel, signature, fixed, aligned), target=target, options=options).asm["ptx"]
+    assert "st.release.sys.global" in text and "ld.acquire.sys.global" in text
+    assert text.count("ld.global.cg.v4.b32") >= ranks, "16 bytes of each peer at a time"
+
+
+i, f, fp8 = "i32", "fp32", "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
+rank = {"RANK": 1, "RANKS": 4, "PTX": True}
+for shares in (False, True):
+    constants = rank | {"SIZE": 4096, "SHARES": shares, "TILE": peers.TILE}
+    build(peers._add_kernel, {"residual_ptr": "*bf16", "rows": i}, constants)
+types = {"residual_ptr": "*bf16", "weight_ptr": "*bf16", "scales_ptr": "*fp32", "eps": f, "rows": i, "stride": i}
+for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
+    constants = rank | {"size": 4096, "GROUP": group, "LIMIT": 448.0, "BLOCK": 4096}
+    build(peers._add_norm_kernel, types | {"out_ptr": out}, constants)
+"""
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted: without a GPU")
+ROOT = Path(__file__).parents[3]
+
+
+def group(ranks: int, dtype: torch.dtype = DTYPE) -> list[Peers]:
+    """All ranks in one process."""
+    rooms = [torch.zeros(room_bytes(ranks, HIDDEN, MOST_ROWS, dtype), dtype=torch.uint8) for _ in range(ranks)]
+    return [Peers(rank, rooms, HIDDEN, MOST_ROWS, dtype) for rank in range(ranks)]
+
+
+def told(peers: Peers) -> torch.Tensor:
+    """int32[programs, ranks]: what each rank has told this one."""
+    return peers._flags[peers.rank].view(PROGRAMS, peers.ranks)
+
+
+def come(peers: Peers, met: int) -> None:
+    """This rank has met the others so many times, and all others have come once more: here none runs beside another."""
+    words = told(peers)
+    words[:] = torch.tensor(met + 1).to(torch.int32)
+    words[:, peers.rank] = met
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_sums_in_the_order_of_ranks(ranks, dtype):
+    """Of any number of rows; in float32 another order shows."""
+    peers = group(ranks, dtype)
+    for turn, rows, programs in ((0, 1, 4), (1, MOST_ROWS, 1), (0, 5, 3), (1, 2, PROGRAMS)):
+        parts, residual = torch.randn(ranks, rows, HIDDEN).to(dtype), torch.randn(rows, HIDDEN).to(dtype)
+        expected = added(residual, parts)
+        for each, part in zip(peers, parts, strict=True):
+            each.buffer(turn, rows).copy_(part)
+        for each in peers:
+            come(each, 3)
+            found = residual.clone()
+            each._add(turn, rows, found, False, TILE, programs)
+            assert torch.equal(found, expected)
+        if ranks > 2 and dtype == torch.float32:
+            assert not torch.equal(added(residual, parts.flip(0)), expected)
+
+
+def test_programs_that_a_call_does_without_meet_nobody():
+    first, other = peers = group(2)
+    for each in peers:
+        come(each, 7)
+    first._add(0, 3, torch.zeros(3, HIDDEN, dtype=DTYPE), False, TILE, 4)
+    assert told(first)[:6, 0].tolist() == [8, 8, 8, 8, 7, 7]
+    assert told(other)[:6, 0].tolist() == [8, 8, 8, 8, 8, 8]
+    come(other, 7)
+    other._add(0, 1, torch.zeros(1, HIDDEN, dtype=DTYPE), False, TILE, 4)
+    assert told(other)[:6, 1].tolist() == [8, 8, 7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("met", [2**31 - 2, 2**31 - 1, -(2**31), -1])
+def test_numbers_go_round(met):
+    first, other = group(2)
+    come(first, met)
+    first.buffer(0, 1).fill_(1)
+    other.buffer(0, 1).fill_(2)
+    residual = torch.ones(1, HIDDEN, dtype=DTYPE)
+    first._add(0, 1, residual, False, TILE, 1)
+    assert (residual == 4).all() and told(first)[0, 0] == told(first)[0, 1]
+
+
+@pytest.mark.parametrize("rounding", [None, *Rounding])
+def test_add_norm_is_add_then_norm(rounding):
+    peers, weight = group(2), torch.rand(HIDDEN).to(DTYPE)
+    first = peers[0]
+    for rows in (1, MOST_ROWS):
+        residual = torch.randn(rows, HIDDEN).to(DTYPE)
+        apart, together = residual.clone(), residual.clone()
+        for each in peers:
+            each.buffer(0, rows).normal_()
+        come(first, 0)
+        first._last = 1
+        first.add(0, rows, apart)
+        expected = kernels.norm(apart, weight, 1e-5, rounding)
+        come(first, 0)
+        first._last = 1
+        found = first.add_norm(0, rows, together, weight, 1e-5, rounding)
+        assert torch.equal(together, apart)
+        if rounding is None:
+            assert torch.equal(found, expected)
+        else:
+            assert torch.equal(found.values.float(), expected.values.float())
+            assert torch.equal(found.scales, expected.scales)
+
+
+def test_turns_alternate_and_rows_fit():
+    peers = group(1)[0]
+    with pytest.raises(ValueError, match="turn 1 twice"):
+        peers.add(1, 1, torch.zeros(1, HIDDEN, dtype=DTYPE))
+    with pytest.raises(ValueError, match="rows onto"):
+        peers.add(0, MOST_ROWS + 1, torch.zeros(MOST_ROWS + 1, HIDDEN, dtype=DTYPE))
+    with pytest.raises(ValueError, match="ranks"):
+        group(3)
+    assert not group(2)[0].fits(MOST_ROWS + 1)
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 40), (4, 10)])
+def test_processes_meet(ranks, calls, tmp_path):
+    """Each rank in a process, at its own pace: all at once and by shares, with more and fewer programs in turn."""
+    for rank in range(ranks):
+        (tmp_path / str(rank)).write_bytes(bytes(room_bytes(ranks, HIDDEN, MOST_ROWS, DTYPE)))
+    command = [sys.executable, "-m", "tests.worker.cuda.peers_rank", str(tmp_path)]
+    started = [
+        subprocess.Popen([*command, str(rank), str(ranks), str(calls)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [process.communicate(timeout=90)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(errors)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile(capability, tmp_path):
+    run(COMPILED, tmp_path, str(capability))
