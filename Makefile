@@ -45,6 +45,9 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
 	PYTHONPATH=.gpu/site:. python3 -m bench.scaled
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
+	test $$(python3 -c 'import torch; print(torch.cuda.device_count())') -lt 2 || { \
+	  PYTHONPATH=.gpu/site:. python3 -m bench.peers && \
+	  PYTHONPATH=.gpu/site:. python3 -m bench.worker --tensor-parallel-size 2; }
 	PYTHONPATH=.gpu/site:. python3 -m bench.steps
 	PYTHONPATH=.gpu/site:. python3 -m bench.nano.quality
 	python3 -m bench.shapes .gpu/llama-8b

@@ -27,7 +27,7 @@ SETTINGS = {
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    make_model(folder, request.param, **SIZES)
+    make_model(folder, request.param, **SIZES, **({"moe_intermediate_size": 128} if "moe" in request.param else {}))
     return folder
 
 
