@@ -9,6 +9,7 @@ in one piece. A client that leaves, or that does not read, is cancelled at the r
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -142,10 +143,10 @@ class Exchange(Mailbox):
             self.choices.append(choice)
             if self._streams and (opening := self.reply.opening(index)):
                 self.put(opening)
-            if echo:
-                piece = Content(echo)
-                choice.message.add(piece)
-                self._add(choice, [piece], None, last=False)
+            if request.prompt_logprobs:
+                choice.echo = echo, memoryview(request.prompt.ids).cast("i")[0]
+            elif echo:
+                self._echo(choice, echo, None)
         self.prompts += 1
         self._open += request.n
         self._ids.append(self._transport.submit(request, lambda answer: self._take(answer, first, on_answer)))
@@ -186,6 +187,10 @@ class Exchange(Mailbox):
         elif isinstance(answer, Delta):
             self.held = False
             choice = self.choices[first + answer.index]
+            if choice.echo is not None:  # the prompt and what is said of it come together
+                text, token = choice.echo
+                choice.echo = None
+                self._echo(choice, text, [TokenLogprob(token, math.nan), *(answer.prompt_logprobs or [])])
             ignored = choice.stopping
             pieces, stops = choice.take(answer)
             if stops:
@@ -200,6 +205,12 @@ class Exchange(Mailbox):
                 self._open -= 1
                 if not self._open:
                     self._end()
+
+    def _echo(self, choice: Choice, text: str, logprobs: list[TokenLogprob] | None) -> None:
+        """The prompt, as if it had been said."""
+        piece = Content(text)
+        choice.message.add(piece)
+        self._add(choice, [piece], logprobs, last=False)
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
         """What a choice has gained: into chunks, one a piece, or kept for the whole answer."""

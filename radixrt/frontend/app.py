@@ -245,6 +245,7 @@ class Frontend:
                     cache_salt=body.cache_salt or "",
                     pin=pins,
                     session=facts(encoded),
+                    prompt_logprobs=bool(echo) and fitted.logprobs is not None,
                 )
                 told = (
                     functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None

@@ -18,7 +18,7 @@ class Choice:
     """What it says so far, and how it ended."""
 
     __slots__ = (
-        "_hidden_ids", "_ids", "_parser", "_stream", "chars", "finish", "index", "logprobs", "message", "stop",
+        "_hidden_ids", "_ids", "_parser", "_stream", "chars", "echo", "finish", "index", "logprobs", "message", "stop",
         "stopping", "tokens", "usage",
     )  # fmt: skip
 
@@ -27,6 +27,8 @@ class Choice:
         self.message = AssistantMessage()
         self.chars = 0
         """Of its content, told in a stream."""
+        self.echo: tuple[str, int] | None = None
+        """The prompt and its first token, until they are told."""
         self.tokens = 0
         """Taken before a stop string was complete: what the worker adds until it hears of that is nobody's."""
         self.logprobs: list[TokenLogprob] | None = None

@@ -210,7 +210,8 @@ def _delta(piece: Piece) -> bytes:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what is next to impossible."""
+    """JSON has no infinity; OpenAI writes -9999 for what is next to impossible. (Of NaN, which a prompt's first token
+    has, it makes null.)"""
     return max(logprob, -9999.0)
 
 

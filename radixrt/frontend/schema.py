@@ -172,8 +172,6 @@ class Completion(Common, kw_only=True):
         """How tokens are drawn; `defaults` where the request does not say."""
         if self.suffix:
             refuse("suffix", "is not served")
-        if self.echo and self.logprobs is not None:
-            refuse("echo", "is not served together with logprobs; POST /v1/native scores a text")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self.base_sampling(defaults, max_tokens, self.logprobs)
 

@@ -21,6 +21,8 @@ class Delta(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     stop: str | int | None = None
     """The stop string or token id that ended it."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """With the first one, where they were asked for: of the prompt's tokens from the second on."""
 
 
 class Deltas(msgspec.Struct, tag="deltas"):

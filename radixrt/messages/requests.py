@@ -16,7 +16,8 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     `text=False` leaves stop strings and text to the client (front ends that detokenize
     themselves). `stream=False` sends one Delta a choice, when it is finished.
     `cache_salt` narrows the namespace that the API key gives. `pin`: (tokens, seconds), prefixes of the prompt that
-    the cache is to keep for that long after the answer, if it can. `session` is for the report.
+    the cache is to keep for that long after the answer, if it can. `session` is for the report. `prompt_logprobs`: the
+    prompt's own tokens are reported as `sampling.logprobs` says, and so the prompt is computed as a whole.
     """
 
     id: int
@@ -31,6 +32,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     cache_salt: str = ""
     pin: list[tuple[int, float]] = []
     session: SessionFacts = SessionFacts()
+    prompt_logprobs: bool = False
 
 
 class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):

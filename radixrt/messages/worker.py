@@ -13,9 +13,9 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     """Compute one sequence. `ids` is the prompt and, when a lost worker's request is taken over,
     the tokens already generated; the first `prompt_len` of them are the prompt.
 
-    `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1);
-    with max_tokens 0 nothing is generated. `pin` is a Generate's. Runs of one `group` (0: none) are queued as if they
-    had come with the first of them.
+    `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1), with the alternatives
+    that `sampling.logprobs` asks for, if it does; with max_tokens 0 nothing is generated. `pin` is a Generate's. Runs of
+    one `group` (0: none) are queued as if they had come with the first of them.
     """
 
     id: int
@@ -139,7 +139,8 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
 
 class Output(msgspec.Struct, array_like=True):
     """What one request gained in a step. `cached_tokens` counts prompt tokens reused so far.
-    `logprobs` belong to `tokens`; `scores` to the tokens asked for by `score_from`."""
+    `logprobs` belong to `tokens`; `scores` to the tokens asked for by `score_from`, or `prompt_logprobs`, where
+    `sampling.logprobs` is set."""
 
     id: int
     tokens: list[int] = []
@@ -150,6 +151,7 @@ class Output(msgspec.Struct, array_like=True):
     stop: int | None = None
     """The token id that ended it."""
     error: str = ""
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class StepDone(msgspec.Struct, tag="step"):

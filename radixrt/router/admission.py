@@ -100,11 +100,14 @@ class Admission:
         request.pin = message.pin
         room = self._room(serving, len(prompt) // 4, 0 if sampling.max_tokens == 0 else 1)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        if message.prompt_logprobs and sampling.logprobs is None:
+            raise Refused("prompt_logprobs", "only with logprobs")
+        score_from = 1 if message.prompt_logprobs else None
         seed = self._rng.getrandbits(48) if sampling.seed is None else sampling.seed
         for index in range(message.n):
             own_seed = (seed + index) & SEED_MASK
             own = msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=own_seed, stop=())
-            request.runs.append(RunState(request, index, prompt, own, None))
+            request.runs.append(RunState(request, index, prompt, own, score_from))
 
     def _add_scores(self, request: Request, message: Score, serving: Serving, vocab_size: int) -> None:
         prompt = message.prompt.ids

@@ -262,12 +262,16 @@ class RouterCore:
             run.cached = output.cached_tokens
         if output.scores:
             run.scores += output.scores
+        if output.prompt_logprobs:
+            run.prompt_logprobs = output.prompt_logprobs
         if not request.stream and output.logprobs is not None:
             run.logprobs = (run.logprobs or []) + output.logprobs
         finish = output.finish
         if finish is None:
             if request.stream and tokens:
                 delta = Delta(request.id, run.index, array("i", tokens).tobytes(), logprobs=output.logprobs)
+                if run.prompt_logprobs:
+                    delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
                 deltas.setdefault(request.client, []).append(delta)
         elif finish == "error":
             self._close(run)
@@ -286,7 +290,9 @@ class RouterCore:
             return
         fresh = array("i", output.tokens) if request.stream else run.emitted
         logprobs = output.logprobs if request.stream else run.logprobs
-        delta = Delta(request.id, run.index, fresh.tobytes(), "", output.finish, usage, logprobs, output.stop)
+        delta = Delta(
+            request.id, run.index, fresh.tobytes(), "", output.finish, usage, logprobs, output.stop, run.prompt_logprobs
+        )
         deltas.setdefault(request.client, []).append(delta)
 
     def _close(self, run: RunState) -> None:

@@ -93,6 +93,7 @@ class RunState:
         "losses",
         "member",
         "prompt",
+        "prompt_logprobs",
         "request",
         "sampling",
         "score_from",
@@ -112,6 +113,8 @@ class RunState:
         self.emitted = array("i")
         self.logprobs: list[TokenLogprob] | None = None
         self.scores: list[float] = []
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """For the client's first Delta."""
         self.cached = 0
         self.counts_hits = True
         """False once tokens were emitted and the run moved: its prompt's hits are known already."""
@@ -136,6 +139,11 @@ class RunState:
         return (self.prompt_len if self.score_from is None else min(self.prompt_len, self.score_from)) - 1
 
     @property
+    def scored(self) -> bool:
+        """Nothing of its prompt is to be scored again: it came with the first token."""
+        return not self.request.scores and bool(self.emitted)
+
+    @property
     def worker(self) -> str:
         return self.member.name if self.member else ""
 
@@ -150,7 +158,7 @@ class RunState:
             ids=ids,
             prompt_len=self.prompt_len,
             sampling=self.sampling,
-            score_from=self.score_from,
+            score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
             group=self.request.group.id if self.request.group else 0,
         )

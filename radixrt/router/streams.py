@@ -189,5 +189,6 @@ def _gather(whole: Delta, delta: Delta) -> Delta:
     whole.text += delta.text
     if delta.logprobs:
         whole.logprobs = (whole.logprobs or []) + delta.logprobs
+    whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.finish, whole.usage, whole.stop = delta.finish, delta.usage, delta.stop
     return whole

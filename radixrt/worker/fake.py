@@ -146,10 +146,13 @@ class FakeRunner:
             return None
         return TokenLogprob(token, fake_logprob(token), [(token, fake_logprob(token))] * min(count, 1))
 
-    def _score(self, plan: Plan, b: int) -> list[float]:
+    def _score(self, plan: Plan, b: int) -> list[float] | list[TokenLogprob]:
         stop = int(plan.starts[b] + plan.counts[b])
         request = plan.requests[b]
-        return [fake_logprob(t) for t in request.tokens[stop - int(plan.wants[b]) + 1 : stop + 1]]
+        known = request.tokens[stop - int(plan.wants[b]) + 1 : stop + 1]
+        if request.sampling.logprobs is None:
+            return [fake_logprob(t) for t in known]
+        return [self._logprob(request, t) for t in known]
 
     # ------------------------------------------------------------ the notes
 

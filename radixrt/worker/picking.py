@@ -3,7 +3,8 @@
 All is launched at once; what the host wants to know comes back as one array of integers, so that a device need not be
 waited for in between:
 
-    finite, one a row of logits | scores | tokens | log-probabilities: of the token, of the likeliest, their ids
+    finite, one a row of logits | scores, and the likeliest there | tokens | log-probabilities: of the token, of the
+    likeliest, their ids
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Picking:
         return Masks(bits.to(logits.device, non_blocking=True), to_device(rows, logits.device))
 
     def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Log-probabilities of the known tokens that follow wanted positions, of the requests that ask for them."""
-        self._scored: list[tuple[int, int]] = []
+        """Log-probabilities of the known tokens that follow wanted positions, of the requests that ask for them; where
+        they ask for others, too, those and their ids."""
+        self._scored: list[tuple[int, list[int], int]] = []
         found = []
         for b, request in enumerate(self._plan.requests):
             if request.score_from is None:
@@ -75,8 +77,13 @@ class Picking:
             stop = int(self._plan.starts[b] + self._plan.counts[b])
             following = list(request.tokens[stop - len(mine) + 1 : stop + 1])
             at = to_device(np.array(following, dtype=np.int64), logits.device)[:, None]
-            found.append(_bits(torch.log_softmax(mine[: len(following)], -1).gather(-1, at)))
-            self._scored.append((b, len(following)))
+            logprobs = torch.log_softmax(mine[: len(following)], -1)
+            parts = [_bits(logprobs.gather(-1, at))]
+            if request.sampling.logprobs is not None:
+                values, ids = logprobs.topk(min(request.sampling.logprobs, logits.shape[-1]))
+                parts += [_bits(values), ids.int()]
+            found += parts
+            self._scored.append((b, following, len(parts)))
         return found
 
     def _logprobs(self, raw: torch.Tensor) -> list[torch.Tensor]:
@@ -96,13 +103,16 @@ class Picking:
         sizes = [part.shape for part in self._parts]
         cuts = np.cumsum([part.numel() for part in self._parts])[:-1]
         arrays = [array.reshape(size) for array, size in zip(np.split(packed, cuts), sizes, strict=True)]
-        finite, scores, rest = arrays[0], arrays[1 : 1 + len(self._scored)], arrays[1 + len(self._scored) :]
+        finite, *rest = arrays
+        found = {}
+        for b, following, count in self._scored:
+            found[b] = _read_scores(following, *rest[:count])
+            rest = rest[count:]
         failed = self._problems | {
             int(np.searchsorted(self._ends, row, side="right")): NOT_FINITE for row in np.flatnonzero(finite == 0)
         }
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
         tokens[self._chosen] = rest[0]
-        found = {b: _floats(x).flatten().tolist() for (b, _), x in zip(self._scored, scores, strict=True)}
         return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed)
 
     def _read_logprobs(self, tokens: np.ndarray, *found: np.ndarray) -> list[TokenLogprob | None]:
@@ -116,6 +126,16 @@ class Picking:
             top = list(zip(ids[n][:count], values[n][:count], strict=True))
             logprobs[b] = TokenLogprob(int(tokens[row]), own[n], top)
         return logprobs
+
+
+def _read_scores(
+    following: list[int], own: np.ndarray, values: np.ndarray | None = None, ids: np.ndarray | None = None
+) -> list[float] | list[TokenLogprob]:
+    logprobs = _floats(own).flatten().tolist()
+    if values is None:
+        return logprobs
+    tops = [list(zip(*top, strict=True)) for top in zip(ids.tolist(), _floats(values).tolist(), strict=True)]
+    return [TokenLogprob(*one) for one in zip(following, logprobs, tops, strict=True)]
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

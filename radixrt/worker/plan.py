@@ -66,9 +66,9 @@ class Result:
     """Sampled token; without meaning where nothing was sampled."""
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Of the sampled token, where `sampling.logprobs` is set; empty when nobody asked."""
-    scores: dict[int, list[float]] = field(default_factory=dict)
+    scores: dict[int, list[float] | list[TokenLogprob]] = field(default_factory=dict)
     """For requests with `score_from`: natural log-probability of the token that follows each wanted position, for those
-    positions that a known token follows."""
+    positions that a known token follows; with others, where `sampling.logprobs` is set."""
     failed: dict[int, str] = field(default_factory=dict)
     """Requests whose logits are not finite, with the reason; they fail alone."""
 

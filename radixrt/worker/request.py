@@ -10,6 +10,7 @@ from radixrt.messages import Run, Sampling, tenant_of
 from radixrt.tree import Lease
 
 if TYPE_CHECKING:
+    from radixrt.messages import Output, TokenLogprob
     from radixrt.worker.grammar import Matcher
 
 _numbers = itertools.count()
@@ -71,7 +72,7 @@ class Request:
         self.seen = -1
         self.cached_tokens = 0
         self.admissions = 0
-        self.scores: list[float] = []
+        self.scores: list[float] | list[TokenLogprob] = []
         self.next_score = 0 if run.score_from is None else run.score_from
         self.pending = 0
         self.over = False
@@ -116,11 +117,21 @@ class Request:
         """Tokens after the prompt, known or drawn."""
         return self.total - self.prompt_len
 
-    def add_scores(self, position: int, scores: list[float]) -> None:
+    def add_scores(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
         """Take scores of the tokens from `position` on; after a preemption they come a second time."""
         fresh = scores[max(0, self.next_score - position) :]
         self.scores.extend(fresh)
         self.next_score += len(fresh)
+
+    def report_scores(self, output: Output) -> None:
+        """Put what scores there are into an output, once."""
+        if not self.scores:
+            return
+        if self.sampling.logprobs is None:
+            output.scores = self.scores
+        else:
+            output.prompt_logprobs = self.scores
+        self.scores = []
 
     def unsaid(self) -> list[int]:
         """Tokens to report now."""

@@ -298,7 +298,8 @@ class Scheduler:
             if samples:
                 self._gain(request, token, logprobs[index] if logprobs else None, outputs)
             elif plan.starts[index] + plan.counts[index] == request.total:
-                output = Output(request.id, request.unsaid(), finish="length", scores=request.scores or None)
+                output = Output(request.id, request.unsaid(), finish="length")
+                request.report_scores(output)
                 self._finish(request, output, outputs)
         if self._decodes is not None and self.decoding and not self.decoding[0].pending:
             # The batch is the plan's, and no later plan runs.
@@ -316,8 +317,7 @@ class Scheduler:
         output = Output(request.id, request.unsaid(), None, request.cached_tokens)
         if logprob is not None:
             output.logprobs = [logprob]
-        if request.scores:
-            output.scores, request.scores = request.scores, []
+        request.report_scores(output)
         if stops:
             output.finish, output.stop = "stop", token
             self._finish(request, output, outputs)

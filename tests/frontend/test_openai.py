@@ -194,6 +194,27 @@ def test_echo(client):
     assert text == echoed.choices[0].text
 
 
+@pytest.mark.parametrize("prompt", ["The dog sees a cat.", [5, 6, 7, 8, 9, 10]])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_log_probabilities(client, prompt, max_tokens):
+    """As those who score texts want it: of the prompt, too, but for its first token, in a stream as in one piece."""
+    fields = {"echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    choice = complete(client, prompt, **fields).choices[0]
+    found = choice.logprobs
+    size = complete(client, prompt).usage.prompt_tokens
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == size + max_tokens
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None and found.text_offset[0] == 0
+    assert all(x < 0 for x in found.token_logprobs[1:]) and all(len(top) == 1 for top in found.top_logprobs[1:])
+    assert choice.text.startswith(complete(client, prompt, echo=True, max_tokens=0).choices[0].text)
+    chunks = [c.choices[0] for c in complete(client, prompt, stream=True, **fields)]
+    assert "".join(c.text for c in chunks) == choice.text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [one for c in chunks if c.logprobs for one in getattr(c.logprobs, name)]
+        assert streamed == getattr(found, name), name
+    many = complete(client, [prompt, prompt] if isinstance(prompt, str) else prompt, n=2, **fields)
+    assert [c.logprobs.token_logprobs[:size] for c in many.choices] == [found.token_logprobs[:size]] * len(many.choices)
+
+
 def test_sampling_parameters_travel(client):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     extra |= {"stop_token_ids": [9], "cache_salt": "s", "skip_special_tokens": False, "unknown_field": 1}
@@ -259,7 +280,6 @@ BAD = [
     (complete, {"logit_bias": {"7": 101}}, 400, "logit_bias"),
     (complete, {"stop": [""]}, 400, "stop"),
     (complete, {"stream_options": {"include_usage": True}}, 400, "stream_options"),
-    (complete, {"echo": True, "logprobs": 1}, 400, "echo"),
     (complete, {"model": "gpt-9"}, 404, "model"),
     (complete, {"extra_body": {"top_k": -7}}, 400, "top_k"),
     (complete, {"extra_body": {"stop_token_ids": [-1]}}, 400, "stop_token_ids"),

@@ -191,6 +191,7 @@ def test_a_choice_stopped_by_its_text_has_usage_and_is_aborted():
         (generate(sampling=Sampling(max_tokens=-1)), 400, "max_tokens"),
         (generate(sampling=Sampling(temperature=float("nan"))), 400, "temperature"),
         (generate(sampling=Sampling(stop_token_ids=(100,))), 400, "stop_token_ids"),
+        (generate(prompt_logprobs=True), 400, "prompt_logprobs"),
         (Generate(id=1, prompt=TextPrompt("hi")), 400, "prompt"),
         (Score(id=1, prompt=TokenPrompt(PROMPT), choices=[]), 400, "choices"),
         (Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(b"")]), 400, "choices[0]"),
@@ -294,6 +295,24 @@ def test_a_lost_workers_run_goes_on_where_it_was():
     (reply,) = core.step("w1", step(Output(again.id, tokens[2:], "length", 0)), 1.5)
     usage = reply.message.items[0].usage
     assert (usage.completion_tokens, usage.cached_tokens, usage.worker) == (4, 3, "w1")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_is_scored_once(stream):
+    """With the first token, and not again where another worker goes on; before it, anew."""
+    core = core_with(register("w0"), register("w1"), register("w2"))
+    sampling = Sampling(max_tokens=4, seed=3, logprobs=1)
+    name, run = only_run(core.submit(b"c", generate(sampling=sampling, stream=stream, prompt_logprobs=True), 1.0))
+    assert run.score_from == 1
+    name, run = only_run(core.leave(name, 1.1))
+    assert run.score_from == 1
+    scored, drawn = [TokenLogprob(6, -1.5), TokenLogprob(7, -2.5)], [TokenLogprob(9, -0.5)]
+    effects = core.step(name, step(Output(run.id, [9], logprobs=drawn, prompt_logprobs=scored)), 1.2)
+    (order,) = core.leave(name, 1.3)
+    assert order.message.score_from is None and order.message.ids == PROMPT + ids(9)
+    effects += core.step(order.name, step(Output(order.message.id, [10], "length", logprobs=drawn)), 1.4)
+    found = [delta for reply in effects for delta in reply.message.items]
+    assert [delta.prompt_logprobs for delta in found] == [scored, None][: len(found)] and len(found) == 1 + stream
 
 
 def test_hits_count_where_the_prompt_was_computed():

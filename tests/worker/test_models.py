@@ -209,6 +209,33 @@ def test_scores_are_log_probabilities(checkpoint):
             assert scores == pytest.approx(expected, abs=1e-4)
 
 
+def test_log_probabilities_of_a_prompt_come_with_the_likeliest(checkpoint):
+    """Of all its tokens but the first, once, with the first token that is drawn; then those of what is said."""
+    folder, model = checkpoint("llama")
+    prompt = prompts(1, 60, 60)[0]
+    asked = GREEDY.__class__(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=2)
+    for chunk in (512, 7):
+        engine = Engine(load(folder), chunk=chunk)
+        for _ in range(2):
+            id = engine.add(prompt, asked, score_from=1)
+            engine.finish()
+            first, *others = engine.outputs[id]
+            said = [*prompt, *engine.tokens(id)]
+            with torch.inference_mode():
+                logprobs = torch.log_softmax(model(torch.tensor([said])).logits[0].float(), -1)
+            found = first.prompt_logprobs + [one for output in engine.outputs[id] for one in output.logprobs or []]
+            assert [one.token for one in found] == said[1:]
+            assert first.scores is None and not any(o.prompt_logprobs or o.scores for o in others)
+            for at, one in enumerate(found):
+                values, ids = logprobs[at].topk(2)
+                assert one.logprob == pytest.approx(float(logprobs[at, said[at + 1]]), abs=1e-4)
+                assert [i for i, _ in one.top] == ids.tolist()
+                assert [x for _, x in one.top] == pytest.approx(values.tolist(), abs=1e-4)
+    alone = engine.add(prompt[:1], asked, score_from=1)  # nothing is known to follow
+    engine.finish()
+    assert len(engine.tokens(alone)) == 3 and not any(o.prompt_logprobs for o in engine.outputs[alone])
+
+
 def test_requests_with_poisoned_logits_fail_alone(checkpoint):
     folder, _ = checkpoint("llama")
     runner = load(folder)
