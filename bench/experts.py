@@ -1,15 +1,17 @@
 """A layer's mixture of experts: this project's kernels, torch's grouped product between torch's sorts, and the limit.
 
-    python -m bench.experts [--sweep]
+    python -m bench.experts [--sweep] [--tokens N ...] [--kinds KIND ...]
 
-In the shapes of Qwen3 30B A3B and of Mixtral 8x7B, random weights in bfloat16, tokens that choose at random, each layer
-in turn one of several, under a graph. Limits: the bytes of the experts that are chosen over the copy bandwidth, FLOPs
-over the matrix rate, of the same run. The error is relative to float32. With --sweep, every tile that is worth a try.
+In the shapes of Qwen3 30B A3B and of Mixtral 8x7B, random weights in bfloat16 and in FP8, with scales of rows and of
+blocks, tokens that choose at random, each layer in turn one of several, under a graph. Limits: the bytes of the experts
+that are chosen over the copy bandwidth, FLOPs over the matrix rate, which is taken twice for FP8, both of the same run.
+The error is relative to float32, and of FP8 to `Experts.one_by_one`. With --sweep, every tile that is worth a try.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -18,12 +20,16 @@ import torch
 from torch.nn import functional as F
 
 from bench.common import save, table
+from bench.scaled import blocks_of
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import experts as ours
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import kernels, scaled_experts
 from radixrt.worker.cuda.invariant import Tile
+from radixrt.worker.cuda.rounding import quantize
+from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.moe import Experts, ScaledStack
+from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
 
 SHAPES = {"Qwen3 30B A3B": (128, 8, 2048, 768), "Mixtral 8x7B": (8, 2, 4096, 14336)}
 """Experts, those of a token, hidden size, intermediate size."""
@@ -39,6 +45,17 @@ def make(shape: tuple[int, int, int, int]) -> Experts:
     return Experts(Linear(router), gate_up, down, chosen, True, "silu", False)
 
 
+def in_fp8(experts: Experts, rounding: Rounding) -> Experts:
+    def stacked(weights: torch.Tensor) -> ScaledStack:
+        made = Scaled.of if rounding is Rounding.ROWS else blocks_of
+        stack = ScaledStack.like(made(weights[0]), len(weights))
+        for number, weight in enumerate(weights):
+            stack.put(number, made(weight))
+        return stack
+
+    return dataclasses.replace(experts, gate_up=stacked(experts.gate_up), down=stacked(experts.down))
+
+
 def by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """Sorted by torch, computed by its grouped product."""
     weights, chosen = experts.route(x)
@@ -50,6 +67,23 @@ def by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     found = F.grouped_mm(kernels.gate(inner, experts.activation), experts.down.transpose(1, 2), offs=ends)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     residual.add_((found[back].unflatten(0, (-1, experts.chosen)) * weights[..., None]).sum(1))
+
+
+def rows_by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """In FP8 with scales of rows: this project's sort, torch's grouped product."""
+    weights, chosen = ours.route(experts.router(x), experts.chosen, experts.normalized)
+    order, known = ours.sort(chosen, len(experts.down), 0), quantize(x, Rounding.ROWS)
+
+    def grouped(values: torch.Tensor, scales: torch.Tensor, weight: ScaledStack) -> torch.Tensor:
+        return torch._scaled_grouped_mm(
+            values, weight.values.transpose(1, 2), scales, weight.scales.squeeze(2), offs=order.ends,
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        )  # fmt: skip
+
+    values = ours.spread(known.values.view(torch.int8), order).view(known.values.dtype)
+    inner = grouped(values, known.scales.squeeze(1)[order.tokens], experts.gate_up)
+    inner = kernels.gate(inner, experts.activation, Rounding.ROWS)
+    ours.combine(grouped(inner.values, inner.scales.squeeze(1), experts.down), weights, order, residual)
 
 
 Way = Callable[[Experts, torch.Tensor, torch.Tensor], None]
@@ -71,23 +105,36 @@ def layer_ms(way: Way, layers: list[Experts], x: torch.Tensor) -> float:
     return median_ms(graph.replay) / len(layers)
 
 
-def limit_ms(experts: Experts, x: torch.Tensor, limits: dict[str, float]) -> float:
+def limit_ms(experts: Experts, x: torch.Tensor, limits: dict[str, float], size: int = 2) -> float:
+    """`size`: bytes of a weight."""
     chosen = experts.route(x)[1]
     each = experts.gate_up[0].numel() + experts.down[0].numel()
-    moved = 2 * each * len(chosen.unique())
-    return max(moved / limits["copy_gbs"] / 1e6, 2 * each * chosen.numel() / limits["tflops"] / 1e9)
+    moved = size * each * len(chosen.unique())
+    return max(moved / limits["copy_gbs"] / 1e6, size * each * chosen.numel() / limits["tflops"] / 1e9)
+
+
+class Gated(TorchOps):
+    """The reference, whose inner activations round to FP8 as those of the kernels."""
+
+    gate = staticmethod(kernels.gate)
 
 
 def error(way: Way, experts: Experts, x: torch.Tensor) -> float:
     """Of a few tokens."""
     found, exact = torch.zeros_like(x), torch.zeros_like(x[:8], dtype=torch.float32)
     way(experts, x, found)
-    weights, chosen = experts.route(x[:8])
-    for token, (shares, numbers) in enumerate(zip(weights.float(), chosen.tolist(), strict=True)):
-        for share, number in zip(shares, numbers, strict=True):
-            gate, up = (experts.gate_up[number].float() @ x[token].float()).chunk(2)
-            exact[token] += share * (experts.down[number].float() @ (F.silu(gate) * up))
+    if experts.narrow:
+        experts.one_by_one(x[:8], exact, Gated())
+    else:
+        weights, chosen = experts.route(x[:8])
+        for token, (shares, numbers) in enumerate(zip(weights.float(), chosen.tolist(), strict=True)):
+            for share, number in zip(shares, numbers, strict=True):
+                gate, up = (experts.gate_up[number].float() @ x[token].float()).chunk(2)
+                exact[token] += share * (experts.down[number].float() @ (F.silu(gate) * up))
     return float((found[:8].float() - exact).norm() / exact.norm())
+
+
+# ---------------------------------------------------------------- tiles
 
 
 def tiles() -> list[Tile]:
@@ -97,18 +144,39 @@ def tiles() -> list[Tile]:
     return few + more + large
 
 
+def scaled_tiles(rounding: Rounding, rows: float) -> list[Tile]:
+    """Those that are worth a try for so many rows an expert."""
+    few = [Tile(r, c, d, 4, s) for r, c, d, s in product((16, 32), (64, 128), (128, 256), (3, 4, 6))]
+    widths = (64, 4), (128, 4), (128, 8), (256, 8)
+    many = [Tile(r, c, 128, w, s) for r, (c, w), s in product((64, 128), widths, (3, 4))]
+    tried = few if rows <= 8 else few[12:] + many[:8] if rows <= 32 else many
+    return [t for t in tried if rounding is Rounding.ROWS or (t.depth == BLOCK and t.columns <= BLOCK)]
+
+
 def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
     """The best tiles of each product."""
     experts = layers[0]
+    gate_up, down = experts.gate_up, experts.down
+    scaled = experts.narrow
     chosen = experts.route(x)[1].int()
     found: dict[str, list[tuple[float, Tile]]] = {"gate and up": [], "down": []}
-    for tile in tiles():
-        order = ours.sort(chosen, len(experts.down), tile.rows)
-        inner = torch.randn((chosen.numel(), experts.down.shape[2]), dtype=x.dtype, device=x.device)
-        ways = {
-            "gate and up": lambda e, x, _, o=order, t=tile: ours._product(x, o, e.gate_up, t, "silu"),
-            "down": lambda e, x, _, o=order, t=tile, i=inner: ours._product(i, o, e.down, t, None),
-        }
+    inner = torch.randn((chosen.numel(), down[0].shape[1] if not scaled else down.values.shape[2]), device=x.device)
+    inner = inner.to(x.dtype)
+    known = (quantize(x, gate_up.rounding), quantize(inner, down.rounding)) if scaled else None
+    for tile in scaled_tiles(down.rounding, chosen.numel() / len(down)) if scaled else tiles():
+        order = ours.sort(chosen, len(down), tile.rows)
+        if known is not None:
+            ways: dict[str, Way] = {
+                "gate and up": lambda e, x, _, o=order, t=tile: scaled_experts.product(
+                    known[0], o, e.gate_up, t, x.dtype, of_tokens=True
+                ),
+                "down": lambda e, x, _, o=order, t=tile: scaled_experts.product(known[1], o, e.down, t, x.dtype),
+            }
+        else:
+            ways = {
+                "gate and up": lambda e, x, _, o=order, t=tile: ours._product(x, o, e.gate_up, t, "silu"),
+                "down": lambda e, x, _, o=order, t=tile: ours._product(inner, o, e.down, t, None),
+            }
         for name, way in ways.items():
             try:
                 found[name].append((layer_ms(way, layers, x), tile))
@@ -118,29 +186,46 @@ def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
     return [f"{name}: {ms:.4f} {tile}" for name, ways in best.items() for ms, tile in ways]
 
 
+# ---------------------------------------------------------------- all of it
+
+
+def measure(layers: dict[str, list[Experts]], x: torch.Tensor, limits: dict[str, float]) -> dict[str, Any]:
+    """Milliseconds of one layer of each kind."""
+    wide = layers["bf16"]
+    row: dict[str, Any] = {"limit_ms": limit_ms(wide[0], x, limits)}
+    ways: dict[str, tuple[Way, str]] = {"torch": (by_torch, "bf16"), "radixrt": (ours.add, "bf16")}
+    ways |= {rounding.value: (ours.add, rounding.value) for rounding in Rounding}
+    ways["rows_torch"] = rows_by_torch, Rounding.ROWS.value
+    for name, (way, kind) in ways.items():
+        wrong = error(way, layers[kind][0], x)
+        assert wrong < (2e-2 if kind == "bf16" else 4e-2), f"{len(x)} {name}: {wrong}"
+        row[f"{name}_ms"] = layer_ms(way, layers[kind], x)
+        if name == "radixrt":
+            row["of_limit"] = row["radixrt_ms"] / row["limit_ms"]
+            row["fp8_limit_ms"] = limit_ms(wide[0], x, limits, size=1)
+    row["fp8_of_limit"] = row["rows_ms"] / row["fp8_limit_ms"]
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--kinds", nargs="*", default=("bf16", "rows", "blocks"), help="swept")
     args = parser.parse_args()
     limits = ceilings()
     print(limits, flush=True)
     rows: list[dict[str, Any]] = []
     for name, shape in SHAPES.items():
-        layers = [make(shape) for _ in range(LAYERS)]
+        layers = {"bf16": [make(shape) for _ in range(LAYERS)]}
+        for rounding in Rounding:
+            layers[rounding.value] = [in_fp8(experts, rounding) for experts in layers["bf16"]]
         for tokens in args.tokens:
             x = torch.randn((tokens, shape[2]), dtype=torch.bfloat16, device="cuda")
-            ways: dict[str, Way] = {"torch": by_torch, "radixrt": ours.add}
-            row: dict[str, Any] = {"experts": name, "tokens": tokens, "limit_ms": limit_ms(layers[0], x, limits)}
-            for way, run in ways.items():
-                wrong = error(run, layers[0], x)
-                assert wrong < 2e-2, f"{name} {tokens} {way}: {wrong}"
-                row[f"{way}_ms"] = layer_ms(run, layers, x)
-            row["of_limit"] = row["radixrt_ms"] / row["limit_ms"]
-            rows.append(row)
-            print(row, flush=True)
-            if args.sweep:
-                print(*swept(layers, x), sep="\n    ", flush=True)
+            rows.append({"experts": name, "tokens": tokens} | measure(layers, x, limits))
+            print(rows[-1], flush=True)
+            for kind in args.kinds if args.sweep else ():
+                print(kind, *swept(layers[kind], x), sep="\n    ", flush=True)
         del layers
     print(table(rows))
     if not args.sweep:

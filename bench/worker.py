@@ -243,7 +243,8 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
         per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
         if isinstance(layer.mlp, Mixture):
             experts = layer.mlp.experts
-            per_token += 2 * (experts.gate_up.numel() + experts.down.numel()) * experts.chosen / len(experts.down)
+            size = (1 if experts.narrow else 2) * (experts.gate_up.numel() + experts.down.numel())
+            per_token += size * experts.chosen / len(experts.down)
     rows = []
     for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
         times = []

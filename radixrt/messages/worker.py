@@ -14,8 +14,8 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     the tokens already generated; the first `prompt_len` of them are the prompt.
 
     `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1), with the alternatives
-    that `sampling.logprobs` asks for, if it does; with max_tokens 0 nothing is generated. `pin` is a Generate's. Runs of
-    one `group` (0: none) are queued as if they had come with the first of them.
+    that `sampling.logprobs` asks for, if it does; with max_tokens 0 nothing is generated. `pin` is a Generate's. Runs
+    of one `group` (0: none) are queued as if they had come with the first of them.
     """
 
     id: int

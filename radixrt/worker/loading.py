@@ -199,18 +199,18 @@ def load_model(
 ) -> Decoder:
     """The weights, with progress on stderr, and a warning of those that the model has no place for. `ops`: of a GPU."""
     products = choose_products(config.quantization, loaded, exact, ops is not None)
-    wide = "weights" if products is Products.NONE else "experts" if loaded.spec.experts else ""
-    if wide and loaded.hf_config.get("quantization_config"):
-        log.warning(
-            "%s: %s that are stored in FP8 are multiplied out at load: they take the memory of 16 bits",
-            loaded.folder.name, wide,
-        )  # fmt: skip
-    elif wide and products is Products.ALL:
-        log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
     follows = group is not None and group.shard.rank > 0
     weights = open_weights(config, loaded, progress=not follows, products=products)
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
+        wide = "weights" if products is Products.NONE else "experts" if model.wide_experts else ""
+        if wide and loaded.hf_config.get("quantization_config"):
+            log.warning(
+                "%s: %s that are stored in FP8 are multiplied out at load: they take the memory of 16 bits",
+                loaded.folder.name, wide,
+            )  # fmt: skip
+        elif wide and products is Products.ALL:
+            log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
         if unused := weights.unused():
             log.warning("%d tensors are not used, is it the right model? %s", len(unused), ", ".join(unused[:5]))
         return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.worker.model.moe import ScaledStack
 from tests.checkpoints import make_model
 from tests.gpu.test_models import SIZES, last_logits, load
 from tests.worker.engine import Engine, prompts
@@ -22,8 +21,7 @@ def make(folder, family: str):
 
 
 def are_narrow(runner) -> bool:
-    mixtures = [layer.mlp for layer in runner._model._layers]
-    kinds = {isinstance(weights, ScaledStack) for mlp in mixtures for weights in (mlp.gate_up, mlp.down)}
+    kinds = {layer.mlp.experts.narrow for layer in runner._model._layers}
     assert len(kinds) == 1
     return kinds.pop()
 

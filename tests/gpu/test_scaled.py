@@ -11,7 +11,7 @@ from tests.worker.engine import Engine, prompts
 from tests.worker.test_scaled import KINDS, store
 
 KEPT = {"qwen3_moe": 8}
-"""Products of a model in FP8; experts are multiplied out."""
+"""Products of a model in FP8; experts are in stacks of their own."""
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])

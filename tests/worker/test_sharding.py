@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
@@ -110,6 +112,8 @@ def mix(layer, heads):
         ("mistral", {"num_key_value_heads": 4}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {}),
+        ("mixtral", {"num_key_value_heads": 4}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
@@ -142,3 +146,27 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
         assert turns == [0, 1] * (2 * spec.num_layers - 1), "a room is used again when others have read it"
         assert local.num_heads * size == spec.num_heads
+
+
+def test_experts_in_one_tensor_are_divided_too(checkpoint, tmp_path):
+    folder, _ = checkpoint("qwen3_moe")
+    shutil.copytree(folder, tmp_path / "whole")
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{at}{expert}.{name}_proj.weight") for expert in range(6)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[at + "gate_up_proj"], tensors[at + "down_proj"] = torch.cat([gate, up], 1), down
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+    spec = spec_of(checkpoint, "qwen3_moe")
+
+    def run(where, group=None):
+        weights = SafetensorsWeights(where, torch.float32, CPU, progress=False)
+        return Decoder(spec, weights, group=group).forward(torch.arange(1, 20), torch.arange(19), mix)
+
+    expected = run(folder)
+    assert torch.equal(run(tmp_path / "whole"), expected)
+    for found in on_ranks(2, lambda group: run(tmp_path / "whole", group)):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)

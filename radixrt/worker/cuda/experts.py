@@ -1,14 +1,18 @@
-"""Mixture of experts in five launches, none of which the host waits for.
+"""Mixture of experts in five launches, four for a single token, none of which the host waits for.
 
     logits --route--> weights, experts [T, k] --sort--> where each lies among its expert's rows, and tiles of rows
     x --product, by tiles: gate, up, activation--> inner [T k, I] --product--> [T k, hidden] --combine--> residual
 
 Steps of few rows an expert take as long as it takes to read the experts, which a kernel of our own does at most of the
 bandwidth; where experts have many rows, torch's grouped product is the faster one.
+
+Experts in FP8 (`scaled_experts`) take x rounded, by the launch that routes, and the inner rows rounded by one launch
+more, which gates. All their products are kernels of our own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +20,13 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import kernels, scaled_experts
 from radixrt.worker.cuda.invariant import Tile
 from radixrt.worker.cuda.kernels import ACTIVATIONS, activated
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
 
 TILE_FIELDS = 3
 """Of a tile: its expert, the first of its sorted rows, how many rows it has."""
@@ -31,11 +37,11 @@ SORTED = (64, 512, 4096)
 
 
 @triton.jit
-def _route_kernel(
-    logits_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
+def _route(
+    logits_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """The numbers, too."""
     e = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
     logits = tl.load(logits_ptr + token * count + e, mask=e < count, other=float("-inf")).to(tl.float32)
@@ -56,6 +62,16 @@ def _route_kernel(
     at = token * CHOSEN + slot
     tl.store(weights_ptr + at, shares.to(weights_ptr.dtype.element_ty), mask=slot < CHOSEN)
     tl.store(experts_ptr + at, experts, mask=slot < CHOSEN)
+    return experts
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    _route(logits_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS)
 
 
 def route(logits: torch.Tensor, chosen: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,10 +138,17 @@ class Order:
     """[T, chosen]: which of the rows it is."""
     tokens: torch.Tensor
     """[T * chosen]: whose row it is."""
-    ends: torch.Tensor
-    """[E]: rows up to the last of each expert."""
+    ends: torch.Tensor | None
+    """[E]: rows up to the last of each expert; a single token's are in the order of its choice, and have none."""
     tiles: torch.Tensor
     """[most, TILE_FIELDS]: runs of rows of one expert; those left over have none."""
+
+
+def _pieces(sizes: tuple[int, ...], device: torch.device) -> Iterator[torch.Tensor]:
+    """Uninitialized int32, in one allocation, each where kernels are compiled for."""
+    most = [-(-size // ALIGN) * ALIGN for size in sizes]
+    whole = torch.empty(sum(most), dtype=torch.int32, device=device)
+    return (piece[:size] for piece, size in zip(whole.split(most), sizes, strict=True))
 
 
 def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
@@ -133,16 +156,58 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
     entries, chosen = experts.numel(), experts.shape[1]
     most = min(entries, entries // rows + count) if rows else 0
     sizes = entries, entries, count, most * TILE_FIELDS
-    room = [-(-size // ALIGN) * ALIGN for size in sizes]
-    integers = torch.empty(sum(room), dtype=torch.int32, device=experts.device)
-    pieces = zip(integers.split(room), sizes, strict=True)
-    places, tokens, ends, tiles = (piece[:size] for piece, size in pieces)
+    places, tokens, ends, tiles = _pieces(sizes, experts.device)
     block = next((size for size in SORTED if size >= entries), SORTED[-1])
     _sort_kernel[(count,)](
         experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,
         TILE_FIELDS, 128, num_warps=4 if block < SORTED[-1] else 8,
     )  # fmt: skip
     return Order(places.view(-1, chosen), tokens, ends, tiles.view(most, TILE_FIELDS))
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _begin_kernel(
+    logits_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr, tiles_ptr, x_ptr, values_ptr, scales_ptr, count, size,
+    stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    FIELDS: tl.constexpr, SINGLE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        experts = _route(logits_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS)
+        if SINGLE:
+            slot = tl.arange(0, SLOTS)
+            there = slot < CHOSEN
+            tl.store(places_ptr + slot, slot, mask=there)
+            tl.store(tokens_ptr + slot, slot * 0, mask=there)
+            tl.store(tiles_ptr + slot * FIELDS, experts, mask=there)
+            tl.store(tiles_ptr + slot * FIELDS + 1, slot, mask=there)
+            tl.store(tiles_ptr + slot * FIELDS + 2, slot * 0 + 1, mask=there)
+    elif GROUP > 0:
+        i = tl.arange(0, ALL)
+        x = tl.load(x_ptr + token * size + i, mask=i < size, other=0.0).to(tl.float32)
+        store_rounded(x, values_ptr, scales_ptr, token, size, stride, LIMIT, GROUP, ALL)
+
+
+def begin(
+    logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, rounding: Rounding | None
+) -> tuple[torch.Tensor, Order, Rounded | None]:
+    """The weights of `route`, the order of `sort` with tiles of so many rows, and x[T, hidden] in FP8, if asked for: in
+    one launch for a single token, which needs no sorting, else in two."""
+    (tokens, count), size = logits.shape, x.shape[1]
+    weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
+    sizes = chosen, chosen, chosen * TILE_FIELDS, tokens * chosen
+    places, of_tokens, tiles, experts = _pieces(sizes, logits.device)
+    known = room(tokens, size, rounding, x.device) if rounding else None
+    values, scales, stride = (known.values, known.scales, known.scales.stride(1)) if known else (x, x, 0)
+    group, block, _ = launch_sizes(size, rounding)
+    _begin_kernel[(tokens, 2 if known else 1)](
+        logits, weights, experts, places, of_tokens, tiles, x, values, scales, count, size, stride, chosen, normalized,
+        triton.next_power_of_2(count), triton.next_power_of_2(chosen), TILE_FIELDS, tokens == 1, LIMIT, group, block,
+        num_warps=max(1, min(8, block // 2048)) if known else 1,
+    )  # fmt: skip
+    if tokens == 1:
+        return weights, Order(places.view(1, chosen), of_tokens, None, tiles.view(chosen, TILE_FIELDS)), known
+    return weights, sort(experts.view(tokens, chosen), count, rows), known
 
 
 # ---------------------------------------------------------------- products
@@ -271,19 +336,22 @@ def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: t
 def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """See `Ops.experts`. With `batch_invariant` one kind of tile computes all products, so that a row always rounds
     alike."""
-    weights, chosen = route(experts.router(x), experts.chosen, experts.normalized)
-    count = len(experts.down)
-    tile = MANY if experts.batch_invariant else tile_for(chosen.numel() / count)
+    logits, count = experts.router(x), len(experts.down)
+    rows = len(x) * experts.chosen / count
+    if experts.narrow:
+        return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
+    tile = MANY if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
     if tile is None and x.is_cuda and x.dtype == torch.bfloat16 and aligned:
+        weights, chosen = route(logits, experts.chosen, experts.normalized)
         order = sort(chosen, count, 0)
-        rows = _by_torch(experts, x, order)
+        made = _by_torch(experts, x, order)
     else:
         tile = tile or MANY
-        order = sort(chosen, count, tile.rows)
+        weights, order, _ = begin(logits, experts.chosen, experts.normalized, tile.rows, x, None)
         inner = _product(x, order, experts.gate_up, tile, experts.activation)
-        rows = _product(inner, order, experts.down, tile, None)
-    combine(rows, weights, order, residual)
+        made = _product(inner, order, experts.down, tile, None)
+    combine(made, weights, order, residual)
 
 
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
@@ -291,3 +359,12 @@ def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
     inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
     inner = kernels.gate(inner, experts.activation)
     return F.grouped_mm(inner, experts.down.transpose(1, 2), offs=order.ends)
+
+
+def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
+    """Of experts in FP8."""
+    gate_up, down = experts.gate_up, experts.down
+    weights, order, known = begin(logits, experts.chosen, experts.normalized, tile.rows, x, gate_up.rounding)
+    inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
+    inner = kernels.gate(inner, experts.activation, down.rounding)
+    combine(scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)

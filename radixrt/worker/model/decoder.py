@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.layers import Attend, Heads, Ops, TorchOps
+from radixrt.worker.model.layers import Attend, Heads, Mixture, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.reading import Reader
@@ -50,6 +50,11 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
+
+    @property
+    def wide_experts(self) -> bool:
+        """Whether a layer has experts that are not in FP8."""
+        return any(isinstance(layer.mlp, Mixture) and not layer.mlp.experts.narrow for layer in self._layers)
 
     @property
     def own_width(self) -> int:

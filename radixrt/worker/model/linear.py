@@ -48,10 +48,10 @@ class Linear:
             residual.addmm_(x, self.weight.t())
 
 
-def stack(parts: list[torch.Tensor]) -> torch.Tensor:
+def stack(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Rows of all parts as one matrix; the parts are used up, so that no more than one matrix is held twice."""
     if len(parts) == 1:
         return parts[0]
-    whole = torch.cat(parts)
+    whole = torch.cat(parts, dim)
     parts.clear()
     return whole

@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.linear import Linear, stack
+from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, stack_scaled
+from radixrt.worker.model.sharding import Part, Shard
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.decoder import Ops
+    from radixrt.worker.model.layers import Ops
 
 WHOLE = "mlp."
 """Where transformers 5 has all experts of a layer in one tensor, of every family; it seldom writes files so."""
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledStack:
+    """A weight of each expert, as `scaled.Scaled` is one: FP8 `values` [E, N, K] and float32 `scales`, [E, N, 1], or of
+    blocks [E, ceil(N / BLOCK), ceil(K / BLOCK)] with more behind."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    rounding: Rounding
+
+    @classmethod
+    def like(cls, weight: Scaled, count: int) -> ScaledStack:
+        """Uninitialized, for so many."""
+        values, scales = (part.new_empty((count, *part.shape)) for part in (weight.values, weight.scales))
+        return cls(values, scales, weight.rounding)
+
+    def put(self, number: int, weight: Scaled) -> bool:
+        """Whether it is of the same kind as the others, and now one of them."""
+        if weight.rounding is not self.rounding:
+            return False
+        self.values[number], self.scales[number] = weight.values, weight.scales
+        return True
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, number: int) -> Scaled:
+        return Scaled(self.values[number], self.scales[number], self.rounding)
+
+    def numel(self) -> int:
+        """Of the values, as a tensor has it."""
+        return self.values.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """`gate_up` [E, 2 I, hidden] (the rows of the gate first) and `down` [E, hidden, I] of all E experts of a layer."""
+    """`gate_up` [E, 2 I, hidden] (the rows of the gate first) and `down` [E, hidden, I] of all E experts of a layer:
+    both in FP8, or neither."""
 
     router: Linear
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | ScaledStack
+    down: torch.Tensor | ScaledStack
     chosen: int
     """Experts a token."""
     normalized: bool
@@ -33,7 +74,12 @@ class Experts:
     batch_invariant: bool
 
     rounding: ClassVar[None] = None
-    """What they take is not rounded."""
+    """What they take is not rounded: the router wants it as it is. Experts in FP8 round it themselves."""
+
+    @property
+    def narrow(self) -> bool:
+        """In FP8."""
+        return isinstance(self.down, ScaledStack)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add what they make of x[T, hidden] to residual[T, hidden], in place."""
@@ -55,33 +101,83 @@ class Experts:
         parts = []
         for expert, part in enumerate(x[order // self.chosen].split(counts)):
             if len(part):
-                inner = ops.gate(Linear(self.gate_up[expert], None, self.batch_invariant)(part), self.activation)
-                parts.append(Linear(self.down[expert], None, self.batch_invariant)(inner))
+                gate_up, down = (self._product(weights[expert], x.dtype, ops) for weights in (self.gate_up, self.down))
+                parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         residual.add_((torch.cat(parts)[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1))
 
+    def _product(self, weight: torch.Tensor | Scaled, dtype: torch.dtype, ops: Ops) -> Linear | ScaledLinear:
+        if isinstance(weight, Scaled):
+            return ScaledLinear(weight, None, dtype, ops)
+        return Linear(weight, None, self.batch_invariant)
 
-def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool) -> Experts:
-    """The experts of a layer, by the names of the family (`ExpertsSpec`), or all in one tensor."""
+
+def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:
+    """The experts of a layer, by the names of the family (`ExpertsSpec`), or all in one tensor, which does not stay in
+    FP8; of each the inner features that are this rank's."""
     moe = spec.experts
     assert moe is not None
     at, hidden, inner = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size, moe.intermediate_size
-    shapes = (moe.count, 2 * inner, hidden), (moe.count, hidden, inner)
     whole = f"model.layers.{layer}.{WHOLE}"
     if f"{whole}experts.gate_up_proj" in weights:
         router = weights.load(f"{whole}gate.weight", (moe.count, hidden))
-        gate_up = weights.load(f"{whole}experts.gate_up_proj", shapes[0])
-        down = weights.load(f"{whole}experts.down_proj", shapes[1])
+        shape = moe.count, 2 * inner, hidden
+        gate_up = stack(
+            [weights.load(f"{whole}experts.gate_up_proj", shape, part) for part in shard.halves(1, inner)], 1
+        )
+        down = weights.load(f"{whole}experts.down_proj", (moe.count, hidden, inner), shard.part(2, inner))
     else:
         router = weights.load(f"{at}gate.weight", (moe.count, hidden))
-        gate_up, down = (torch.empty(shape, dtype=router.dtype, device=router.device) for shape in shapes)
-        gate_name, up_name, down_name = moe.names
-        for expert in range(moe.count):
-            name = f"{at}experts.{expert}."
-            gate_up[expert, :inner] = weights.load(f"{name}{gate_name}.weight", (inner, hidden))
-            gate_up[expert, inner:] = weights.load(f"{name}{up_name}.weight", (inner, hidden))
-            down[expert] = weights.load(f"{name}{down_name}.weight", (hidden, inner))
+        matrices = list(_matrices(at, moe, hidden, shard))
+        found = _read_scaled(weights, matrices)
+        gate_up, down = found or _read_plain(weights, matrices, router)
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.chosen, moe.normalized, spec.activation,
         batch_invariant,
     )  # fmt: skip
+
+
+Matrix = tuple[str, tuple[int, int], Part | None]
+"""What `Weights.load` takes."""
+
+
+def _matrices(at: str, moe: ExpertsSpec, hidden: int, shard: Shard) -> Iterator[list[Matrix]]:
+    """Of each expert its gate, up and down projections."""
+    inner = moe.intermediate_size
+    rows, columns = shard.part(0, inner), shard.part(1, inner)
+    shapes = ((inner, hidden), rows), ((inner, hidden), rows), ((hidden, inner), columns)
+    for expert in range(moe.count):
+        names = [f"{at}experts.{expert}.{name}.weight" for name in moe.names]
+        yield [(name, *shape) for name, shape in zip(names, shapes, strict=True)]
+
+
+def _read_plain(
+    weights: Weights, matrices: list[list[Matrix]], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gate_up` and `down`, expert by expert, so that no more than one is held twice."""
+    gate_up = down = like
+    for expert, three in enumerate(matrices):
+        gate, up, last = (weights.load(*matrix) for matrix in three)
+        inner, hidden = gate.shape
+        if not expert:
+            gate_up = like.new_empty((len(matrices), 2 * inner, hidden))
+            down = like.new_empty((len(matrices), hidden, inner))
+        gate_up[expert, :inner], gate_up[expert, inner:], down[expert] = gate, up, last
+    return gate_up, down
+
+
+def _read_scaled(weights: Weights, matrices: list[list[Matrix]]) -> tuple[ScaledStack, ScaledStack] | None:
+    """As `_read_plain`, in FP8. None where one is not kept so or has other scales than the first, or where a block of
+    scales has rows of the gate and others: then all are multiplied out."""
+    stacks = None
+    for expert, three in enumerate(matrices):
+        gate, up, down = (weights.scaled(*matrix) for matrix in three)
+        if gate is None or up is None or down is None:
+            return None
+        gate_up, down = stack_scaled([gate, up]), stack_scaled([down])
+        if gate_up is None or down is None:
+            return None
+        stacks = stacks or (ScaledStack.like(gate_up, len(matrices)), ScaledStack.like(down, len(matrices)))
+        if not (stacks[0].put(expert, gate_up) and stacks[1].put(expert, down)):
+            return None
+    return stacks

@@ -83,7 +83,7 @@ def part_of_scale(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, i
     rows = shape[0]
     if scale.numel() == rows and scale.shape[0] == rows:
         return scale[part.start : part.stop] if part.dim == 0 else scale
-    if tuple(scale.shape) != tuple(-(-size // each) for size, each in zip(shape, block, strict=True)):
+    if tuple(scale.shape) != tuple(-(-size // each) for size, each in zip(shape, block, strict=False)):
         return scale
     each = block[part.dim]
     if part.start % each or (part.stop % each and part.stop != shape[part.dim]):

@@ -122,7 +122,8 @@ class Reader:
     def _mlp(self, number: int) -> Mlp | Mixture:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.experts is not None and number in spec.experts.layers:
-            return Mixture(read_experts(spec, self._weights, number, self._batch_invariant), self._group)
+            experts = read_experts(spec, self._weights, number, self._batch_invariant, self._shard)
+            return Mixture(experts, self._group)
         inner, hidden = spec.intermediate_size, spec.hidden_size
         own = self._shard.part(0, inner)
         gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]

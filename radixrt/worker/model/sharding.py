@@ -76,6 +76,13 @@ class Shard:
         each = total // self.size
         return Part(dim, self.rank * each, (self.rank + 1) * each)
 
+    def halves(self, dim: int, half: int) -> list[Part | None]:
+        """As `part`, of each half of a dimension."""
+        if self.size == 1:
+            return [None]
+        own = self.part(dim, half)
+        return [own, Part(dim, half + own.start, half + own.stop)]
+
     def kv_rows(self, whole: ModelSpec) -> Part | None:
         """Of the projections of K and V. Where there are fewer heads than ranks, several ranks have the same one: those
         whose queries read it."""

@@ -1,14 +1,21 @@
-"""The launches that a mixture of experts takes, against plain torch; in Triton's interpreter where there is no GPU."""
+"""The launches that a mixture of experts takes, against plain torch; in Triton's interpreter where there is no GPU.
+(It rounds to FP8 without a carry: see test_scaled.py. What is compared with is rounded by the same kernels.)"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
 from radixrt.worker.cuda import experts as fused
-from radixrt.worker.model.decoder import TorchOps
+from radixrt.worker.cuda import kernels, scaled_experts
+from radixrt.worker.cuda.invariant import GROUP
+from radixrt.worker.cuda.rounding import quantize
+from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.moe import Experts, ScaledStack
+from radixrt.worker.model.scaled import BLOCK, FP8, Rounded, Rounding, Scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
@@ -161,3 +168,144 @@ def test_many_rows_by_torch(device):
     expected = residual.float()
     wide.one_by_one(x.float(), expected, TorchOps())
     assert error(found - residual.float(), expected - residual.float()) < 2e-2
+
+
+# ---------------------------------------------------------------- in FP8
+
+
+class Rounds(TorchOps):
+    """Products of the reference, with what the kernels round."""
+
+    gate = staticmethod(kernels.gate)
+
+    @staticmethod
+    def scaled(x, weight, bias, dtype, residual=None):
+        known = x if isinstance(x, Rounded) else quantize(x, weight.rounding)
+        return TorchOps.scaled(known, weight, bias, dtype, residual)
+
+
+def stack_of(rounding: Rounding, count: int, rows: int, columns: int, device: torch.device) -> ScaledStack:
+    stack = None
+    for number in range(count):
+        wide = 0.02 * torch.randn(rows, columns, device=device) * torch.logspace(-1, 1, rows, device=device)[:, None]
+        weight = Scaled.of(wide)
+        if rounding is Rounding.BLOCKS:
+            scales = 0.01 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
+            weight = Scaled.by_blocks((wide * 100).to(FP8), scales)
+        stack = stack or ScaledStack.like(weight, count)
+        assert stack.put(number, weight)
+    return stack
+
+
+def in_fp8(gate_up: Rounding, down: Rounding, count, chosen, hidden, inner, device, dtype=torch.float32, **changes):
+    router = Linear((torch.randn(count, hidden, device=device) / hidden**0.5).to(dtype))
+    stacks = stack_of(gate_up, count, 2 * inner, hidden, device), stack_of(down, count, hidden, inner, device)
+    kind = {"normalized": True, "activation": "silu", "batch_invariant": False} | changes
+    return Experts(router, *stacks, chosen, **kind)
+
+
+@pytest.mark.parametrize("rounding", [None, *Rounding])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_what_begins_a_layer(tokens, rounding, device):
+    """As `route`, `sort` and `quantize` give it, but that a single token is not sorted."""
+    logits, x = torch.randn(tokens, 13, device=device), torch.randn(tokens, 300, device=device).bfloat16()
+    weights, order, known = fused.begin(logits, 5, True, 16, x, rounding)
+    expected, numbers = fused.route(logits, 5, True)
+    assert torch.equal(weights, expected)
+    if rounding is None:
+        assert known is None
+    else:
+        again = quantize(x, rounding)
+        assert torch.equal(known.scales, again.scales)
+        assert torch.equal(known.values.view(torch.uint8), again.values.view(torch.uint8))
+    if tokens == 1:
+        assert order.places.tolist() == [[0, 1, 2, 3, 4]] and order.tokens.tolist() == [0] * 5
+        assert order.tiles.tolist() == [[expert, slot, 1] for slot, expert in enumerate(numbers[0].tolist())]
+        pieces = order.places, order.tokens, order.tiles
+    else:
+        again = fused.sort(numbers, 13, 16)
+        pieces = order.places, order.tokens, order.ends, order.tiles
+        for piece, other in zip(pieces, (again.places, again.tokens, again.ends, again.tiles), strict=True):
+            assert torch.equal(piece, other)
+    assert all(piece.data_ptr() % 16 == 0 for piece in pieces)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("tile", [scaled_experts.FEWEST, scaled_experts.FEW, scaled_experts.SOME, scaled_experts.MANY])
+@pytest.mark.parametrize(("columns", "depth", "of_tokens"), [(256, 512, True), (144, 272, False), (48, 80, True)])
+def test_product_in_fp8(columns, depth, of_tokens, tile, rounding, device):
+    """Sizes that tiles divide and that they do not; experts with one tile, with several, and one with no tokens."""
+    if rounding is Rounding.BLOCKS:
+        tile = dataclasses.replace(tile, depth=BLOCK)
+    torch.manual_seed(columns)
+    weight = stack_of(rounding, 4, columns, depth, device)
+    counts = (tile.rows + 3, 0, 2, 1) if columns == 256 else (1, 0, tile.rows, 2)
+    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).int()[:, None].to(device)
+    numbers = numbers[torch.randperm(len(numbers), device=device)]
+    order = fused.sort(numbers, 4, tile.rows)
+    x = quantize(torch.randn(len(numbers), depth, device=device).bfloat16(), rounding)
+    found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens)
+    for token, (place,) in enumerate(order.places.tolist()):
+        row = x.wide()[token if of_tokens else place]
+        assert error(found[place], weight[int(numbers[token])].wide() @ row) < 2e-3
+
+
+def test_more_tiles_than_are_computed_side_by_side(device):
+    """And no multiple of them: each is computed, and no other."""
+    weight, tile = stack_of(Rounding.ROWS, 8, 96, 64, device), scaled_experts.FEW
+    numbers = torch.rand(30, 8, device=device).argsort(1)[:, :2].int()
+    order = fused.sort(numbers, 8, tile.rows)
+    assert len(order.tiles) > GROUP and len(order.tiles) % GROUP
+    x = quantize(torch.randn(30, 64, device=device).bfloat16(), Rounding.ROWS)
+    found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens=True)
+    expected = torch.stack([weight[number].wide() for number in range(8)])[numbers.long()] @ x.wide()[:, None, :, None]
+    assert error(found[order.places.long()], expected.squeeze(-1)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "kinds", "hidden", "inner", "activation", "dtype"),
+    [
+        (1, 8, (Rounding.ROWS, Rounding.ROWS), 144, 80, "silu", torch.float32),
+        (1, 8, (Rounding.BLOCKS, Rounding.ROWS), 272, 256, "silu", torch.float32),
+        (1, 3, (Rounding.BLOCKS, Rounding.BLOCKS), 256, 128, "silu", torch.bfloat16),
+        (6, 3, (Rounding.ROWS, Rounding.ROWS), 256, 96, "gelu", torch.bfloat16),
+        (6, 3, (Rounding.ROWS, Rounding.BLOCKS), 272, 256, "silu", torch.float32),
+        (20, 3, (Rounding.BLOCKS, Rounding.BLOCKS), 144, 128, "gelu_pytorch_tanh", torch.float32),
+        (70, 3, (Rounding.ROWS, Rounding.ROWS), 128, 80, "silu", torch.float32),
+    ],
+)
+def test_all_of_it_in_fp8(tokens, count, kinds, hidden, inner, activation, dtype, device):
+    """As the reference, with what the kernels round; added to the residual stream."""
+    torch.manual_seed(tokens)
+    experts = in_fp8(*kinds, count, 2, hidden, inner, device, dtype, activation=activation, normalized=tokens != 6)
+    x, residual = torch.randn(tokens, hidden, device=device).to(dtype), torch.randn(tokens, hidden, device=device)
+    expected, found = residual.clone(), residual.clone()
+    experts.one_by_one(x, expected, Rounds())
+    fused.add(experts, x, found)
+    assert error(found - residual, expected - residual) < (1e-2 if dtype == torch.float32 else 4e-2)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_no_rows_at_all_in_fp8(rounding, device):
+    residual = torch.zeros(0, 128, device=device)
+    fused.add(in_fp8(rounding, rounding, 4, 2, 128, 128, device), residual, residual)
+
+
+def test_what_is_nan_stays_with_its_token(device):
+    x, residual = torch.randn(3, 128, device=device), torch.zeros(3, 128, device=device)
+    x[1, 7] = torch.nan
+    fused.add(in_fp8(Rounding.ROWS, Rounding.ROWS, 3, 2, 128, 128, device), x, residual)
+    assert residual.isnan().all(1).tolist() == [False, True, False] and not residual[::2].isnan().any()
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_the_kinds_of_tiles_in_fp8(rounding):
+    """Where scales are of blocks, they are as deep as a block, and lie within one."""
+    weights = [stack_of(each, 1, 128, 128, torch.device("cpu")) for each in (Rounding.ROWS, rounding)]
+    found = [scaled_experts.tile_for(rows, *weights) for rows in (0.1, 0.3, 6, 7, 24, 25, 64, 65, 5000)]
+    if rounding is Rounding.ROWS:
+        assert found[0] == scaled_experts.FEWEST and found[1] == scaled_experts.FEW
+        assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 128, 128]
+    else:
+        assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 64, 64]
+        assert all(tile.depth == BLOCK and BLOCK % tile.columns == 0 for tile in found)

@@ -1,0 +1,109 @@
+"""Products of experts in FP8 (`model.moe.ScaledStack`), by tiles of rows of one expert (see `experts`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.invariant import GROUP, Tile
+from radixrt.worker.model.moe import ScaledStack
+from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding
+
+if TYPE_CHECKING:
+    from radixrt.worker.cuda.experts import Order
+
+FEW, SOME, MANY = Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)
+"""Of an expert's rows and of its matrix's, as deep as a block; see `tile_for` (bench/experts.py --sweep)."""
+FEWEST, MOST = Tile(16, 64, 256, 4, 4), Tile(128, 128, 128, 4, 3)
+"""Where scales are of rows. Sums of blocks, which are added to others, leave too few registers for so many rows."""
+
+
+def tile_for(rows: float, *weights: ScaledStack) -> Tile:
+    """For so many rows an expert, on average, and all these products."""
+    by_rows = all(weight.rounding is Rounding.ROWS for weight in weights)
+    if by_rows and (rows <= 0.25 or rows > 64):
+        return FEWEST if rows <= 0.25 else MOST
+    return FEW if rows <= 6 else SOME if rows <= 24 else MANY
+
+
+@triton.jit(do_not_specialize=["tiles", "x_stride", "stride"])
+def _product_kernel(
+    x_ptr, x_scales_ptr, rows_ptr, tiles_ptr, weight_ptr, scales_ptr, out_ptr, tiles, columns, depth, x_stride, stride,
+    BLOCKS: tl.constexpr, OF_TOKENS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Tensor cores of Hopper take FP8 by 64 rows of what is on the left: few rows are on the right.
+    FLIPPED: tl.constexpr = ROWS < 64
+    across = tl.cdiv(columns, COLUMNS)
+    group = tl.program_id(0) // (GROUP * across)
+    within = tl.program_id(0) % (GROUP * across)
+    high = tl.minimum(tiles - group * GROUP, GROUP)
+    tile = tiles_ptr + (group * GROUP + within % high) * FIELDS
+    count = tl.load(tile + 2)
+    if count == 0:
+        return
+    expert = tl.load(tile).to(tl.int64)
+    first = within // high * COLUMNS
+    m = tl.arange(0, ROWS)
+    n = first + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    real = m < count
+    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    row = tl.load(tile + 1) + tl.where(real, m, 0)
+    source = (tl.load(rows_ptr + row) if OF_TOKENS else row).to(tl.int64)
+    x_at = x_ptr + source[:, None] * depth + k[None, :]
+    w_at = weight_ptr + expert * columns * depth + (n % columns)[:, None] * depth + k[None, :]
+    acc = tl.zeros([COLUMNS, ROWS] if FLIPPED else [ROWS, COLUMNS], tl.float32)
+    by_row = x_scales_ptr + source
+    by_block = scales_ptr + (expert * tl.cdiv(columns, BLOCK) + first // BLOCK) * stride
+    if BLOCKS:
+        of_rows, of_block = tl.load(by_row, mask=real, other=0.0), tl.load(by_block)
+    for begin in range(0, depth, DEPTH):
+        if WHOLE:
+            x = tl.load(x_at + begin, mask=real[:, None], other=0.0)
+            w = tl.load(w_at + begin)
+        else:
+            inside = begin + k < depth
+            x = tl.load(x_at + begin, mask=real[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
+        if BLOCKS:
+            # The next block's are asked for a turn ahead: each costs a way to memory. (Not two: nothing that is carried
+            # further than a turn lets x and w be loaded ahead.)
+            after = tl.minimum(begin + DEPTH, depth - 1) // BLOCK
+            next_rows = tl.load(by_row + after * x_stride, mask=real, other=0.0)
+            next_block = tl.load(by_block + after)
+            if FLIPPED:
+                acc += tl.dot(w, tl.trans(x)) * (of_rows * of_block)[None, :]
+            else:
+                acc += tl.dot(x, tl.trans(w)) * (of_rows * of_block)[:, None]
+            of_rows, of_block = next_rows, next_block
+        elif FLIPPED:
+            acc = tl.dot(w, tl.trans(x), acc)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc)
+    if FLIPPED:
+        acc = tl.trans(acc)
+    if not BLOCKS:
+        of_columns = tl.load(scales_ptr + expert * columns + n % columns)
+        acc *= tl.load(by_row, mask=real, other=0.0)[:, None] * of_columns[None, :]
+    at = out_ptr + row.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
+
+
+def product(
+    x: Rounded, order: Order, weight: ScaledStack, tile: Tile, dtype: torch.dtype, of_tokens: bool = False
+) -> torch.Tensor:
+    """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] in `dtype` of x [T * chosen, K], or
+    [T, K] `of_tokens`. The order has tiles of so many rows; with scales of blocks a tile has their depth."""
+    _, columns, depth = weight.values.shape
+    out = torch.empty((len(order.tokens), columns), dtype=dtype, device=x.values.device)
+    _product_kernel[(len(order.tiles) * triton.cdiv(columns, tile.columns),)](
+        x.values, x.scales, order.tokens, order.tiles, weight.values, weight.scales, out, len(order.tiles), columns,
+        depth, x.scales.stride(1), weight.scales.stride(1), weight.rounding is Rounding.BLOCKS, of_tokens,
+        depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, order.tiles.shape[1], BLOCK, GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out

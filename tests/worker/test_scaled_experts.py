@@ -1,0 +1,210 @@
+"""Experts in FP8: the reference, and what is read of a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.moe import Experts, ScaledStack
+from radixrt.worker.model.quantized import Products
+from radixrt.worker.model.scaled import BLOCK, FP8, Rounding, Scaled, rounded
+from tests.checkpoints import make_model
+from tests.worker.test_scaled import CPU, KINDS, decoder, error, logits, of_blocks, of_rows, of_tensor, store
+
+COUNT, CHOSEN, HIDDEN, INNER = 5, 2, 192, 128
+
+
+def weight_of(rounding: Rounding, rows: int, columns: int) -> Scaled:
+    """Of rows that are very different, and blocks that are."""
+    wide = 0.1 * torch.randn(rows, columns) * torch.logspace(-1, 1, rows)[:, None]
+    if rounding is Rounding.ROWS:
+        return Scaled.of(wide)
+    scales = 0.001 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK))
+    return Scaled.by_blocks((100 * wide).to(FP8), scales)
+
+
+def stack_of(rounding: Rounding, rows: int, columns: int) -> ScaledStack:
+    weights = [weight_of(rounding, rows, columns) for _ in range(COUNT)]
+    stack = ScaledStack.like(weights[0], COUNT)
+    assert all([stack.put(number, weight) for number, weight in enumerate(weights)])
+    return stack
+
+
+def experts_of(rounding: Rounding) -> Experts:
+    gate_up, down = stack_of(rounding, 2 * INNER, HIDDEN), stack_of(rounding, HIDDEN, INNER)
+    return Experts(Linear(torch.randn(COUNT, HIDDEN)), gate_up, down, CHOSEN, True, "silu", False)
+
+
+# ---------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_a_stack_holds_what_is_put_into_it(rounding):
+    weights = [weight_of(rounding, 256, HIDDEN) for _ in range(2)]
+    stack = ScaledStack.like(weights[0], 2)
+    assert stack.put(1, weights[1]) and stack.put(0, weights[0])
+    assert len(stack) == 2 and stack.numel() == 2 * 256 * HIDDEN
+    assert stack.nbytes == sum(weight.values.nbytes + weight.scales.nbytes for weight in weights)
+    for number, weight in enumerate(weights):
+        assert torch.equal(stack[number].wide(), weight.wide())
+    other = Rounding.BLOCKS if rounding is Rounding.ROWS else Rounding.ROWS
+    assert not stack.put(0, weight_of(other, 256, HIDDEN))
+    assert torch.equal(stack[0].wide(), weights[0].wide())
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_the_reference_rounds_what_goes_into_each_product(rounding):
+    """Before the first and before the second, and not what goes to the router."""
+    torch.manual_seed(0)
+    experts = experts_of(rounding)
+    x, residual = torch.randn(7, HIDDEN) * torch.logspace(-1, 1, 7)[:, None], torch.randn(7, HIDDEN)
+    found = residual.clone()
+    experts.one_by_one(x, found, TorchOps())
+    shares, numbers = experts.router(x).softmax(-1).topk(CHOSEN)
+    shares = shares / shares.sum(-1, keepdim=True)
+    exact, expected = residual.clone(), residual.clone()
+    for token in range(len(x)):
+        for share, number in zip(shares[token], numbers[token].tolist(), strict=True):
+            gate_up, down = experts.gate_up[number].wide(), experts.down[number].wide()
+            gate, up = (gate_up @ x[token]).chunk(2)
+            exact[token] += share * (down @ (F.silu(gate) * up))
+            gate, up = (gate_up @ rounded(x[token : token + 1], rounding).wide()[0]).chunk(2)
+            expected[token] += share * (down @ rounded((F.silu(gate) * up)[None], rounding).wide()[0])
+    assert error(found - residual, expected - residual) < 1e-4
+    assert 1e-2 < error(found - residual, exact - residual) < 0.06
+
+
+# ---------------------------------------------------------------- of a checkpoint
+
+SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+SIZES |= {"num_hidden_layers": 2, "vocab_size": 512}
+FAMILIES = {
+    "qwen3_moe": {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def plain(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model(folder, request.param, **SIZES, **FAMILIES[request.param])
+    return folder
+
+
+def mixtures(model: Decoder) -> list[Experts]:
+    found = [layer.mlp.experts for layer in model._layers]
+    assert len(found) == 2
+    return found
+
+
+def are_narrow(model: Decoder) -> bool:
+    kinds = {isinstance(weights, ScaledStack) for mlp in mixtures(model) for weights in (mlp.gate_up, mlp.down)}
+    assert len(kinds) == 1, "all of them or none"
+    assert kinds == {mlp.narrow for mlp in mixtures(model)}
+    return kinds.pop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_in_fp8_stays_so(plain, tmp_path, kind):
+    scales, config = KINDS[kind]
+    folder = store(plain, tmp_path / "fp8", scales, ("experts",), **config)
+    stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
+    assert are_narrow(stored) and not are_narrow(wide)
+    for kept, multiplied_out in zip(mixtures(stored), mixtures(wide), strict=True):
+        assert isinstance(kept.router, Linear) and torch.equal(kept.router.weight, multiplied_out.router.weight)
+        for name in ("gate_up", "down"):
+            weights, exact = getattr(kept, name), getattr(multiplied_out, name)
+            assert weights.rounding is (Rounding.BLOCKS if kind == "blocks" else Rounding.ROWS)
+            assert len(weights) == len(exact) and weights.numel() == exact.numel()
+            for number, weight in enumerate(exact):
+                assert torch.equal(weights[number].wide(), weight)
+    assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
+
+
+def test_all_of_them_are_rounded_where_that_is_asked_for(plain):
+    narrow, stored = decoder(plain, Products.ALL), decoder(plain, Products.STORED)
+    assert are_narrow(narrow) and not are_narrow(stored)
+    for rounded_, exact in zip(mixtures(narrow), mixtures(stored), strict=True):
+        assert isinstance(rounded_.router, Linear)
+        for name in ("gate_up", "down"):
+            weights = getattr(rounded_, name)
+            for number, weight in enumerate(getattr(exact, name)):
+                assert torch.equal(weights[number].wide(), Scaled.of(weight).wide())
+    assert 1e-4 < error(logits(narrow), logits(stored)) < 0.2
+
+
+def test_random_weights(plain):
+    spec = read_spec(read_json(plain / "config.json"))
+    wide, narrow = (Decoder(spec, RandomWeights(0, torch.float32, CPU, p)) for p in (Products.STORED, Products.ALL))
+    assert are_narrow(narrow) and not are_narrow(wide)
+    for a, b in zip(mixtures(narrow), mixtures(wide), strict=True):
+        assert error(torch.stack([weight.wide() for weight in a.gate_up]), b.gate_up) < 0.05
+
+
+def some_by_rows(weight):
+    """Those of down projections, and of no other."""
+    return (of_rows if weight.shape[0] == SIZES["hidden_size"] else of_blocks)(weight)
+
+
+def test_gate_and_up_may_have_other_scales_than_down(plain, tmp_path):
+    folder = store(plain, tmp_path / "fp8", some_by_rows, ("experts",), weight_block_size=[BLOCK, BLOCK])
+    stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
+    assert are_narrow(stored)
+    kinds = {(mlp.gate_up.rounding, mlp.down.rounding) for mlp in mixtures(stored)}
+    assert kinds == {(Rounding.BLOCKS, Rounding.ROWS)}
+    assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("experts.0.", "experts.1.", "experts.2."),
+        ("up_proj", "w3", "down_proj", "w2"),
+        ("gate_proj", "w1", "up_proj", "w3"),
+    ],
+)
+def test_what_is_stored_in_fp8_in_part_is_multiplied_out(plain, tmp_path, names):
+    folder = store(plain, tmp_path / "fp8", of_rows, names)
+    assert not are_narrow(decoder(folder, Products.STORED))
+    assert torch.equal(logits(decoder(folder, Products.STORED)), logits(decoder(folder, Products.NONE)))
+    assert are_narrow(decoder(folder, Products.ALL))
+
+
+def test_experts_whose_scales_are_not_alike_are_multiplied_out(plain, tmp_path):
+    stored = load_file(plain / "model.safetensors")
+    last = [weight.float() for name, weight in stored.items() if "experts.3." in name]
+
+    def scales(weight):
+        return (of_rows if any(torch.equal(weight, one) for one in last) else of_blocks)(weight)
+
+    folder = store(plain, tmp_path / "fp8", scales, ("experts",))
+    assert not are_narrow(decoder(folder, Products.STORED))
+    assert torch.equal(logits(decoder(folder, Products.STORED)), logits(decoder(folder, Products.NONE)))
+
+
+def test_a_block_of_rows_of_gate_and_up_is_multiplied_out(tmp_path):
+    """144 rows of the gate: the second block of scales would have 16 of them and 112 of up. By rows they stay."""
+    sizes = FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 144}
+    make_model(tmp_path / "plain", "qwen3_moe", **SIZES, **sizes)
+    for scales, narrow in ((of_blocks, False), (of_rows, True), (of_tensor, True)):
+        folder = store(tmp_path / "plain", tmp_path / scales.__name__, scales, ("experts",))
+        assert are_narrow(decoder(folder, Products.STORED)) == narrow
+
+
+def test_sizes_that_products_do_not_take_are_multiplied_out(tmp_path):
+    make_model(tmp_path, "qwen3_moe", **SIZES, **(FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 40}))
+    assert not are_narrow(decoder(tmp_path, Products.ALL))
+
+
+def test_what_is_not_kept_in_fp8_is_counted_once(plain, tmp_path):
+    folder = store(plain, tmp_path / "fp8", of_rows, ("experts.0.",))
+    weights = SafetensorsWeights(folder, torch.float32, CPU, products=Products.STORED)
+    Decoder(read_spec(read_json(folder / "config.json")), weights)
+    assert 0 < weights._bar.n <= weights._bar.total and not weights.unused()
