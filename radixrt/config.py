@@ -66,7 +66,7 @@ class WorkerConfig:
         True, "text that a grammar forces is appended, not drawn, and JSON of a schema is on one line"
     )
     enforce_eager: bool = setting(False, "no CUDA graphs")
-    cpu_threads: int = setting(0, "threads that compute on a CPU (0: torch's default)")
+    cpu_threads: int = setting(0, "threads that compute on a CPU, of each rank (0: torch's default)")
     load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
     seed: int = setting(0, "seed of dummy weights")
     check: bool = setting(False, "assert the page accounting after every step (slow)")

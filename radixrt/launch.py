@@ -242,10 +242,13 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
     """One configuration a worker: its name, the router's address, and its share of the machine: a GPU, or threads."""
     pattern = config.worker
     gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
+    if pattern.tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size {pattern.tensor_parallel_size}: expected 1 or more")
     ranks = config.workers * pattern.tensor_parallel_size
     if 0 < gpus < ranks:
+        name = "workers" if config.workers > 1 else "tensor_parallel_size"
         each = f" of {pattern.tensor_parallel_size} GPUs each" if pattern.tensor_parallel_size > 1 else ""
-        raise ValueError(f"workers: {config.workers} workers{each} need {ranks} GPUs, this machine has {gpus}")
+        raise ValueError(f"{name}: {config.workers} workers{each} need {ranks} GPUs, this machine has {gpus}")
     configs = []
     for number in range(config.workers):
         changes = {"name": f"worker-{number}", "router": worker_address}

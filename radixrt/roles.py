@@ -73,25 +73,45 @@ def run_role(role: str, config: Any) -> None:
             settle()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: worker.stop())
-            worker.run()
+            _serve(worker)
             say_leave(config.router, config.name, "stopped")
+
+
+def _serve(worker: Worker) -> None:
+    """Until it is told to stop. Where its ranks no longer agree the process ends at once: on a GPU what runs there may
+    wait for ever for a rank that is gone."""
+    from radixrt.worker.ranks import GroupLost
+
+    try:
+        worker.run()
+    except GroupLost:
+        log.exception("the worker ends")
+        os._exit(1)
 
 
 def make_worker(config: WorkerConfig) -> Worker:
     """The worker of a resolved `config`, its model loaded (or none, with `fake`)."""
+    runner = make_runner(config)
+    try:
+        return _worker_of(config, runner)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     from radixrt.worker.grammar import Grammars
     from radixrt.worker.loop import Identity, Worker
     from radixrt.worker.scheduler import Limits
 
-    runner = make_runner(config)
     ends = itertools.count()
 
     def connect() -> wire.Link:
         # Each thread of the worker has its own end; a new life of the same name takes over the same ends.
         return wire.Link(config.router, f"{config.name}/{next(ends)}".encode())
 
-    ranks = config.tensor_parallel_size
-    device = config.device if ranks == 1 else f"{config.device} and {ranks - 1} more"
+    more = 0 if config.fake else config.tensor_parallel_size - 1
+    device = f"{config.device} and {more} more" if more else config.device
     identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), device)
     limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
     return Worker(

@@ -5,18 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 import msgspec
 
-from radixrt.roles import follow_parent
 from radixrt.worker.ranks import RankConfig, follow
+
+
+def _end_with_rank_0(folder: str) -> None:
+    """When stdin closes this process ends, whatever it waits for."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankConfig)
-    follow_parent()
+    threading.Thread(target=_end_with_rank_0, args=(config.folder,), name="rank-0", daemon=True).start()
     form = f"%(asctime)s %(levelname).1s %(name)s, rank {config.rank}: %(message)s"
     logging.basicConfig(level="WARNING", format=form, stream=sys.stderr)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

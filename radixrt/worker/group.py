@@ -13,8 +13,8 @@ from radixrt.worker.model.layers import Norm, Ops
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.sharding import Shard
 
-JOIN_SECONDS = 120.0
-"""Within which all ranks must have come."""
+WAIT_SECONDS = 1800.0
+"""For other ranks, which may read weights more slowly; those that have ended are noticed otherwise."""
 # torch 2.13 has another name for it.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 BLOCK = 1 << 24
@@ -22,9 +22,8 @@ BLOCK = 1 << 24
 
 
 class TorchGroup:
-    """A rank's end of `model.parallel.Group`. Of `exact` sums a row's result does not depend on how many there are:
-    the parts are added in the order of the ranks, and then
-    to the residual."""
+    """A rank's end of `model.parallel.Group`. A row of an `exact` sum does not depend on how many rows there are: the
+    parts are added in the order of the ranks, and then to the residual."""
 
     def __init__(self, shard: Shard, device: torch.device, exact: bool) -> None:
         self.shard = shard
@@ -54,7 +53,8 @@ class TorchGroup:
             theirs.copy_(theirs.float() + total)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._stacked(x).transpose(0, 1).flatten(1)
+        # Of a single column flatten gives a view, whose rows do not lie side by side.
+        return self._stacked(x).transpose(0, 1).flatten(1).contiguous()
 
     def _stacked(self, x: torch.Tensor) -> torch.Tensor:
         """x[S, N] of all ranks: [ranks, S, N]."""
@@ -79,12 +79,15 @@ def join(folder: Path, shard: Shard, device: torch.device) -> None:
     store = distributed.FileStore(str(folder / "ranks"), shard.size)
     distributed.init_process_group(
         backend, store=store, rank=shard.rank, world_size=shard.size, device_id=own,
-        timeout=timedelta(seconds=JOIN_SECONDS),
+        timeout=timedelta(seconds=WAIT_SECONDS),
     )  # fmt: skip
 
 
 def leave() -> None:
-    """The other end of `join`. The other ranks may have ended, and graphs may hold NCCL's part: it is given up."""
+    """The other end of `join`. The other ranks may have ended, and graphs may hold NCCL's part: it is given up.
+    Idempotent."""
+    if not distributed.is_initialized():
+        return
     if distributed.get_backend() == "nccl":
         distributed.group.WORLD.abort()
     else:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from radixrt.config import WorkerConfig
-from radixrt.worker.group import TorchGroup, join
+from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
@@ -77,28 +78,39 @@ def _lead(config: WorkerConfig) -> Runner:
             f"tensor_parallel_size: {shard.size} ranks from {loaded.device} on need more than the {have} GPUs that are "
             "to be seen"
         )
+    if distributed.is_initialized():
+        raise ValueError(
+            "tensor_parallel_size: this process has a group of ranks already; further workers must be processes of "
+            "their own, as those of radixrt serve are"
+        )
     followers = Followers(config)
     try:
         group = _join(config, loaded, followers.folder, shard)
         return Leader(_load(config, loaded, group), followers)
     except BaseException:
         followers.close()
+        leave()
         raise
 
 
 def _join(config: WorkerConfig, loaded: Loaded, folder: Path, shard: Shard) -> TorchGroup:
-    """The ranks' group; on a GPU its ranks lend each other memory."""
-    if loaded.device.type != "cuda":
-        join(folder, shard, loaded.device)
-        return TorchGroup(shard, loaded.device, config.deterministic)
+    """The ranks' group; on GPUs with kernels its ranks lend each other memory."""
+    on_gpu, exact = loaded.device.type == "cuda", is_exact(config, loaded)
+    if on_gpu:
+        torch.cuda.set_device(loaded.device)
+    join(folder, shard, loaded.device)
+    if not on_gpu or config.attention_backend == "torch" or _no_kernels(loaded):
+        return TorchGroup(shard, loaded.device, exact)
     from radixrt.worker.cuda.group import PeerGroup
 
-    torch.cuda.set_device(loaded.device)
-    join(folder, shard, loaded.device)
-    group = PeerGroup(shard, loaded.device, config.deterministic)
-    if config.attention_backend != "torch":
-        group.meet(loaded.spec.hidden_size, config.max_num_batched_tokens, loaded.dtype)
+    group = PeerGroup(shard, loaded.device, exact)
+    group.meet(loaded.spec.hidden_size, config.max_num_batched_tokens, loaded.dtype)
     return group
+
+
+def is_exact(config: WorkerConfig, loaded: Loaded) -> bool:
+    """Whether results must not depend on the batch: with FP8 pages on a CPU nothing less keeps cold and warm alike."""
+    return config.deterministic or (loaded.device.type == "cpu" and loaded.kv_dtype.itemsize == 1)
 
 
 def rank_device(device: str, rank: int) -> str:
@@ -121,6 +133,8 @@ def _check(config: WorkerConfig) -> None:
 def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> ModelRunner:
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
+    elif group is not None and loaded.device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // group.shard.size))
     began = time.monotonic()
     try:
         runner = make_runner(config, loaded, group)
@@ -164,7 +178,7 @@ def notes(hf_config: Mapping[str, Any]) -> Iterator[str]:
 def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> ModelRunner:
     """By device: kernels on a GPU, unless they cannot be there or torch is asked for."""
     on_gpu = loaded.device.type == "cuda"
-    exact = config.deterministic or (not on_gpu and loaded.kv_dtype.itemsize == 1)
+    exact = is_exact(config, loaded)
     if on_gpu and config.attention_backend != "torch":
         if reason := _no_kernels(loaded):
             log.warning("%s: everything by torch, much slower", reason)

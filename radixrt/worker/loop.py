@@ -112,6 +112,7 @@ class Worker:
                 outputs = self._step()
                 self._pin(outputs)
                 self._reply(outputs)
+            self._land()  # nothing is under way when the runner is closed
         finally:
             self._stopped.set()
             self._link.close()

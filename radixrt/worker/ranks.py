@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("radixrt.ranks")
 
 STOP_SECONDS = 10.0
-"""Time that followers have to leave, and rank 0 to fail by itself when one of them has ended."""
+"""Time that followers have to leave."""
+FAIL_SECONDS = 2.0
+"""Time that rank 0 has to fail by itself when one of them has ended."""
 KEPT_REQUESTS = 1 << 14
 """That a follower remembers, beyond those of the step."""
 
@@ -132,7 +134,7 @@ class RankConfig:
 
 
 class Followers:
-    """The processes of the other ranks, and the way to them."""
+    """The processes of the other ranks, and the way to them. If one of them ends, so does this process."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="radixrt-"))
@@ -156,7 +158,8 @@ class Followers:
         code = self._processes[rank - 1].wait()
         if not self._closing.is_set():
             log.error("rank %d ended with code %s: the worker ends", rank, code)
-            if not self._closing.wait(STOP_SECONDS):
+            if not self._closing.wait(FAIL_SECONDS):
+                shutil.rmtree(self.folder, ignore_errors=True)
                 os._exit(1)
 
     def close(self) -> None:
@@ -195,7 +198,7 @@ class Leader:
     def __init__(self, runner: ModelRunner, followers: Followers) -> None:
         self._runner = runner
         self._followers = followers
-        self._told = False
+        self._told = self._lost = False
         runner.planned = self._tell
 
     def __getattr__(self, name: str) -> Any:
@@ -214,24 +217,29 @@ class Leader:
         try:
             wait = self._runner.launch(plan)
         except Exception as error:
-            if self._told:
-                raise GroupLost(f"step {plan.step} failed on rank 0 alone") from error
-            raise
-        return lambda: _or_lost(wait)
+            if not self._told:
+                raise
+            raise self._lose(plan) from error
+
+        def read() -> Result:
+            try:
+                return wait()
+            except Exception as error:
+                raise self._lose(plan) from error
+
+        return read
+
+    def _lose(self, plan: Plan) -> GroupLost:
+        self._lost = True
+        return GroupLost(f"step {plan.step} failed on rank 0 alone")
 
     def draw(self) -> None:
-        _or_lost(self._runner.draw)
+        self._runner.draw()
 
     def close(self) -> None:
         self._followers.close()
-        leave()
-
-
-def _or_lost(act: Callable[[], Any]) -> Any:
-    try:
-        return act()
-    except Exception as error:
-        raise GroupLost("a step failed on rank 0 alone") from error
+        if not self._lost:  # else who leaves may wait for ever for those who are gone
+            leave()
 
 
 # ---------------------------------------------------------------- the other ranks
@@ -260,8 +268,8 @@ class Book:
     def plan(self, step: Step) -> Plan:
         for number in step.requests:
             self._requests[number] = self._requests.pop(number, None) or _stand_in(number)
-        for number in list(self._requests)[: max(0, len(self._requests) - KEPT_REQUESTS - len(step.requests))]:
-            del self._requests[number]
+        while len(self._requests) > KEPT_REQUESTS + len(step.requests):
+            del self._requests[next(iter(self._requests))]
         requests = tuple(self._requests[number] for number in step.requests)
         for index, request in enumerate(requests):
             path = step.paths.get(index)

@@ -8,22 +8,26 @@ import subprocess
 import sys
 import time
 from array import array
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch import distributed
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Run, Sampling
 from radixrt.worker import ranks
+from radixrt.worker.group import TorchGroup
 from radixrt.worker.loading import load_runner, rank_device
+from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Plan
 from radixrt.worker.ranks import Book, GroupLost, Leader, Step
 from radixrt.worker.request import Request
 from tests.checkpoints import make_model
-from tests.worker.engine import GREEDY, Engine, prompts
+from tests.worker.engine import Engine, prompts
 
 
 def request(number: int) -> Request:
@@ -86,57 +90,79 @@ def test_ranks_have_devices_side_by_side():
     assert found == ["cpu", "cuda:3", "cuda:7"]
 
 
-# ---------------------------------------------------------------- the same work
+def test_what_was_used_last_is_kept(monkeypatch):
+    monkeypatch.setattr(ranks, "KEPT_REQUESTS", 1)
+    book, (a, b, c) = Book(), [request(i) for i in range(3)]
+    book.plan(told(plan_of((a, b)), {}))
+    (kept,) = book.plan(told(plan_of((a,)), {})).requests
+    book.plan(told(plan_of((c,)), {}))
+    assert book.plan(told(plan_of((a,)), {})).requests[0] is kept
 
 
-def test_a_follower_plans_the_same_work(tmp_path):
-    """Chunks, decodes and what they share, in Triton's interpreter: the tokens that a follower draws, of a whole model
-    here, are those of rank 0, and nothing that it wants was not looked up."""
-    pytest.importorskip("triton")
-    from tests.worker.cuda.test_runner import SIZES, runners
+@pytest.mark.parametrize("wants", [False, True])
+def test_whether_logits_are_wanted_is_told(wants):
+    one = request(1)
+    one.draws, one.serial = wants, False
+    assert Book().plan(told(plan_of((one,)), {})).wants_logits is wants
 
-    make_model(tmp_path, "llama", **SIZES | {"num_hidden_layers": 1})
-    first, second = (runners(tmp_path, ragged=True)[1] for _ in range(2))
-    book, waits, expected, found = Book(), [], [], []
 
-    class Told:
-        def tell(self, message):
-            message = ranks._decode(ranks._encode(message))
-            if isinstance(message, ranks.Bind):
-                second.bind(np.zeros((message.rows, message.columns), np.int32))
-            else:
-                plan = book.plan(message)
-                paths.append(len(message.paths))
-                waits.append((plan, second.launch(plan)))
+@pytest.mark.parametrize("when", ["before", "launch", "wait", "draw"])
+def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
+    """Unless nobody else has been told, or nobody else takes part."""
+    left: list[bool] = []
+    monkeypatch.setattr(ranks, "leave", lambda: left.append(True))
 
-    paths: list[int] = []
-    leader = Leader(first, Told())
-    launch = leader.launch
+    class Failing:
+        planned = None
 
-    def noted(plan):
-        wait = launch(plan)
+        def launch(self, plan):
+            if when != "before":
+                self.planned(plan, {})
+            if when in ("before", "launch"):
+                raise KeyError
 
-        def read():
-            result = wait()
-            same, theirs = waits.pop(0)
-            known = [b for b, r in enumerate(plan.requests) if plan.samples[b] and not r.over]
-            expected.append([result.tokens[b] for b in known])
-            found.append([theirs().tokens[b] for b in known])
-            assert same.step == plan.step
-            return result
+            def wait():
+                raise KeyError
 
-        return read
+            return wait
 
-    leader.launch = noted
-    engine = Engine(leader, chunk=23, rows=8, max_model_len=128)
-    shared = prompts(1, 30, 30, vocab_size=128)[0]
-    for some in (4, 2):
-        for tail in prompts(some, 1, 9, vocab_size=128, seed=some):
-            engine.add(shared + tail, msgspec.structs.replace(GREEDY, max_tokens=4))
-        engine.finish()
-    assert found == expected and len(found) > 8
-    assert 0 in paths and max(paths) >= 4, "paths are told where they were looked up, and no more often"
-    assert first.read_keys == second.read_keys < first.plain_keys
+        def draw(self):
+            raise KeyError
+
+    leader = Leader(Failing(), SimpleNamespace(tell=lambda message: None, close=lambda: None))
+    with pytest.raises(GroupLost if when in ("launch", "wait") else KeyError):
+        wait = leader.launch(plan_of((request(1),)))
+        if when == "wait":
+            wait()
+        leader.draw()
+    leader.close()
+    assert bool(left) == (when in ("before", "draw")), "who is alone does not wait for others"
+
+
+def test_a_follower_waits_for_the_step_before():
+    """No more than two steps are under way: what they are sent by is used in turn."""
+    under_way: list[int] = []
+    most: list[int] = []
+
+    class Slow:
+        overlaps = True
+
+        def bind(self, table):
+            assert table.shape == (4, 9)
+
+        def launch(self, plan):
+            under_way.append(plan.step)
+            most.append(len(under_way))
+            return lambda: under_way.remove(plan.step)
+
+    theirs, mine = Pipe(duplex=False)
+    mine.send_bytes(ranks._encode(ranks.Bind(4, 9)))
+    for step in range(5):
+        mine.send_bytes(ranks._encode(Step.of(plan_of((request(1),), step), {})))
+    mine.close()
+    with pytest.raises(EOFError):
+        ranks.follow(Slow(), theirs)
+    assert max(most) == 2 and under_way == [4]
 
 
 # ---------------------------------------------------------------- processes
@@ -154,7 +180,7 @@ def load(folder, size: int, **settings):
     return load_runner(resolve(WorkerConfig(**config | settings)))
 
 
-@pytest.mark.parametrize(("size", "settings"), [(2, {"kv_cache_dtype": "fp8_e4m3"}), (4, {})])
+@pytest.mark.parametrize(("size", "settings"), [(2, {}), (4, {"kv_cache_dtype": "fp8_e4m3"})])
 def test_ranks_generate_what_one_does(folder, size, settings):
     """Four ranks share two KV heads. Chunks, prefixes, preemption, and what draws by more than logits; FP8 pages are
     exact, so warm is cold."""
@@ -168,11 +194,32 @@ def test_ranks_generate_what_one_does(folder, size, settings):
             cold = engine.generate(asked)
             assert engine.generate(asked[:3]) == cold[:3]
             found.append([cold, engine.generate(asked[:4], drawn)])
+            scores = []
+            for _ in range(2):
+                ids = [engine.add(p, Sampling(max_tokens=0), score_from=len(p) // 2) for p in asked[:3]]
+                engine.finish()
+                scores.append([s for id in ids for output in engine.outputs[id] for s in output.scores])
+            if settings:
+                assert scores[0] == scores[1], "to the last bit"
         finally:
             runner.close()
+            runner.close()
+        assert ranks_of == 1 or not runner._followers.folder.exists()
         assert not any("radixrt.worker.follower" in p.cmdline() for p in psutil.Process().children())
     assert found[0][0] == found[1][0]
     assert found[0][1] == found[1][1]
+
+
+def test_one_group_a_process_at_a_time(folder):
+    """A load that failed leaves none behind."""
+    with pytest.raises(ValueError, match="load_format"):
+        load(folder, 2, load_format="other")
+    runner = load(folder, 2)
+    try:
+        with pytest.raises(ValueError, match="tensor_parallel_size: this process has a group"):
+            load(folder, 2)
+    finally:
+        runner.close()
 
 
 def test_no_more_ranks_than_heads(folder):
@@ -231,13 +278,17 @@ load(sys.argv[1], 2)
     assert process.returncode == 1 and "rank 1 ended with code 3" in process.stderr
 
 
+@pytest.mark.parametrize("shape", [(6, 1), (1, 5), (6, 5)])
+def test_what_is_gathered_is_read_row_by_row(shape):
+    group = TorchGroup(Shard(0, 3), torch.device("cpu"), exact=False)
+    parts = torch.arange(3 * shape[0] * shape[1]).view(3, *shape)
+    group._stacked = lambda x: parts
+    found = group.gather(parts[0])
+    assert found.is_contiguous() and torch.equal(found, torch.cat(list(parts), 1))
+
+
 def test_exact_sums_do_not_depend_on_how_many_there_are():
     """Row by row, in the order of ranks, then the residual; by gloo with one rank, whose sum is itself."""
-    from torch import distributed
-
-    from radixrt.worker.group import TorchGroup
-    from radixrt.worker.model.sharding import Shard
-
     group = TorchGroup(Shard(0, 3), torch.device("cpu"), exact=True)
     parts = [torch.randn(5, 64).bfloat16() for _ in range(3)]
     residual = torch.randn(5, 64).bfloat16()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.quantized import Products
+from radixrt.worker.model.quantized import Products, part_of_scale
 from radixrt.worker.model.sharding import Part, Shard
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
@@ -87,6 +87,12 @@ def test_a_part_is_what_the_whole_has_there(checkpoint, tmp_path, kind, part):
         assert torch.equal(scaled.wide(), weights.scaled(name, shape).wide()[cut])
 
 
+def test_the_last_block_may_be_short():
+    scale = torch.arange(6.0).view(3, 2)
+    assert part_of_scale(scale, (320, 256), (128, 128), Part(0, 256, 320)).tolist() == [[4.0, 5.0]]
+    assert part_of_scale(scale, (320, 256), (128, 128), Part(0, 192, 320)) is None
+
+
 def test_parts_of_random_weights(checkpoint):
     weights = RandomWeights(3, torch.float32, CPU)
     whole = weights.load("a", (6, 8))
@@ -140,9 +146,10 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
             found = model.gather(out)
             ids = model.own_ids
             assert torch.equal(found[:, ids.start : ids.stop], out[:, : len(ids)])
-        return found, group.turns, model.spec
+        return found, group.turns, model.spec, model.own_width
 
-    for found, turns, local in on_ranks(size, act):
+    for found, turns, local, width in on_ranks(size, act):
+        assert width == -(-spec.vocab_size // (64 * size)) * 64, "all ranks gather as much"
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
         assert turns == [0, 1] * (2 * spec.num_layers - 1), "a room is used again when others have read it"
         assert local.num_heads * size == spec.num_heads

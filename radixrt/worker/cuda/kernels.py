@@ -364,7 +364,7 @@ def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None 
     """int32[2 S] of float32 logits[S, vocab]: whether the largest of each row is finite, with no NaN in the row; then
     its id, the smallest of equals. Of a `group` each rank has the logits of its `ids`, the first ones of a row."""
     rows, width = logits.shape
-    ids = ids or range(width)
+    ids = range(width) if ids is None else ids
     found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
         block = 4096

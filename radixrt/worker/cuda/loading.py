@@ -41,6 +41,8 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
     model = load_model(config, loaded, config.deterministic, ops=ops, group=group)
     scales = load_scales(config, loaded, model)
     flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
+    if group is not None and not group.smallest(int(flashinfer is not None)):
+        flashinfer = None  # ranks that have it would plan otherwise than those that have not
     graphs = 0 if config.enforce_eager else config.max_num_seqs
     tokens = config.max_total_tokens
     if not tokens:

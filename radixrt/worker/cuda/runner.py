@@ -205,7 +205,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
-        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order."""
+        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order. Of one rank alone."""
         return self._run(plan, Packer(self._device), Answer(self._device), serial=True).logits
 
     @torch.inference_mode()
@@ -358,7 +358,7 @@ class CudaRunner(ModelRunner):
         before = torch.cuda.mem_get_info(self._device)[0]
         kinds = (False, True) if self._cuts.cost else (False,)
         wanted_graphs = [(size, shared) for size in sorted(self._graph_sizes, reverse=True) for shared in kinds]
-        for size, shared in tqdm(wanted_graphs, desc="capturing graphs", unit="graph"):
+        for size, shared in tqdm(wanted_graphs, desc="capturing graphs", unit="graph", disable=not self._leads):
             packer.clear()
             none = np.zeros(0, dtype=np.int32)
             works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}

@@ -35,7 +35,7 @@ class Group(Protocol):
         """Add the sum of all ranks' parts, each in its `room`, to the residual, in place; the norm of that."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x[S, N] of all ranks side by side: [S, ranks * N]."""
+        """x[S, N] of all ranks side by side: [S, ranks * N], contiguous."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Make x what it is on rank 0, in place."""

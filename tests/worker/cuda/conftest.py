@@ -18,6 +18,7 @@ INTERPRETED = [
     "test_sampler.py",
     "test_scaled.py",
     "test_segments.py",
+    "test_two_ranks.py",
 ]
 
 collect_ignore_glob = [] if HAS_TRITON else INTERPRETED

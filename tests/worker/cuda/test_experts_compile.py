@@ -50,7 +50,7 @@ for tiles, blocks in (((*both, scaled_experts.FEWEST, scaled_experts.MOST), Fals
 """
 
 
-@pytest.mark.parametrize(("capability", "room"), [(89, 101_376), (90, 232_448)])
+@pytest.mark.parametrize(("capability", "room"), [pytest.param(89, 101_376, marks=pytest.mark.slow), (90, 232_448)])
 def test_kernels_of_experts_in_fp8(capability, room, tmp_path):
     """In the shared memory of every GPU that has products in FP8, by its own instructions, loading ahead."""
     run(SCRIPT, tmp_path, str(capability), str(room))

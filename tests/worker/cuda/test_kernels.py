@@ -171,7 +171,7 @@ class InTurn:
         return torch.cat(self.left[:3], 1) if len(self.left) > 3 else x
 
 
-@pytest.mark.parametrize("vocab", [31, 9000])
+@pytest.mark.parametrize("vocab", [31, 9000, 30_000])
 def test_largest_of_all_ranks(vocab, device):
     """What a rank has behind its ids does not count; of equals, on whatever rank, the first does."""
     logits = torch.randn(7, vocab, device=device)

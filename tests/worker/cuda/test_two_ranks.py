@@ -1,0 +1,190 @@
+"""The GPU's runners of two ranks, in Triton's interpreter: together they generate what one alone does."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.messages import Sampling
+from radixrt.worker import loading, ranks
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.attend import Shape
+from radixrt.worker.cuda.runner import CudaRunner
+from radixrt.worker.model.sharding import Shard
+from radixrt.worker.ranks import Bind, Book, Leader, Step
+from tests.checkpoints import make_model
+from tests.worker.cuda.ragged import PlainFlashInfer
+from tests.worker.cuda.test_runner import SIZES
+from tests.worker.engine import GREEDY, Engine, prompts
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+WAIT = 60
+
+
+class Meeting:
+    """Where `size` ranks meet; one of them runs at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(size)
+        self.table: list = [None] * size
+
+    def all(self, rank: int, what: tuple, mine: torch.Tensor) -> list[torch.Tensor]:
+        self.table[rank] = what, mine
+        self.turn.release()
+        try:
+            self.barrier.wait(WAIT)
+            found = list(self.table)
+            self.barrier.wait(WAIT)
+        finally:
+            self.turn.acquire()
+        assert len({kind for kind, _ in found}) == 1, f"ranks meet for different things: {[k for k, _ in found]}"
+        return [x for _, x in found]
+
+
+class BatonGroup:
+    """A group whose ranks run in turn: each goes on where it meets the others."""
+
+    def __init__(self, shard: Shard, meeting: Meeting) -> None:
+        self.shard, self._meeting = shard, meeting
+        self.kinds: list[str] = []
+
+    def _all(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+        self.kinds.append(name)
+        return self._meeting.all(self.shard.rank, (name, tuple(x.shape)), x.clone())
+
+    def room(self, turn, residual):
+        self._turn = turn
+        return torch.full_like(residual, torch.nan)
+
+    def add(self, turn, part, residual, norm, ops):
+        residual += sum(self._all(f"add {turn}", part))
+        return norm(residual, ops)
+
+    def gather(self, x):
+        return torch.cat(self._all("gather", x), 1)
+
+    def broadcast(self, x):
+        x.copy_(self._all("broadcast", x)[0])
+
+
+def make(folder, group):
+    config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=1200))
+    loaded = loading.look_up(config, group.shard if group else Shard())
+    model = loading.load_model(config, loaded, False, ops=ops, group=group)
+    pool = loading.make_pool(loaded, 1201, 1)
+    spec = loaded.spec
+    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, 1)
+    return CudaRunner(
+        model, pool, 1, rows=8, eos_ids=loaded.eos_ids, processors=4, group=group,
+        flashinfer=PlainFlashInfer(shape, torch.float32, 300),
+    )  # fmt: skip
+
+
+class Told:
+    """The way to the follower."""
+
+    def __init__(self) -> None:
+        self.messages: queue.Queue[bytes | None] = queue.Queue()
+        self.paths: list[int] = []
+
+    def tell(self, message) -> None:
+        if isinstance(message, Step):
+            self.paths.append(len(message.paths))
+        self.messages.put(ranks._encode(message))
+
+
+def follower(runner, told, meeting, problems) -> None:
+    book, before = Book(), None
+    try:
+        while (payload := told.messages.get(timeout=WAIT)) is not None:
+            message = ranks._decode(payload)
+            with meeting.turn:
+                if isinstance(message, Bind):
+                    runner.bind(np.zeros((message.rows, message.columns), np.int32))
+                    continue
+                wait = runner.launch(book.plan(message))
+                if before is not None:
+                    before()
+                before = wait
+    except BaseException as error:
+        problems.append(error)
+        meeting.barrier.abort()
+
+
+def both(folder, act):
+    """What `act(engine)` gives on one rank and on two, what the two met for, and how many paths were told each step."""
+    alone = act(Engine(make(folder, None), chunk=23, rows=8, max_model_len=128))
+    meeting, told, problems = Meeting(2), Told(), []
+    groups = [BatonGroup(Shard(rank, 2), meeting) for rank in range(2)]
+    runners = [make(folder, group) for group in groups]
+    thread = threading.Thread(target=follower, args=(runners[1], told, meeting, problems))
+    thread.start()
+    together = None
+    try:
+        with meeting.turn:
+            together = act(Engine(Leader(runners[0], told), chunk=23, rows=8, max_model_len=128))
+    except BaseException:
+        if not problems:
+            raise
+    finally:
+        told.messages.put(None)
+        thread.join()
+    if problems:
+        raise problems[0]
+    assert groups[0].kinds == groups[1].kinds
+    assert runners[0].read_keys == runners[1].read_keys
+    return alone, together, groups[0].kinds, told.paths
+
+
+def traffic(engine):
+    """Greedy, drawn, penalized and scored requests that share prefixes, end early and come while others run."""
+    rng = random.Random(4)
+    shared = prompts(1, 30, 30, vocab_size=100)[0]
+    kinds = [
+        GREEDY,
+        Sampling(temperature=1.0, seed=3, top_p=0.9, ignore_eos=True),
+        Sampling(temperature=0.0, repetition_penalty=1.3, ignore_eos=True),
+        Sampling(temperature=0.8, seed=1, logprobs=2, ignore_eos=True),
+    ]
+    for n, tail in enumerate(prompts(9, 1, 20, vocab_size=100, seed=9)):
+        sampling = msgspec.structs.replace(kinds[n % len(kinds)], max_tokens=rng.randint(1, 5))
+        engine.add((shared if n % 3 else []) + tail, sampling, score_from=5 if n % 5 == 4 else None)
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if n == 5:
+            engine.scheduler.abort(n)
+    engine.finish()
+    return {i: [t for o in outputs for t in o.tokens] for i, outputs in engine.outputs.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_two_ranks_are_one(family, tmp_path):
+    """Of a vocabulary that does not divide: what is gathered has columns behind the last token id."""
+    make_model(tmp_path, family, **SIZES | {"vocab_size": 100, "num_hidden_layers": 1},
+               **({"sliding_window": 16} if family == "mistral" else {}))  # fmt: skip
+    alone, together, kinds, paths = both(tmp_path, traffic)
+    assert together == alone
+    assert kinds.count("broadcast") and kinds.count("gather") > kinds.count("broadcast")
+    assert 0 in paths and (family == "mistral" or max(paths) > 1), "paths are told where they were looked up"
+
+
+@pytest.mark.parametrize("vocab_size", [128, 64])
+def test_greedy_steps_gather_no_logits(tmp_path, vocab_size):
+    """Of 64 token ids rank 1 has none."""
+    make_model(tmp_path, "llama", **SIZES | {"vocab_size": vocab_size, "num_hidden_layers": 1})
+    asked = msgspec.structs.replace(GREEDY, max_tokens=4)
+
+    def act(engine):
+        return [engine.generate([p], asked) for p in prompts(2, 5, 9, vocab_size=vocab_size)]
+
+    alone, together, kinds, _ = both(tmp_path, act)
+    assert alone == together
+    assert kinds.count("gather") == kinds.count("broadcast"), "one of what is largest, a step"
