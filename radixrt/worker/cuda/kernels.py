@@ -368,7 +368,7 @@ def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None 
     found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
         block = 4096
-        blocks = triton.cdiv(width, block)
+        blocks = 4 * triton.cdiv(width, 4 * block)  # rows of both begin at multiples of 16 bytes: one compilation
         both = torch.empty((2 * rows, blocks), dtype=torch.int32, device=logits.device)
         best, at = both[:rows].view(torch.float32), both[rows:]
         _largest_kernel[(rows, blocks)](
