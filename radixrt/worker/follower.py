@@ -36,8 +36,11 @@ def main() -> int:
     except ValueError as error:
         logging.error("%s", error)
         return 1
-    with contextlib.suppress(EOFError):
-        follow(runner, Connection(config.pipe, writable=False))
+    try:
+        with contextlib.suppress(EOFError):
+            follow(runner, Connection(config.pipe, writable=False))
+    finally:
+        shutil.rmtree(config.folder, ignore_errors=True)
     return 0
 
 

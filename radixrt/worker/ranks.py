@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -138,6 +139,7 @@ class Followers:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="radixrt-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also where nobody closes
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []

@@ -9,6 +9,7 @@ import sys
 import time
 from array import array
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -230,11 +231,11 @@ def test_no_more_ranks_than_heads(folder):
 
 
 PROGRAM = """
-import sys, time
+import sys
 from tests.worker.test_ranks import Engine, load, prompts
 runner = load(sys.argv[1], 2)
 engine = Engine(runner)
-print("ready", flush=True)
+print(runner._followers.folder, flush=True)
 while True:
     engine.generate(prompts(2, 20, 40))
 """
@@ -246,7 +247,8 @@ def test_ranks_end_together(folder, who):
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout.readline() == "ready\n"
+        meeting_place = Path(process.stdout.readline().strip())
+        assert meeting_place.is_dir()
         (other,) = psutil.Process(process.pid).children()
         os.kill(process.pid if who == "the first" else other.pid, signal.SIGKILL)
         _, said = process.communicate(timeout=40)
@@ -257,6 +259,7 @@ def test_ranks_end_together(folder, who):
         while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < until
             time.sleep(0.05)
+        assert not meeting_place.exists()
     finally:
         process.kill()
         process.wait()
@@ -270,7 +273,7 @@ from radixrt.worker import ranks
 from tests.worker.test_ranks import load
 gone = [sys.executable, "-c", "raise SystemExit(3)"]
 ranks._start = lambda config: subprocess.Popen(gone, stdin=subprocess.PIPE)
-ranks.STOP_SECONDS = 0.5
+ranks.FAIL_SECONDS = 0.5
 load(sys.argv[1], 2)
 """
     command = [sys.executable, "-c", code, str(folder)]
