@@ -280,6 +280,34 @@ def test_stop_ends_the_loop():
             time.sleep(0.01)
 
 
+def test_no_step_is_under_way_when_the_runner_is_closed():
+    """What a step waits for on a device may end with the runner."""
+
+    class Counting(FakeRunner):
+        under_way, left = 0, None
+
+        def launch(self, plan):
+            wait = super().launch(plan)
+            self.under_way += 1
+
+            def read():
+                result = wait()
+                self.under_way -= 1
+                return result
+
+            return read
+
+        def close(self):
+            self.left = self.under_way
+
+    runner = Counting(num_pages=4096, decode_step=0.01)
+    with worker(runner) as (router, serving):
+        router.tell(run(1, [5, 6, 7], Sampling(max_tokens=2000, temperature=0.0, ignore_eos=True)))
+        router.hear(lambda seen: any(isinstance(message, StepDone) and message.outputs for message in seen))
+        serving.stop()
+    assert runner.left == 0
+
+
 def test_a_long_step_does_not_stop_the_heart(monkeypatch):
     monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.05)
     with worker(FakeRunner(num_pages=400, decode_step=0.4)) as (router, _):
