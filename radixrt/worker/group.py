@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from radixrt.worker.model.layers import Norm, Ops
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.sharding import Shard
 
+log = logging.getLogger("radixrt.ranks")
+
+LEAVE_SECONDS = 5.0
+"""For what NCCL holds."""
 WAIT_SECONDS = 1800.0
 """For other ranks, which may read weights more slowly; those that have ended are noticed otherwise."""
 # torch 2.13 has another name for it.
@@ -84,11 +90,20 @@ def join(folder: Path, shard: Shard, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """The other end of `join`. The other ranks may have ended, and graphs may hold NCCL's part: it is given up.
-    Idempotent."""
+    """The other end of `join`. The other ranks may have ended: NCCL's part is given up, for which all graphs must be
+    gone that hold some of it (ncclCommAbort waits for them). Idempotent."""
     if not distributed.is_initialized():
         return
-    if distributed.get_backend() == "nccl":
-        distributed.group.WORLD.abort()
-    else:
+    if distributed.get_backend() != "nccl":
         distributed.destroy_process_group()
+        return
+    giving_up = threading.Thread(target=_give_up, name="leave", daemon=True)
+    giving_up.start()
+    giving_up.join(LEAVE_SECONDS)
+    if giving_up.is_alive():
+        log.warning("NCCL does not give up its part in %.0f s: left as it is", LEAVE_SECONDS)
+
+
+def _give_up() -> None:
+    distributed.group.WORLD.abort()
+    distributed.destroy_process_group()

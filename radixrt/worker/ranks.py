@@ -241,6 +241,7 @@ class Leader:
     def close(self) -> None:
         self._followers.close()
         if not self._lost:  # else who leaves may wait for ever for those who are gone
+            self._runner.close()
             leave()
 
 

@@ -19,7 +19,8 @@ PENALIZED = Sampling(max_tokens=24, temperature=0.0, repetition_penalty=1.2, log
 def main(folder: str, ranks: int, out: str, settings: dict[str, object]) -> None:
     """Cold and warm, in a batch and alone, drawn, by what was said, and scores of prompts."""
     config = {"device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536, "max_num_seqs": 16} | settings
-    runner = load_runner(resolve(WorkerConfig(model=folder, tensor_parallel_size=ranks, **config)))
+    worker = resolve(WorkerConfig(model=folder, tensor_parallel_size=ranks, **config))
+    runner = load_runner(worker)
     engine = Engine(runner, chunk=8192, rows=16, max_model_len=4096)
     asked = prompts(16, 20, 300, vocab_size=4096)
     found = {"cold": engine.generate(asked), "warm": engine.generate(asked)}
@@ -29,6 +30,11 @@ def main(folder: str, ranks: int, out: str, settings: dict[str, object]) -> None
     engine.finish()
     found["scores"] = [score for id in ids for output in engine.outputs[id] for score in output.scores or []]
     runner.close()
+    if not settings:  # another worker in the same process
+        runner = load_runner(worker)
+        engine = Engine(runner, chunk=8192, rows=16, max_model_len=4096)
+        found["again"] = engine.generate(asked)
+        runner.close()
     Path(out).write_text(json.dumps(found))
 
 

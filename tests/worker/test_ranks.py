@@ -110,8 +110,8 @@ def test_whether_logits_are_wanted_is_told(wants):
 @pytest.mark.parametrize("when", ["before", "launch", "wait", "draw"])
 def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
     """Unless nobody else has been told, or nobody else takes part."""
-    left: list[bool] = []
-    monkeypatch.setattr(ranks, "leave", lambda: left.append(True))
+    left: list[str] = []
+    monkeypatch.setattr(ranks, "leave", lambda: left.append("the group"))
 
     class Failing:
         planned = None
@@ -130,6 +130,9 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
         def draw(self):
             raise KeyError
 
+        def close(self):
+            left.append("graphs")
+
     leader = Leader(Failing(), SimpleNamespace(tell=lambda message: None, close=lambda: None))
     with pytest.raises(GroupLost if when in ("launch", "wait") else KeyError):
         wait = leader.launch(plan_of((request(1),)))
@@ -137,7 +140,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
             wait()
         leader.draw()
     leader.close()
-    assert bool(left) == (when in ("before", "draw")), "who is alone does not wait for others"
+    assert left == (["graphs", "the group"] if when in ("before", "draw") else []), "who is alone does not wait"
 
 
 def test_a_follower_waits_for_the_step_before():

@@ -63,6 +63,12 @@ class Pieces:
         """The smallest size that holds so many tokens; 0 if none does."""
         return min((size for size in self._captured if size >= tokens), default=0)
 
+    def close(self) -> None:
+        for captured in self._captured.values():
+            for graph in captured.graphs:
+                graph.reset()
+        self._captured.clear()
+
     def begin(self, inputs: torch.Tensor) -> None:
         """Launch what comes before the first attention, for int32[4, size] of tokens, positions, slots and rows, padded
         to a size."""

@@ -163,6 +163,15 @@ class CudaRunner(ModelRunner):
         if self._graphs_wanted:
             self._capture()
 
+    def close(self) -> None:
+        """Graphs go, by which NCCL's part could not be given up."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+        if self._pieces is not None:
+            self._pieces.close()
+        self._pieces = None
+
     @property
     def plain_keys(self) -> int:
         """See `messages.Load`."""
