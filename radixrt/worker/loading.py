@@ -88,8 +88,9 @@ def _lead(config: WorkerConfig) -> Runner:
         group = _join(config, loaded, followers.folder, shard)
         return Leader(_load(config, loaded, group), followers)
     except BaseException:
-        followers.close()
+        followers.dismiss()
         leave()
+        followers.close()
         raise
 
 

@@ -164,9 +164,15 @@ class Followers:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 os._exit(1)
 
+    def dismiss(self) -> None:
+        """They hear no more, and leave the group as soon as they notice. Idempotent."""
+        self._closing.set()
+        for pipe in self._pipes:
+            pipe.close()
+
     def close(self) -> None:
         """End them; wait until they have ended. Idempotent."""
-        self._closing.set()
+        self.dismiss()
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.stdin.close()  # what they end by
@@ -176,8 +182,6 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pipe in self._pipes:
-            pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -239,10 +243,11 @@ class Leader:
         self._runner.draw()
 
     def close(self) -> None:
-        self._followers.close()
-        if not self._lost:  # else who leaves may wait for ever for those who are gone
+        self._followers.dismiss()
+        if not self._lost:  # else nobody leaves in order
             self._runner.close()
             leave()
+        self._followers.close()
 
 
 # ---------------------------------------------------------------- the other ranks

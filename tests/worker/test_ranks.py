@@ -133,14 +133,17 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
         def close(self):
             left.append("graphs")
 
-    leader = Leader(Failing(), SimpleNamespace(tell=lambda message: None, close=lambda: None))
+    leader = Leader(
+        Failing(), SimpleNamespace(tell=lambda message: None, dismiss=lambda: None, close=lambda: left.append("ranks"))
+    )
     with pytest.raises(GroupLost if when in ("launch", "wait") else KeyError):
         wait = leader.launch(plan_of((request(1),)))
         if when == "wait":
             wait()
         leader.draw()
     leader.close()
-    assert left == (["graphs", "the group"] if when in ("before", "draw") else []), "who is alone does not wait"
+    together = ["graphs", "the group"] if when in ("before", "draw") else []
+    assert left == [*together, "ranks"], "who is alone does not wait for others"
 
 
 def test_a_follower_waits_for_the_step_before():
