@@ -9,7 +9,7 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test gpu-bench
+.PHONY: demo test test-slow test-ray lint bench clean gpu-wheels gpu-test gpu-bench
 
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
@@ -19,6 +19,10 @@ test: .venv/installed-test lint
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+test-ray: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	$(BIN)/python -m pytest tests/test_fleet.py
 
 # On a GPU host without a network: `make gpu-wheels` where there is one, then carry .gpu along.
 gpu-wheels:
@@ -42,6 +46,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
 	PYTHONPATH=.gpu/site:. python3 -m bench.scaled
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker

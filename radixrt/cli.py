@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
-    own = {name: vars(args)[name] for name in ("workers", "api_server_count", "ready_timeout") if name in vars(args)}
+    own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
     return launch.run_stack(StackConfig(**configs, **own))
 
 

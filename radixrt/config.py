@@ -131,7 +131,7 @@ class FrontendConfig:
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """Everything on one machine, as `radixrt serve` starts it. `worker` is the pattern of all workers."""
+    """Everything that `radixrt serve` starts. `worker` is the pattern of all workers."""
 
     router: RouterConfig
     worker: WorkerConfig
@@ -140,6 +140,10 @@ class StackConfig:
     api_server_count: int = setting(
         1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only"
     )
+    data_parallel_backend: str = setting(
+        "mp", "where workers run: mp (processes of this machine), ray (wherever the Ray cluster has room)"
+    )
+    ray_address: str = setting("auto", "of the Ray cluster: HOST:PORT, auto (the one that this machine is part of)")
     ready_timeout: float = setting(600.0, "seconds until every worker must serve")
 
 

@@ -33,6 +33,7 @@ ONLY_IN = {
     "transformers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "tokenizers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "sentencepiece": ("router/tokens/", "worker/vocabulary.py"),
+    "ray": ("fleet.py",),
     "xgrammar": ("router/grammar.py", "worker/grammar.py"),
     "jinja2": ("router/tokens/",),
     "starlette": ("frontend/",),
