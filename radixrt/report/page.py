@@ -96,8 +96,10 @@ def _whole(total: dict[str, Any]) -> str:
         f'<span><i style="background:var(--{name})"></i>{text} {count:,} ({count / total["prompt_tokens"]:.1%})</span>'
         for name, text, count in parts
     )
-    below = '<p class="soft">Below, a bar is what was hit, its mark what an infinite cache would have hit; of pages, what is used.</p>'
-    return f'<h2>Prompt tokens</h2>\n<div class="whole">{bar}</div>\n<p class="key">{key}</p>\n{below}'
+    below = "Below, a bar is what was hit, its mark what an infinite cache would have hit; of pages, what is used."
+    return (
+        f'<h2>Prompt tokens</h2>\n<div class="whole">{bar}</div>\n<p class="key">{key}</p>\n<p class="soft">{below}</p>'
+    )
 
 
 def _rates(title: str, rows: list[dict[str, Any]], name: Any) -> str:
