@@ -30,12 +30,14 @@ class TorchAttention:
     k positions  0 ..................................   a query at p sees (p - window, p]
     """
 
-    def __init__(self, pool: KVPool, page_size: int, windows: tuple[int | None, ...], scale: float) -> None:
-        """`scale` of the softmax."""
+    def __init__(
+        self, pool: KVPool, page_size: int, windows: tuple[int | None, ...], scale: float | None = None
+    ) -> None:
+        """`scale` of the softmax; None: head_dim^-0.5."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
-        self._scale = scale
+        self._scale = pool.head_dim**-0.5 if scale is None else scale
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table

@@ -39,6 +39,7 @@ class KVPool:
         # torch indexes bytes on every device, FP8 only on some.
         stored = torch.uint8 if self._quantized else dtype
         self.scales = [(1.0, 1.0)] * layers
+        self.head_dim = head_dim
         self.latent = latent
         stacked = 2 if latent is None else 1
         self._values = _zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)

@@ -196,8 +196,6 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """Why this GPU cannot run the kernels; "" if it can."""
-    if loaded.spec.latent:
-        return "latent attention has no kernels yet"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
