@@ -84,7 +84,7 @@ def dense(layer: Layer) -> list[Product]:
     """The matrices of a layer that every token is multiplied by."""
     mlp = layer.mlp
     products = [mlp.experts.router] if isinstance(mlp, Mixture) else [mlp.gate_up, mlp.down.product]
-    return [layer.qkv, layer.output.product, *products]
+    return [*layer.heads.products, layer.output.product, *products]
 
 
 def experts_bytes(model: Decoder, batch: int) -> float:

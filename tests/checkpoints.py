@@ -70,7 +70,7 @@ def _tokenizer_json(vocab_size: int) -> str:
     return tokenizer.to_str()
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 
 
 def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | None = None, seed: int = 0, **changes):
@@ -100,6 +100,12 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
         sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
     if family == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if family.startswith("deepseek"):
+        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16}
+        sizes |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        sizes |= {"moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    if family == "deepseek_v3":
+        sizes |= {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
     model = _random(AutoConfig.for_model(family, **(sizes | changes)), seed)
     limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.save_pretrained(folder, **limit)
@@ -116,6 +122,9 @@ def _random(config, seed: int = 0):
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 

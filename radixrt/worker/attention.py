@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.kv import KVPool
-from radixrt.worker.model.layers import Attend, Heads
+from radixrt.worker.model.layers import Attend, Projected
 from radixrt.worker.plan import Plan
 
 
@@ -30,10 +30,14 @@ class TorchAttention:
     k positions  0 ..................................   a query at p sees (p - window, p]
     """
 
-    def __init__(self, pool: KVPool, page_size: int, windows: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, pool: KVPool, page_size: int, windows: tuple[int | None, ...], scale: float | None = None
+    ) -> None:
+        """`scale` of the softmax; None: head_dim^-0.5."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
+        self._scale = pool.head_dim**-0.5 if scale is None else scale
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
@@ -48,7 +52,7 @@ class TorchAttention:
         return pages if size == 1 else (pages[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
 
     def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[count, heads, D]: the last `count` tokens of one sequence over all of it."""
+        """[count, heads, width of V]: the last `count` tokens of one sequence over all of it."""
         count, end, window = len(q), len(slots), self._windows[layer]
         first = first_key(end - count, window)
         k, v = self.pool.read(layer, slots[first:], q.dtype)
@@ -58,7 +62,8 @@ class TorchAttention:
             keys = torch.arange(first, end, device=q.device)
             mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
 
 class TorchStep:
@@ -74,13 +79,13 @@ class TorchStep:
             for row, end in zip(plan.rows.tolist(), ends, strict=True)
         ]
 
-    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
         self._attention.pool.write(layer, self._written, k, v)
         return self.over_pages(layer, q)
 
     def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """[T, heads, D] for q[T, heads, D]; K and V are in their pages already."""
+        """[T, heads, width of V] for q[T, heads, D]; K and V are in their pages already."""
         parts = zip(q.split(self._counts), self._slots, strict=True)
         return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
 
@@ -103,7 +108,7 @@ class BatchInvariantAttention(TorchAttention):
     MASKED = -1e30
 
     def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        count, heads, dim = q.shape
+        count, heads, _ = q.shape
         end, window = len(slots), self._windows[layer]
         start = end - count
         first = first_key(start, window) // self.KEYS * self.KEYS
@@ -112,7 +117,7 @@ class BatchInvariantAttention(TorchAttention):
         tiles = _tiles(q, self.QUERIES, kv_heads)
         at = torch.arange(start, start + len(tiles) * self.QUERIES, device=q.device).view(-1, 1, self.QUERIES, 1)
         at = at.repeat_interleave(heads // kv_heads, dim=2)
-        state = _Softmax(tiles, self.MASKED)
+        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED)
         for block in range(len(k)):
             keys = torch.arange(self.KEYS, device=q.device) + (first + block * self.KEYS)
             reached = max(0, (first + block * self.KEYS - start) // self.QUERIES)
@@ -120,8 +125,8 @@ class BatchInvariantAttention(TorchAttention):
             if window is not None:
                 hidden |= keys <= at[reached:] - window
             state.add(reached, k[block], v[block], hidden)
-        out = state.result().view(len(tiles), kv_heads, self.QUERIES, -1, dim).transpose(1, 2)
-        return out.reshape(-1, heads, dim)[:count].to(q.dtype)
+        out = state.result().view(len(tiles), kv_heads, self.QUERIES, -1, v.shape[-1]).transpose(1, 2)
+        return out.reshape(-1, heads, v.shape[-1])[:count].to(q.dtype)
 
 
 def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -138,15 +143,15 @@ def _tiles(q: torch.Tensor, size: int, kv_heads: int) -> torch.Tensor:
 
 
 class _Softmax:
-    """Running maximum, sum and weighted values of [tiles, kv_heads, rows], in float32."""
+    """Running maximum, sum and weighted values, `width` of them, of [tiles, kv_heads, rows], in float32."""
 
-    def __init__(self, q: torch.Tensor, masked: float) -> None:
+    def __init__(self, q: torch.Tensor, width: int, scale: float, masked: float) -> None:
         self._q = q
         self._masked = masked
-        self._scale = q.shape[-1] ** -0.5
+        self._scale = scale
         self._peak = torch.full(q.shape[:-1], masked, device=q.device)
         self._sum = torch.zeros(q.shape[:-1], device=q.device)
-        self._values = torch.zeros(q.shape, device=q.device)
+        self._values = torch.zeros((*q.shape[:-1], width), device=q.device)
 
     def add(self, first: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> None:
         """One block of keys, [kv_heads, KEYS, D], for the tiles from `first` on."""

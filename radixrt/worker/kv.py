@@ -21,18 +21,28 @@ class KVPool:
 
     What is read back is what the pages hold, also right after it was written: a request computes the same whether its
     prefix was cached or not. FP8 pages hold K and V divided by `scales` (of K and of V, by layer); beyond their range
-    values saturate.
+    values saturate. With `latent`, V is the first so many elements of K: it is not stored, and has K's scale.
     """
 
     def __init__(
-        self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        latent: int | None = None,
     ) -> None:
         self.dtype = dtype
         self._quantized = dtype.itemsize == 1
         # torch indexes bytes on every device, FP8 only on some.
         stored = torch.uint8 if self._quantized else dtype
         self.scales = [(1.0, 1.0)] * layers
-        self._values = _zeros((layers, 2, slots, kv_heads, head_dim), stored, device)
+        self.head_dim = head_dim
+        self.latent = latent
+        stacked = 2 if latent is None else 1
+        self._values = _zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
 
     @property
     def slots(self) -> int:
@@ -47,22 +57,32 @@ class KVPool:
         return self._values.device
 
     def pages(self, layer: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer in place, each [pages, page_size, kv_heads, head_dim] of the pool's dtype."""
-        keys, values = self._values[layer].unflatten(1, (-1, page_size))
-        return keys.view(self.dtype), values.view(self.dtype)
+        """K and V of a layer in place, each [pages, page_size, kv_heads, head_dim] of the pool's dtype; a latent's V
+        is a part of K."""
+        keys, values = self._stored(layer)
+        return tuple(x.unflatten(0, (-1, page_size)).view(self.dtype) for x in (keys, values))
+
+    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, [slots, kv_heads, head_dim], bytes where they are FP8."""
+        if self.latent is None:
+            return tuple(self._values[layer])
+        keys = self._values[layer, 0]
+        return keys, keys[..., : self.latent]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. Of equal slots any one wins."""
-        keys, values = self._values[layer]
+        keys, values = self._stored(layer)
         k_scale, v_scale = self.scales[layer]
         keys[slots] = self._encode(k, k_scale)
-        values[slots] = self._encode(v, v_scale)
+        if self.latent is None:
+            values[slots] = self._encode(v, v_scale)
 
     def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at int64 slots[L], each [L, kv_heads, head_dim] of `dtype`."""
-        keys, values = self._values[layer]
+        keys, values = self._stored(layer)
         k_scale, v_scale = self.scales[layer]
-        return self._decode(keys[slots], dtype, k_scale), self._decode(values[slots], dtype, v_scale)
+        k = self._decode(keys[slots], dtype, k_scale)
+        return k, self._decode(values[slots], dtype, v_scale) if self.latent is None else k[..., : self.latent]
 
     def _encode(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         if not self._quantized:

@@ -226,11 +226,17 @@ def load_model(
             )  # fmt: skip
         elif wide and products is Products.ALL:
             log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
-        if unused := weights.unused():
+        if unused := [name for name in weights.unused() if not name.startswith(_drafting(loaded))]:
             log.warning("%d tensors are not used, is it the right model? %s", len(unused), ", ".join(unused[:5]))
         return model
     finally:
         weights.close()
+
+
+def _drafting(loaded: Loaded) -> tuple[str, ...]:
+    """How names of layers begin that guess tokens further ahead, which is not done (DeepSeek-V3, section 2.2)."""
+    first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + more))
 
 
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
@@ -247,7 +253,10 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
 
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
     spec = loaded.spec
-    return KVPool(spec.num_layers, pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device)
+    return KVPool(
+        spec.num_layers, pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
+        spec.latent and spec.latent.rank,
+    )  # fmt: skip
 
 
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers import Heads
+from radixrt.worker.model.layers import Projected
 
 log = logging.getLogger("radixrt.scales")
 
@@ -41,12 +41,15 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
     would clip. ValueError names a tensor of the checkpoint that is no scale."""
     layers = model.spec.num_layers
     if source == "auto" and (stated := stated_scales(weights, layers)) is not None:
+        stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
         _report_stated(stated)
         return stated
     largest = largest_values(model, bos_id)
     limit = torch.finfo(dtype).max
     scales = [(1.0, 1.0)] * layers
     if source == "auto":
+        # V of a latent is a part of K, and is stored with it.
+        largest = [(k, k) for k, _ in largest] if model.spec.latent else largest
         scales = [(power_of_two(k, limit), power_of_two(v, limit)) for k, v in largest]
     report([
         Range(layer, name, seen, scale, limit)
@@ -127,9 +130,10 @@ class _Observer:
 
     def __init__(self, model: Decoder) -> None:
         self._windows = model.spec.windows
+        self._scale = model.spec.scale
         self.largest = torch.zeros((model.spec.num_layers, 2), device=model.device)
 
-    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
         largest = torch.stack((k.abs().amax(), v.abs().amax())).float()
         self.largest[layer] = torch.maximum(self.largest[layer], largest)  # NaN wins
@@ -138,7 +142,8 @@ class _Observer:
         window = self._windows[layer]
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
 
 # ---------------------------------------------------------------- what is said of them

@@ -25,7 +25,7 @@ def test_products_in_fp8(tmp_path, family, kind):
     asked = prompts(5, 20, 900, vocab_size=4096)
     narrow, wide = (load(folder, kv_cache_dtype="bfloat16", quantization=name) for name in ("auto", "none"))
     layers = narrow._model._layers
-    products = [x for layer in layers for x in (layer.qkv, layer.output, *vars_of(layer.mlp))]
+    products = [x for layer in layers for x in (layer.heads.qkv, layer.output, *vars_of(layer.mlp))]
     assert sum(isinstance(x, ScaledLinear) for x in products) == KEPT.get(family, 16)
     errors, apart = [], []
     for prompt in asked:

@@ -23,6 +23,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 VARIANTS = [
     *((family, {}) for family in FAMILIES),
@@ -40,6 +42,14 @@ VARIANTS = [
     ("qwen3", {"rope_parameters": YARN}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
     ("mixtral", {"sliding_window": 16}),
+    ("deepseek_v2", GROUPS | {"q_lora_rank": 24, "rope_parameters": YARN | MSCALE, "routed_scaling_factor": 4.0}),
+    ("deepseek_v2", {"attention_bias": True, "mlp_bias": True, "n_shared_experts": 1, "first_k_dense_replace": 0}),
+    ("deepseek_v3", {"rope_parameters": YARN | MSCALE, "attention_bias": True, "norm_topk_prob": False}),
+    (
+        "deepseek_v3",
+        {"rope_parameters": YARN | MSCALE | {"mscale": 1.0}, "q_lora_rank": None, "n_group": 1}
+        | {"topk_group": 1, "rope_interleave": False},
+    ),
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
@@ -102,7 +112,7 @@ def expected(checkpoint):
     return answer
 
 
-ALIKE = ("qwen2", "mixtral")
+ALIKE = ("qwen2", "mixtral", "deepseek_v2")
 """Families whose logits are tested, and that decode as others do."""
 
 
@@ -146,7 +156,7 @@ class TestGreedyTokens:
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
     folder, asked, answers = expected(family)
     sampling = wanted(answers)
@@ -161,7 +171,10 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
     ("dtype", "kv_dtype"),
     [("float32", "auto"), pytest.param("float32", "fp8_e5m2", marks=pytest.mark.slow), ("bfloat16", "auto")],
 )
-@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 16}), ("qwen3", {})])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("mistral", {"sliding_window": 16}), ("qwen3", {}), ("deepseek_v3", {})],
+)
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deterministic_to_the_last_bit(checkpoint, family, changes, dtype, kv_dtype, threads):
     """Logits of a long prompt in one chunk, in many, in company, and after a hit."""

@@ -172,7 +172,7 @@ def logits(model: Decoder) -> torch.Tensor:
 
 def products_of(model: Decoder) -> list[object]:
     layers = model._layers
-    return [x for y in layers for x in (y.qkv, y.output.product, y.mlp.gate_up, y.mlp.down.product)]
+    return [x for y in layers for x in (y.heads.qkv, y.output.product, y.mlp.gate_up, y.mlp.down.product)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

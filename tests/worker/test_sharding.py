@@ -107,6 +107,7 @@ def mix(layer, heads):
     """Stands for attention: each query with the K and V that it reads."""
     q, k, v = heads.split()
     each = q.shape[1] // k.shape[1]
+    q, k = (x[..., : v.shape[-1]] + x[..., -v.shape[-1] :] for x in (q, k))  # V of a latent is the narrower one
     return q + k.repeat_interleave(each, 1).cumsum(0) * v.repeat_interleave(each, 1)
 
 
@@ -120,6 +121,8 @@ def mix(layer, heads):
         ("qwen3", {}),
         ("mixtral", {"num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("deepseek_v2", {"attention_bias": True}),
+        ("deepseek_v3", {}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import kernels, latent
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
+from radixrt.worker.model.spec import ModelSpec
 
 LOG2_E = 1.4426950408889634
 
@@ -174,6 +175,10 @@ def _merge_kernel(
     tl.store(out_ptr + at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
+MOST_ROWS = 64
+"""Of a tile of latent attention: its results fill half of the registers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Of the heads and pages that a kernel is compiled for."""
@@ -182,10 +187,42 @@ class Shape:
     kv_heads: int
     head_dim: int
     page_size: int
+    latent: int | None = None
+    """With it V is the first so many elements of K (see `latent`)."""
+    stated_scale: float | None = None
+    """Of the softmax, where it is another than head_dim^-0.5."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, page_size: int) -> Shape:
+        latent = spec.latent and spec.latent.rank
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale)
 
     @property
     def group(self) -> int:
-        return self.heads // self.kv_heads
+        """Heads of a query that are in one tile: those of a KV head, at most MOST_ROWS of a latent's."""
+        if self.latent is None:
+            return self.heads // self.kv_heads
+        return next(n for n in range(min(self.heads, MOST_ROWS), 0, -1) if self.heads % n == 0)
+
+    @property
+    def blocks(self) -> int:
+        """Tiles that have the heads of a query."""
+        return self.heads // self.group
+
+    @property
+    def value_dim(self) -> int:
+        """Of what comes out."""
+        return self.head_dim if self.latent is None else self.latent
+
+    @property
+    def key_elements(self) -> int:
+        """Of K and V, a token."""
+        return self.head_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Of the softmax."""
+        return self.head_dim**-0.5 if self.stated_scale is None else self.stated_scale
 
     def again(self) -> kernels.Again | None:
         """For a step's kernels, unless layers' pages are aligned in different ways."""
@@ -202,6 +239,8 @@ class Variant:
     stages: int
     specialised: bool = False
     """The kernel of `hopper`."""
+    turned: bool = False
+    """Products have keys in the place of rows; of latent attention."""
 
     def queries(self, group: int) -> int:
         return max(1, self.rows // group)
@@ -209,6 +248,8 @@ class Variant:
 
 def decode_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep)."""
+    if shape.latent is not None:
+        return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
     if shape.head_dim > 128 or rows > 16:
         return Variant(rows, 32, 4, 2)
@@ -217,18 +258,29 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
 
 def shared_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many sequences under one prefix."""
+    if shape.latent is not None:
+        return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
     return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 8, 2)
 
 
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many queries."""
+    if shape.latent is not None:
+        return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
     return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
 
 
+def latent_variant(rows: int, itemsize: int) -> Variant:
+    """Of so many heads and queries. Pages of 4 bytes are for tests."""
+    return Variant(rows, 64, 8 if rows > 16 else 4, 2, turned=True)
+
+
 def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
     """That of `hopper`, for tiles of many queries, where it is to be had."""
+    if shape.latent is not None:
+        return None
     try:
         from radixrt.worker.cuda import hopper
     except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
@@ -238,7 +290,7 @@ def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, devic
 
 def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) -> Tiling:
     """Of the work for a variant on a chip that runs so many of its programs, each of one head, at once."""
-    programs = max(1, programs // shape.kv_heads)
+    programs = max(1, programs // shape.blocks)
     return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, programs, single=single)
 
 
@@ -254,7 +306,7 @@ Partials = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Scratch:
-    """Partial results: float32 [partials, heads, D] and their log-sum-exp in base 2, [partials, heads]."""
+    """Partial results: float32 [partials, heads, width of V] and their log-sum-exp in base 2, [partials, heads]."""
 
     values: torch.Tensor
     lse: torch.Tensor
@@ -265,7 +317,7 @@ class Scratch:
 
     @classmethod
     def make(cls, partials: int, shape: Shape, device: torch.device) -> Scratch:
-        values = torch.empty((partials, shape.heads, shape.head_dim), dtype=torch.float32, device=device)
+        values = torch.empty((partials, shape.heads, shape.value_dim), dtype=torch.float32, device=device)
         return cls(values, torch.empty((partials, shape.heads), dtype=torch.float32, device=device))
 
 
@@ -291,20 +343,27 @@ def attend(
     scales: tuple[float, float] = (1.0, 1.0),
     again: kernels.Again | None = None,
 ) -> Any:
-    """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`.
+    """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`; of a
+    latent's shape over keys alone, into out[T, heads, width of V].
 
     `table` is int32[rows, pages]; queries of `items` are places in int32 `order`, if given. `causal`: an item's keys
     may lie after its first query. K and V are times `scales`. Gives the compiled kernel."""
     list, starts = items
     if not len(list):
         return None
-    grid = shape.kv_heads, len(list) if starts is None else len(starts) - 1, 1
-    given = (
-        q, keys, values, table, list, list if starts is None else starts, list if order is None else order,
-        out, scratch.values, scratch.lse, table.stride(0), shape.head_dim**-0.5 * LOG2_E * scales[0], scales[1],
-        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size,
+    grid = shape.blocks, len(list) if starts is None else len(starts) - 1, 1
+    rest = (
+        table, list, list if starts is None else starts, list if order is None else order, out, scratch.values,
+        scratch.lse, table.stride(0), shape.scale * LOG2_E * scales[0], scales[1],
     )  # fmt: skip
     kinds = causal, order is not None, variant.queries(shape.group)
+    if shape.latent is not None:
+        assert not window
+        sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
+        tile = variant.rows, variant.keys, variant.warps, variant.stages, variant.turned
+        half = half_type(keys.dtype)
+        return latent.launch(grid, again, (q, keys, *rest), sizes, kinds, tile, FIELDS, half, starts is None)
+    given = q, keys, values, *rest, shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
     if variant.specialised:
         from radixrt.worker.cuda import hopper
 
@@ -352,12 +411,12 @@ def merge(
     partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
     more: Partials | None = None, again: kernels.Again | None = None,
 ) -> None:  # fmt: skip
-    """Partial results into out[T, heads, D], by int32 merges[M, MERGE_FIELDS] (one without parts does nothing) and
-    int32 entries, those from MORE on of `more`."""
+    """Partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (one without parts does
+    nothing) and int32 entries, those from MORE on of `more`."""
     if len(merges):
         second = more or partials
         kernels.launch(
             _merge_kernel, (len(merges), shape.heads, 1), again,
-            merges, entries, *partials, *second, out, shape.heads, shape.head_dim, MORE if more else 0, 8,
-            triton.next_power_of_2(shape.head_dim), MERGE_FIELDS, num_warps=1,
+            merges, entries, *partials, *second, out, shape.heads, shape.value_dim, MORE if more else 0, 8,
+            triton.next_power_of_2(shape.value_dim), MERGE_FIELDS, num_warps=1 if shape.latent is None else 4,
         )  # fmt: skip

@@ -39,8 +39,8 @@ LARGE = 1 << 19
 def sharing_cost(shape: attend.Shape, itemsize: int, many: attend.Variant) -> Cost:
     """Of pages with so many bytes an element; partial results are float32, written and read."""
     return Cost(
-        key_bytes=2 * shape.kv_heads * shape.head_dim * itemsize,
-        partial_bytes=2 * 4 * shape.heads * shape.head_dim,
+        key_bytes=shape.key_elements * itemsize,
+        partial_bytes=2 * 4 * shape.heads * shape.value_dim,
         tile=many.queries(shape.group),
     )
 

@@ -27,6 +27,7 @@ from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+from radixrt.worker.model.spec import Routing
 
 TILE_FIELDS = 3
 """Of a tile: its expert, the first of its sorted rows, how many rows it has."""
@@ -37,9 +38,29 @@ SORTED = (64, 512, 4096)
 
 
 @triton.jit
+def _of_best_groups(choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr):
+    """The choice of one token, -inf outside of its best groups."""
+    groups = tl.arange(0, triton.next_power_of_2(GROUPS))
+    best = tl.full([triton.next_power_of_2(GROUPS)], float("-inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        own = tl.where(e // SIZE == group, choice, float("-inf"))
+        score = tl.max(own, 0)
+        if PAIRS:
+            score += tl.max(tl.where(e == tl.argmax(own, 0), float("-inf"), own), 0)
+        best = tl.where(groups == group, score, best)
+    kept = e < 0
+    for _ in tl.static_range(KEPT):
+        group = tl.argmax(best, 0)
+        kept = kept | (e // SIZE == group)
+        best = tl.where(groups == group, float("-inf"), best)
+    return tl.where(kept, choice, float("-inf"))
+
+
+@triton.jit
 def _route(
-    logits_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """The numbers, too."""
     e = tl.arange(0, BLOCK)
@@ -49,15 +70,27 @@ def _route(
     left = tl.where(logits == logits, logits, float("-inf"))  # else there would be no expert of that number
     peak = tl.max(left, 0)
     total = tl.sum(tl.exp(left - peak), 0)
+    scores = left
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-left))
+        left = scores + tl.load(bias_ptr + e, mask=e < count, other=float("-inf"))
+    if KEPT < GROUPS:
+        left = _of_best_groups(left, e, SIZE, GROUPS, KEPT, SIGMOID)
     shares = tl.zeros([SLOTS], tl.float32)
     experts = tl.zeros([SLOTS], tl.int32)
     for i in tl.static_range(CHOSEN):
         best = tl.argmax(left, 0)
-        shares = tl.where(slot == i, tl.exp(tl.max(left, 0) - peak) / total, shares)
+        if SIGMOID:
+            share = tl.sum(tl.where(e == best, scores, 0.0), 0)
+        else:
+            share = tl.exp(tl.max(left, 0) - peak) / total
+        shares = tl.where(slot == i, share, shares)
         experts = tl.where(slot == i, best.to(tl.int32), experts)
         left = tl.where(e == best, float("-inf"), left)
     if NORMALIZED:
         shares = shares / tl.sum(shares, 0)
+    if FACTOR != 1.0:
+        shares = shares * FACTOR
     shares = tl.where(nan, float("nan"), shares)
     at = token * CHOSEN + slot
     tl.store(weights_ptr + at, shares.to(weights_ptr.dtype.element_ty), mask=slot < CHOSEN)
@@ -67,22 +100,37 @@ def _route(
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    _route(logits_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS)
+    _route(
+        logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID, SIZE,
+        GROUPS, KEPT, FACTOR,
+    )  # fmt: skip
 
 
-def route(logits: torch.Tensor, chosen: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+PLAIN = Routing()
+
+
+def _ways(routing: Routing, count: int) -> tuple[bool, int, int, int, float]:
+    """For `_route`, of so many experts."""
+    return routing.sigmoid, count // routing.groups, routing.groups, routing.kept_groups, routing.factor
+
+
+def route(
+    logits: torch.Tensor, chosen: int, normalized: bool, routing: Routing = PLAIN, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights in the dtype of the logits, int32 numbers) of each token's experts, the likeliest first, both
-    [T, chosen], by the softmax of logits[T, E]; `normalized`: weights of a token sum to 1. Of NaN, weights are NaN."""
+    [T, chosen], by logits[T, E] (see `Experts.route`); `normalized`: weights of a token sum to 1, before they are
+    scaled. Of NaN, weights are NaN."""
     tokens, count = logits.shape
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
     experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
     _route_kernel[(tokens,)](
-        logits, weights, experts, count, chosen, normalized, triton.next_power_of_2(count),
-        triton.next_power_of_2(chosen), num_warps=1,
+        logits, logits if bias is None else bias, weights, experts, count, chosen, normalized,
+        triton.next_power_of_2(count), triton.next_power_of_2(chosen), *_ways(routing, count), num_warps=1,
     )  # fmt: skip
     return weights, experts
 
@@ -167,13 +215,17 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
 
 @triton.jit(do_not_specialize=["stride"])
 def _begin_kernel(
-    logits_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr, tiles_ptr, x_ptr, values_ptr, scales_ptr, count, size,
-    stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr, tiles_ptr, x_ptr, values_ptr, scales_ptr,
+    count, size, stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr,
     FIELDS: tl.constexpr, SINGLE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        experts = _route(logits_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS)
+        experts = _route(
+            logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
+            SIZE, GROUPS, KEPT, FACTOR,
+        )  # fmt: skip
         if SINGLE:
             slot = tl.arange(0, SLOTS)
             there = slot < CHOSEN
@@ -189,8 +241,9 @@ def _begin_kernel(
 
 
 def begin(
-    logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, rounding: Rounding | None
-) -> tuple[torch.Tensor, Order, Rounded | None]:
+    logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, rounding: Rounding | None,
+    routing: Routing = PLAIN, bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Order, Rounded | None]:  # fmt: skip
     """The weights of `route`, the order of `sort` with tiles of so many rows, and x[T, hidden] in FP8, if asked for: in
     one launch for a single token, which needs no sorting, else in two."""
     (tokens, count), size = logits.shape, x.shape[1]
@@ -201,8 +254,9 @@ def begin(
     values, scales, stride = (known.values, known.scales, known.scales.stride(1)) if known else (x, x, 0)
     group, block, _ = launch_sizes(size, rounding)
     _begin_kernel[(tokens, 2 if known else 1)](
-        logits, weights, experts, places, of_tokens, tiles, x, values, scales, count, size, stride, chosen, normalized,
-        triton.next_power_of_2(count), triton.next_power_of_2(chosen), TILE_FIELDS, tokens == 1, LIMIT, group, block,
+        logits, logits if bias is None else bias, weights, experts, places, of_tokens, tiles, x, values, scales, count,
+        size, stride, chosen, normalized, triton.next_power_of_2(count), triton.next_power_of_2(chosen),
+        *_ways(routing, count), TILE_FIELDS, tokens == 1, LIMIT, group, block,
         num_warps=max(1, min(8, block // 2048)) if known else 1,
     )  # fmt: skip
     if tokens == 1:
@@ -336,22 +390,28 @@ def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: t
 def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """See `Ops.experts`. With `batch_invariant` one kind of tile computes all products, so that a row always rounds
     alike."""
-    logits, count = experts.router(x), len(experts.down)
+    logits, count = experts.logits(x), len(experts.down)
     rows = len(x) * experts.chosen / count
     if experts.narrow:
         return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
     tile = MANY if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
     if tile is None and x.is_cuda and x.dtype == torch.bfloat16 and aligned:
-        weights, chosen = route(logits, experts.chosen, experts.normalized)
+        weights, chosen = route(logits, experts.chosen, experts.normalized, experts.routing, experts.bias)
         order = sort(chosen, count, 0)
         made = _by_torch(experts, x, order)
     else:
         tile = tile or MANY
-        weights, order, _ = begin(logits, experts.chosen, experts.normalized, tile.rows, x, None)
+        weights, order, _ = _begin(experts, logits, tile.rows, x, None)
         inner = _product(x, order, experts.gate_up, tile, experts.activation)
         made = _product(inner, order, experts.down, tile, None)
     combine(made, weights, order, residual)
+
+
+def _begin(
+    experts: Experts, logits: torch.Tensor, rows: int, x: torch.Tensor, rounding: Rounding | None
+) -> tuple[torch.Tensor, Order, Rounded | None]:
+    return begin(logits, experts.chosen, experts.normalized, rows, x, rounding, experts.routing, experts.bias)
 
 
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
@@ -364,7 +424,7 @@ def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
 def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
     """Of experts in FP8."""
     gate_up, down = experts.gate_up, experts.down
-    weights, order, known = begin(logits, experts.chosen, experts.normalized, tile.rows, x, gate_up.rounding)
+    weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
     inner = kernels.gate(inner, experts.activation, down.rounding)
     combine(scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)

@@ -137,6 +137,37 @@ def agreeing(device: torch.device, dtype: torch.dtype) -> frozenset[Tile]:
     return frozenset(found)
 
 
+@triton.jit(do_not_specialize=["rows", "x_stride", "out_stride"])
+def _head_product_kernel(
+    x_ptr, weight_ptr, out_ptr, rows, x_stride, out_stride, x_heads, out_heads, columns, depth, heads_apart,
+    columns_apart, depth_apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    x_at = x_ptr + head * x_heads + (m % rows).to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = weight_ptr + head * heads_apart + (n % columns)[None, :] * columns_apart + k[:, None] * depth_apart
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, depth, DEPTH):
+        inside = begin + k < depth
+        x = tl.load(x_at + begin, mask=inside[None, :], other=0.0)
+        w = tl.load(w_at + begin * depth_apart, mask=inside[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    at = out_ptr + head * out_heads + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
+
+
+def head_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See `linear.HeadLinear.put`; one tile computes all products, whatever their number."""
+    (rows, heads, depth), columns, tile = x.shape, weight.shape[1], REFERENCE
+    if rows:
+        _head_product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), heads)](
+            x, weight, out, rows, x.stride(0), out.stride(0), x.stride(1), out.stride(1), columns, depth,
+            *weight.stride(), tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
 def same_bits(
     few: Variant, chunk: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> bool:

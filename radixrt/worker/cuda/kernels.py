@@ -124,7 +124,7 @@ def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> 
 
 
 @triton.jit
-def _saturated(x, LIMIT: tl.constexpr):
+def saturated(x, LIMIT: tl.constexpr):
     """Within [-LIMIT, LIMIT]; NaN stays NaN."""
     x = tl.where(x > LIMIT, LIMIT, x)
     return tl.where(x < -LIMIT, -LIMIT, x)
@@ -172,8 +172,8 @@ def _append_kernel(
     turned1 = turned1.to(dtype).to(tl.float32) * scale
     turned2 = turned2.to(dtype).to(tl.float32) * scale
     if LIMIT > 0:
-        turned1 = _saturated(turned1, LIMIT)
-        turned2 = _saturated(turned2, LIMIT)
+        turned1 = saturated(turned1, LIMIT)
+        turned2 = saturated(turned2, LIMIT)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     k_at = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
     stored = k_ptr.dtype.element_ty

@@ -79,9 +79,11 @@ def _make(
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     """FlashInfer, its kernels built; None without it, with a warning that says why. ValueError if it was asked for."""
     spec = loaded.spec
-    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2:
+    if spec.latent is not None and config.attention_backend == "flashinfer":
+        raise ValueError("attention_backend: FlashInfer is not used for latent attention")
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None:
         return None
-    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size)
+    shape = Shape.of(spec, config.page_size)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
     tokens = min(GATHERED_TOKENS, spec.max_model_len + config.max_num_batched_tokens)
     began = time.monotonic()

@@ -17,7 +17,7 @@ from radixrt.worker.cuda.answers import Drawn
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.step import StepAttention, append
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers import Heads
+from radixrt.worker.model.layers import Projected
 
 SIZES = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Tokens of a step; more, and the device has enough to do."""
@@ -51,9 +51,9 @@ class Pieces:
         self._model = model
         self._pages = pages
         self._drawn = drawn
-        place = (most, spec.num_heads, spec.head_dim)
-        self._q = torch.empty(place, dtype=model.dtype, device=model.device)
-        self._out = torch.zeros(place, dtype=model.dtype, device=model.device)
+        place = (most, spec.num_heads)
+        self._q = torch.empty((*place, spec.head_dim), dtype=model.dtype, device=model.device)
+        self._out = torch.zeros((*place, spec.value_dim), dtype=model.dtype, device=model.device)
         self._integers = torch.zeros((4, most), dtype=torch.int32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
@@ -93,7 +93,7 @@ class Pieces:
         graphs: list[torch.cuda.CUDAGraph] = []
         writes = self._append(inputs)
 
-        def attend(layer: int, heads: Heads) -> torch.Tensor:
+        def attend(layer: int, heads: Projected) -> torch.Tensor:
             out = writes(layer, heads)
             graphs[-1].capture_end()
             if layer < self._model.spec.num_layers - 1:
@@ -110,18 +110,18 @@ class Pieces:
         graphs.append(torch.cuda.CUDAGraph())
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def _append(self, inputs: Inputs) -> Callable[[int, Heads], torch.Tensor]:
+    def _append(self, inputs: Inputs) -> Callable[[int, Projected], torch.Tensor]:
         """Stands for attention: K and V go to their pages, queries to their place."""
         size = len(inputs.tokens)
 
-        def attend(layer: int, heads: Heads) -> torch.Tensor:
+        def attend(layer: int, heads: Projected) -> torch.Tensor:
             append(self._pages(layer), heads, inputs.slots, self._q[:size])
             return self._out[:size]
 
         return attend
 
     def _through(
-        self, inputs: Inputs, attend: Callable[[int, Heads], torch.Tensor]
+        self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self._drawn.resolve(inputs.tokens, inputs.rows)
         return self._model.attend_all(tokens, inputs.positions, attend)

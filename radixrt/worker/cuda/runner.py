@@ -113,7 +113,7 @@ class CudaRunner(ModelRunner):
         spec = model.spec
         self._rows = rows
         self._windows: set[int | None] = set(spec.windows)
-        self._shape = shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
+        self._shape = shape = Shape.of(spec, page_size)
         itemsize = pool.dtype.itemsize
         few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
         chunk = attend.chunk_variant(shape, itemsize)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.cuda import attend, kernels
+from radixrt.worker.cuda import attend, kernels, latent
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant
 from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, Pages
 from radixrt.worker.cuda.decodes import Lists
 from radixrt.worker.cuda.segments import SharedKeys
-from radixrt.worker.model.layers import Heads
+from radixrt.worker.model.latent import LatentHeads
+from radixrt.worker.model.layers import Heads, Projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class StepAttention:
         self._last = last
         self._again = {key: compiled.shape.again() for window in decodes for key in ((window, 0), (window, 1))}
 
-    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q = append(self._pages(layer), heads, self._slots)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], self._compiled.shape.value_dim))
         self.over_pages(layer, q, out)
         return out
 
@@ -101,8 +102,11 @@ class StepAttention:
         attend.merge(scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, again=again)
 
 
-def append(pages: Pages, heads: Heads, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def append(pages: Pages, heads: Projected, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Rotated queries of a layer, in `out` if given; its K and V go to their pages."""
+    if isinstance(heads, LatentHeads):
+        return latent.append(pages, heads, slots, out)
+    assert isinstance(heads, Heads)
     return kernels.append(
         heads.qkv, heads.cos, heads.sin, slots, pages.keys, pages.values, heads.num_heads, heads.norms, heads.eps,
         pages.scales, out,

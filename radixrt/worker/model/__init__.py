@@ -12,7 +12,7 @@ from radixrt.worker.model.quantized import check_quantization
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Every `model_type` that can be served."""
 
 
@@ -26,5 +26,5 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         spec: ModelSpec = importlib.import_module(f"{__name__}.{family}").spec(config)
     except KeyError as missing:
         raise ValueError(f"config.json has no {missing.args[0]}") from None
-    frequencies(spec.rope, spec.head_dim)  # says what is not served before gigabytes are read
+    frequencies(spec.rope, spec.rope_dim)  # says what is not served before gigabytes are read
     return spec

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.layers import Attend, Heads, Mixture, Ops, TorchOps
+from radixrt.worker.model.layers import Attend, Mixture, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.reading import Reader
@@ -40,7 +40,7 @@ class Decoder:
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
-        angles, self._rope_factor = frequencies(spec.rope, spec.head_dim)
+        angles, self._rope_factor = frequencies(spec.rope, spec.rope_dim)
         self._angles = angles.to(self._embedding.device)
 
     @property
@@ -76,16 +76,14 @@ class Decoder:
     def attend_all(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Up to the last layer's attention: what it gave, [T, heads, D], and the residual stream [T, hidden]."""
+        """Up to the last layer's attention: what it gave, [T, heads, width of V], and the residual [T, hidden]."""
         residual = F.embedding(tokens, self._embedding)
         turn = positions[:, None, None].float() * self._angles
         cos = (turn.cos() * self._rope_factor).to(residual.dtype)
         sin = (turn.sin() * self._rope_factor).to(residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
-            heads = layer.qkv(x).view(len(residual), -1, self.spec.head_dim)
-            eps = self.spec.norm_eps
-            x = attend(number, Heads(heads, self.spec.num_heads, layer.head_norms, eps, cos, sin))
+            x = attend(number, layer.heads.project(x, cos, sin, self._ops))
             if number < len(self._layers) - 1:
                 x = self._after_attention(number, x, residual)
         return x, residual
@@ -108,7 +106,7 @@ class Decoder:
         """The rest of a layer, which goes onto residual[T, hidden] in place; what the next one begins with."""
         layer, last = self._layers[number], number == len(self._layers) - 1
         norm = self._norm if last else self._layers[number + 1].attention_norm
-        x = layer.output.add(x.flatten(1), residual, layer.mlp_norm, self._ops)
+        x = layer.output.add(layer.heads.gather(x), residual, layer.mlp_norm, self._ops)
         return layer.mlp.add(x, residual, norm, self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:

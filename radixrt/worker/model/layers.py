@@ -84,9 +84,16 @@ class TorchOps:
         experts.one_by_one(x, residual, TorchOps())
 
 
+class Projected(Protocol):
+    """What a layer gives to its attention: the projections of T tokens, not yet normalized and rotated."""
+
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, width of V], normalized and rotated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a layer gives to its attention: the projections of T tokens, not yet normalized and rotated."""
+    """Projected, of grouped-query attention."""
 
     qkv: torch.Tensor
     """[T, heads + 2 kv_heads, D]."""
@@ -109,8 +116,52 @@ class Heads:
 
 Product = Linear | ScaledLinear
 
-Attend = Callable[[int, Heads], torch.Tensor]
-"""(layer, its heads) -> [T, heads, D]; stores k and v first."""
+Attend = Callable[[int, Projected], torch.Tensor]
+"""(layer, its heads) -> [T, heads, width of V]; stores k and v first."""
+
+
+class Projections(Protocol):
+    """What a layer puts around its attention."""
+
+    def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Projected:
+        """Of normalized x[T, hidden]; cos, sin are [T, 1, half of what is rotated]."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """What the output projection takes, [T, inner], of what attention gave, [T, heads, width of V]."""
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of what `project` takes."""
+
+    @property
+    def products(self) -> list[Product]:
+        """The matrices that every token is multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Projections of grouped-query attention; q, k and v are one matrix."""
+
+    qkv: Product
+    num_heads: int
+    head_dim: int
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    eps: float
+
+    def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
+        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
+        return Heads(qkv, self.num_heads, self.norms, self.eps, cos, sin)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.qkv.rounding
+
+    @property
+    def products(self) -> list[Product]:
+        return [self.qkv]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +220,26 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """An MLP beside a mixture of experts. Of a group each rank has a part of it, as of every expert."""
+
+    gate_up: Product
+    down: Product
+    activation: str
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+        """Add what it makes of x[T, hidden] to residual[T, hidden], in place."""
+        self.down.add(ops.gate(self.gate_up(x), self.activation, self.down.rounding), residual)
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
-    """Experts in place of an MLP. Each rank of a `group` has some of every expert's inner features."""
+    """Experts in place of an MLP, and what all tokens share. Each rank of a `group` has some of every expert's inner
+    features."""
 
     experts: Experts
     group: Group | None
+    shared: Shared | None = None
 
     @property
     def rounding(self) -> Rounding | None:
@@ -183,20 +249,24 @@ class Mixture:
     def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops) -> torch.Tensor | Rounded:
         """As `Mlp.add`."""
         if self.group is None:
-            self.experts.add(x, residual, ops)
+            self._add(x, residual, ops)
             return norm(residual, ops)
         part = self.group.room(AFTER_MLP, residual).zero_()
-        self.experts.add(x, part, ops)
+        self._add(x, part, ops)
         return self.group.add(AFTER_MLP, part, residual, norm, ops)
+
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+        self.experts.add(x, residual, ops)
+        if self.shared is not None:
+            self.shared.add(x, residual, ops)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; q, k and v are one matrix."""
+    """Weights of one layer."""
 
     attention_norm: Norm
-    qkv: Product
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    heads: Projections
     output: Output
     mlp_norm: Norm
     mlp: Mlp | Mixture

@@ -48,6 +48,34 @@ class Linear:
             residual.addmm_(x, self.weight.t())
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """A product of each head's own: `weight` [heads, N, K], of any strides. `batch_invariant` as of Linear."""
+
+    weight: torch.Tensor
+    batch_invariant: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, N] of x[T, heads, K]."""
+        out = x.new_empty((*x.shape[:2], self.weight.shape[1]))
+        self.put(x, out)
+        return out
+
+    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result into `out` [T, heads, N]; both of any strides between heads and tokens."""
+        turned = self.weight.transpose(1, 2)
+        if not self.batch_invariant:
+            torch.bmm(x.transpose(0, 1), turned, out=out.transpose(0, 1))
+        elif x.is_cuda and x.dtype.itemsize == 2:
+            from radixrt.worker.cuda.invariant import head_product
+
+            head_product(x, self.weight, out)
+        else:
+            tiles = F.pad(x, (0, 0, 0, 0, 0, -len(x) % ROWS)).unflatten(0, (-1, ROWS))
+            for tile, part in zip(tiles, out.split(ROWS), strict=True):
+                part.copy_(torch.bmm(tile.transpose(0, 1).contiguous(), turned).transpose(0, 1)[: len(part)])
+
+
 def stack(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Rows of all parts as one matrix; the parts are used up, so that no more than one matrix is held twice."""
     if len(parts) == 1:

@@ -12,7 +12,7 @@ from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.linear import Linear, stack
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, stack_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing
 
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Ops
@@ -72,6 +72,9 @@ class Experts:
     """The weights of a token's experts sum to 1."""
     activation: str
     batch_invariant: bool
+    routing: Routing = Routing()
+    bias: torch.Tensor | None = None
+    """float32[E]: added to scores to choose by them, where these are sigmoids."""
 
     rounding: ClassVar[None] = None
     """What they take is not rounded: the router wants it as it is. Experts in FP8 round it themselves."""
@@ -85,13 +88,38 @@ class Experts:
         """Add what they make of x[T, hidden] to residual[T, hidden], in place."""
         ops.experts(self, x, residual)
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, E] of x[T, hidden], float32 if they are to be `wide`."""
+        if not self.routing.wide or x.dtype == torch.float32:
+            return self.router(x)
+        weight = self.router.weight
+        if not x.is_cuda:
+            return Linear(weight.float(), None, self.batch_invariant)(x.float())
+        if self.batch_invariant:
+            from radixrt.worker.cuda.invariant import product
+
+            return product(x, weight, dtype=torch.float32)
+        return torch.ops.aten.mm.dtype(x, weight.t(), torch.float32)
+
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights, int64 numbers) of each token's experts, the likeliest first, both [T, chosen]."""
-        shares = self.router(x).float().softmax(-1)
-        weights, experts = shares.topk(self.chosen, dim=-1)
+        """(weights in the dtype of the logits, int64 numbers) of each token's experts, the likeliest first, both
+        [T, chosen]."""
+        logits = self.logits(x)
+        scores = _sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
+        choice = scores if self.bias is None else scores + self.bias
+        experts = (self._of_best_groups(choice) if self.routing.grouped else choice).topk(self.chosen, dim=-1).indices
+        weights = scores.gather(-1, experts)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(x.dtype), experts
+        return (weights * self.routing.factor).to(logits.dtype), experts
+
+    def _of_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """choice[T, E], -inf outside of each token's best groups."""
+        groups = choice.unflatten(-1, (self.routing.groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1) if self.routing.sigmoid else groups.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(-1, best.topk(self.routing.kept_groups, dim=-1).indices, True)
+        return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
     def one_by_one(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """The reference of `Ops.experts`: expert after expert, whose tokens the host counts."""
@@ -110,6 +138,12 @@ class Experts:
         if isinstance(weight, Scaled):
             return ScaledLinear(weight, None, dtype, ops)
         return Linear(weight, None, self.batch_invariant)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """By softmax over (x, 0), which rounds alike wherever a row lies: functions of elements take the ends of a tensor
+    in another way than the rest."""
+    return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
 
 
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:
@@ -133,8 +167,16 @@ def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant:
         gate_up, down = found or _read_plain(weights, matrices, router)
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.chosen, moe.normalized, spec.activation,
-        batch_invariant,
+        batch_invariant, moe.routing, _read_bias(weights, f"{at}gate.e_score_correction_bias", moe),
     )  # fmt: skip
+
+
+def _read_bias(weights: Weights, name: str, moe: ExpertsSpec) -> torch.Tensor | None:
+    """In the precision that it is stored in: scores differ by little."""
+    if not moe.routing.sigmoid:
+        return None
+    loaded, stored = weights.load(name, (moe.count,)), weights.get(name)
+    return (loaded if stored is None else stored).float()
 
 
 Matrix = tuple[str, tuple[int, int], Part | None]

@@ -9,8 +9,20 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.layers import Layer, Mixture, Mlp, Norm, Ops, Output, Product
-from radixrt.worker.model.linear import Linear, stack
+from radixrt.worker.model.latent import NORM_EPS, Latent
+from radixrt.worker.model.layers import (
+    Grouped,
+    Layer,
+    Mixture,
+    Mlp,
+    Norm,
+    Ops,
+    Output,
+    Product,
+    Projections,
+    Shared,
+)
+from radixrt.worker.model.linear import HeadLinear, Linear, stack
 from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, stack_scaled
@@ -26,7 +38,9 @@ class Piece:
 
     name: str
     shape: tuple[int, int]
-    part: Part | None
+    part: Part | None = None
+    biased: bool = True
+    """Where others that it is stacked with are, too."""
 
     @property
     def rows(self) -> Part | None:
@@ -69,12 +83,18 @@ class Reader:
 
     def _product(self, pieces: list[Piece], bias: bool) -> Product:
         """Several projections of one input as one, their rows in that order."""
-        biases = [self._weights.load(f"model.{p.name}.bias", p.shape[:1], p.rows) for p in pieces] if bias else None
-        whole = torch.cat(biases) if biases else None
+        whole = self._biases(pieces) if bias else None
         if weight := self._scaled(pieces):
             return ScaledLinear(weight, whole, self._weights.dtype, self._ops)
         weight = stack([self._weights.load(f"model.{p.name}.weight", p.shape, p.part) for p in pieces])
         return Linear(weight, whole, self._batch_invariant)
+
+    def _biases(self, pieces: list[Piece]) -> torch.Tensor:
+        """Zeros of those that have none."""
+        found = [self._weights.load(f"model.{p.name}.bias", p.shape[:1], p.rows) if p.biased else None for p in pieces]
+        like = next(bias for bias in found if bias is not None)
+        sizes = [p.rows.count if p.rows else p.shape[0] for p in pieces]
+        return torch.cat([like.new_zeros(n) if bias is None else bias for bias, n in zip(found, sizes, strict=True)])
 
     def _scaled(self, pieces: list[Piece]) -> Scaled | None:
         """Matrices as one in FP8; None where they are not kept so."""
@@ -95,7 +115,20 @@ class Reader:
         return Norm(self._vector(name, self._spec.hidden_size), self._spec.norm_eps, rounding)
 
     def layer(self, number: int) -> Layer:
-        spec, at = self._spec, f"layers.{number}.self_attn."
+        spec, at = self._spec, f"layers.{number}."
+        heads = self._grouped(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
+        inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
+        mlp = self._mlp(number)
+        return Layer(
+            attention_norm=self.norm(at + "input_layernorm", heads.rounding),
+            heads=heads,
+            output=self._output(at + "self_attn.o_proj", (spec.hidden_size, inner), spec.output_bias, AFTER_ATTENTION),
+            mlp_norm=self.norm(at + "post_attention_layernorm", mlp.rounding),
+            mlp=mlp,
+        )
+
+    def _grouped(self, at: str) -> Projections:
+        spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
         norms = None
         if spec.qk_norm:
@@ -109,22 +142,53 @@ class Reader:
             ],
             spec.qkv_bias,
         )
-        mlp = self._mlp(number)
-        return Layer(
-            attention_norm=self.norm(f"layers.{number}.input_layernorm", qkv.rounding),
-            qkv=qkv,
-            head_norms=norms,
-            output=self._output(at + "o_proj", (hidden, q), spec.output_bias, AFTER_ATTENTION),
-            mlp_norm=self.norm(f"layers.{number}.post_attention_layernorm", mlp.rounding),
-            mlp=mlp,
+        return Grouped(qkv, self._shard.spec(spec).num_heads, spec.head_dim, norms, spec.norm_eps)
+
+    def _latent(self, at: str) -> Projections:
+        """The heads are divided among ranks; latents and what makes them are the same on all."""
+        spec, latent, hidden = self._spec, self._spec.latent, self._spec.hidden_size
+        assert latent is not None
+        heads, width = spec.num_heads, latent.nope_dim + latent.rope_dim
+        own = self._shard.part(0, heads * width)
+        keys = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden))
+        if latent.q_rank is None:
+            first, q_up, q_norm = Piece(at + "q_proj", (heads * width, hidden), own, biased=False), None, None
+        else:
+            first = Piece(at + "q_a_proj", (latent.q_rank, hidden))
+            q_up = self._product([Piece(at + "q_b_proj", (heads * width, latent.q_rank), own)], False)
+            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, q_up.rounding)
+        both = latent.nope_dim + latent.value_dim
+        rows = self._shard.part(0, heads * both)
+        up = self._weights.load(f"model.{at}kv_b_proj.weight", (heads * both, latent.rank), rows).unflatten(
+            0, (-1, both)
         )
+        k_up, v_up = (x.contiguous() for x in up.split((latent.nope_dim, latent.value_dim), dim=1))
+        return Latent(
+            down=self._product([first, keys], latent.bias),
+            q_norm=q_norm,
+            q_up=q_up,
+            k_norm=self._vector(at + "kv_a_layernorm", latent.rank),
+            k_up=HeadLinear(k_up.transpose(1, 2), self._batch_invariant),
+            v_up=HeadLinear(v_up, self._batch_invariant),
+            num_heads=len(k_up),
+            interleaved=latent.interleaved,
+        )
+
+    def _shared(self, at: str, inner: int) -> Shared | None:
+        if not inner:
+            return None
+        mlp = self._gated(at, inner)
+        return Shared(mlp.gate_up, mlp.down.product, mlp.activation)
 
     def _mlp(self, number: int) -> Mlp | Mixture:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.experts is not None and number in spec.experts.layers:
             experts = read_experts(spec, self._weights, number, self._batch_invariant, self._shard)
-            return Mixture(experts, self._group)
-        inner, hidden = spec.intermediate_size, spec.hidden_size
+            return Mixture(experts, self._group, self._shared(at + "shared_experts.", spec.experts.shared_size))
+        return self._gated(at, spec.intermediate_size)
+
+    def _gated(self, at: str, inner: int) -> Mlp:
+        spec, hidden = self._spec, self._spec.hidden_size
         own = self._shard.part(0, inner)
         gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
         return Mlp(

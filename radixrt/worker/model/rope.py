@@ -72,15 +72,18 @@ def _yarn_attention(rope: dict[str, Any], factor: float) -> float:
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
 
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
-    return scale(1.0)
+        return sharpened(factor, rope["mscale"]) / sharpened(factor, rope["mscale_all_dim"])
+    return sharpened(factor, 1.0)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x[T, heads, D] by cos, sin[T, 1, D / 2]; element i is paired with element i + D / 2."""
-    first, second = x.chunk(2, dim=-1)
+def sharpened(factor: float, weight: float) -> float:
+    """What YaRN scales queries and keys by, for contexts `factor` times as long (section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Turn x[T, heads, D] by cos, sin[T, 1, D / 2]; element i is paired with element i + D / 2. If `interleaved`, 2i is
+    with 2i + 1 in x, and the result is in the other order: products of two rotated vectors are the same in any."""
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -4,7 +4,8 @@
     norm -> gate and up, rows -> their own product      -> down, columns   -> sum over ranks -> residual stream
     norm -> head, rows by token id -> logits of own ids -> gathered
 
-What is between two sums needs nothing of other ranks. Norms and the embedding are the same everywhere. Integers only.
+What is between two sums needs nothing of other ranks. Norms and the embedding are the same everywhere, and of latent
+attention (`latent`) what makes latents, and the pages that hold them. Integers only.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Shard:
             changes["intermediate_size"] = self._share("intermediate_size", whole.intermediate_size)
         if whole.experts is not None:
             inner = self._share("moe_intermediate_size", whole.experts.intermediate_size)
-            changes["experts"] = dataclasses.replace(whole.experts, intermediate_size=inner)
+            shared = self._share("shared experts' intermediate size", whole.experts.shared_size)
+            changes["experts"] = dataclasses.replace(whole.experts, intermediate_size=inner, shared_size=shared)
         return dataclasses.replace(whole, **changes)
 
     def _share(self, name: str, total: int) -> int:

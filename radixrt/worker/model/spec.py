@@ -13,6 +13,29 @@ ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_ta
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How the experts of a token are chosen by its logits, and weighed, where that is not by the softmax of all alone
+    (DeepSeek-V2, arXiv 2405.04434, section 2.2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+
+    sigmoid: bool = False
+    """In place of softmax. To choose, a bias is added to each expert's score, and a group's score is the sum of its two
+    best; else it is its best."""
+    groups: int = 1
+    """Of as many experts each, one after the other."""
+    kept_groups: int = 1
+    """The best ones, whose experts alone may be chosen."""
+    factor: float = 1.0
+    """Of the weights, at last."""
+    wide: bool = False
+    """Logits are float32."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a group may be left out."""
+        return self.kept_groups < self.groups
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """The mixture of experts that takes the MLP's place in some layers."""
 
@@ -27,6 +50,31 @@ class ExpertsSpec:
     """Of the names of a layer's tensors: `model.layers.0.<prefix>.gate`, `...experts.0.<name>`."""
     names: tuple[str, str, str]
     """Of an expert's gate, up and down projections."""
+    routing: Routing = Routing()
+    shared_size: int = 0
+    """Inner features of what every token takes beside the experts it chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (see `latent`)."""
+
+    q_rank: int | None
+    """Queries come of a latent of this size; None: of the hidden state."""
+    rank: int
+    """Of the latent that keys and values come of."""
+    nope_dim: int
+    """Of a head's query and key: what is not rotated."""
+    rope_dim: int
+    """What is; of the key it is the same for all heads."""
+    value_dim: int
+    """Of a head's values."""
+    scale: float
+    """Of the softmax."""
+    interleaved: bool
+    """Elements 2i and 2i + 1 are turned together, not i and i + rope_dim / 2."""
+    bias: bool
+    """Of the products that make latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +103,30 @@ class ModelSpec:
     qk_norm: bool = False
     """RMSNorm of each head of q and k, before the rotation."""
     experts: ExpertsSpec | None = None
+    latent: LatentSpec | None = None
+    """With it there is one KV head, whose `head_dim` is that of the latent and the rotated key together; its V is the
+    latent, the first elements of K."""
 
     @property
     def kv_elements(self) -> int:
         """Elements of K and V of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        each = 1 if self.latent else 2
+        return each * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Of what attention gives for a head."""
+        return self.latent.rank if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Of the softmax."""
+        return self.latent.scale if self.latent else self.head_dim**-0.5
 
 
 def common(config: dict[str, Any], **features: Any) -> ModelSpec:
@@ -94,6 +161,14 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     """The same model with experts. ValueError for a choice that cannot be."""
     if not 1 <= experts.chosen <= experts.count:
         raise ValueError(f"num_experts_per_tok {experts.chosen} of {experts.count} experts")
+    routing = experts.routing
+    if routing.groups < 1 or experts.count % routing.groups:
+        raise ValueError(f"n_group {routing.groups} does not divide {experts.count} experts")
+    if not 1 <= routing.kept_groups <= routing.groups:
+        raise ValueError(f"topk_group {routing.kept_groups} of n_group {routing.groups}")
+    size = experts.count // routing.groups
+    if experts.chosen > routing.kept_groups * size or (routing.sigmoid and routing.grouped and size < 2):
+        raise ValueError(f"topk_group {routing.kept_groups}: groups of {size} are too small")
     return dataclasses.replace(spec, experts=experts)
 
 

@@ -13,6 +13,7 @@ from tests.interpreter import HAS_TRITON
 INTERPRETED = [
     "test_experts.py",
     "test_kernels.py",
+    "test_latent.py",
     "test_peers.py",
     "test_runner.py",
     "test_sampler.py",

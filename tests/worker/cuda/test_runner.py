@@ -44,15 +44,19 @@ SIZES = {
         pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        "deepseek_v3",
+        pytest.param("deepseek_v2", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
     changes = {
         "mistral": {"sliding_window": 16},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "deepseek_v2": {"num_key_value_heads": 4, "attention_bias": True, "moe_intermediate_size": 24},
+        "deepseek_v3": {"num_key_value_heads": 4, "moe_intermediate_size": 24},
     }
     path = tmp_path_factory.mktemp(request.param)
-    make_model(path, request.param, **SIZES, **changes.get(request.param, {}))
+    make_model(path, request.param, **SIZES | changes.get(request.param, {}))
     return path
 
 
@@ -164,7 +168,11 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     assert 0 in used, "the first prompt is a long chunk without a prefix"
 
 
-@pytest.mark.parametrize("folder", ["llama", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "folder",
+    ["llama", pytest.param("mistral", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+    indirect=True,
+)
 @pytest.mark.usefixtures("steady_products")
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are

@@ -1,0 +1,75 @@
+"""DeepSeek V2, V2 Lite and V2.5: latent attention, and experts by softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model.rope import sharpened
+from radixrt.worker.model.spec import ExpertsSpec, LatentSpec, ModelSpec, Routing, common, rope_parameters, with_experts
+
+DEFAULTS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+DEFAULTS |= {"v_head_dim": 128}
+"""Of transformers, in place of what a file leaves out; `q_lora_rank` may be null."""
+METHODS = ("greedy", "group_limited_greedy")
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """`topk_method` says how experts are chosen. Weights that sum to 1 are not scaled (DeepSeek's own code)."""
+    method = config.get("topk_method") or "greedy"
+    if method not in METHODS:
+        raise ValueError(f"topk_method {method!r} is not served; {', '.join(METHODS)} are")
+    normalized = bool(config.get("norm_topk_prob", False))
+    groups = method == "group_limited_greedy"
+    routing = Routing(
+        groups=config["n_group"] if groups else 1,
+        kept_groups=config["topk_group"] if groups else 1,
+        factor=1.0 if normalized else config.get("routed_scaling_factor", 1.0),
+        wide=True,
+    )
+    config = DEFAULTS | config
+    return with_routed(latent_decoder(config, interleaved=True), config, routing, normalized)
+
+
+def latent_decoder(config: dict[str, Any], interleaved: bool) -> ModelSpec:
+    """A spec without experts."""
+    rank, rope, nope = (config[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+    bias = bool(config.get("attention_bias"))
+    latent = LatentSpec(
+        q_rank=config["q_lora_rank"] or None,
+        rank=rank,
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=config["v_head_dim"],
+        scale=_scale(rope_parameters(config), nope + rope),
+        interleaved=interleaved,
+        bias=bias,
+    )
+    seen = config | {"num_key_value_heads": 1, "head_dim": rank + rope}
+    return common(seen, latent=latent, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
+
+
+def _scale(rope: dict[str, Any], width: int) -> float:
+    """width^-0.5, and where positions are stretched times the square of what `mscale_all_dim` says (DeepSeek's own
+    modeling files)."""
+    weight = rope.get("mscale_all_dim") if rope["rope_type"] != "default" else None
+    return width**-0.5 * (sharpened(rope.get("factor") or 1.0, weight) ** 2 if weight else 1.0)
+
+
+def with_routed(spec: ModelSpec, config: dict[str, Any], routing: Routing, normalized: bool) -> ModelSpec:
+    """With experts, where a file has any: from layer `first_k_dense_replace` on, every `moe_layer_freq`-th."""
+    if not config.get("n_routed_experts"):
+        return spec
+    first, step = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
+    inner = config["moe_intermediate_size"]
+    experts = ExpertsSpec(
+        count=config["n_routed_experts"],
+        chosen=config["num_experts_per_tok"],
+        intermediate_size=inner,
+        normalized=normalized,
+        layers=frozenset(i for i in range(spec.num_layers) if i >= first and i % step == 0),
+        prefix="mlp",
+        names=("gate_proj", "up_proj", "down_proj"),
+        routing=routing,
+        shared_size=inner * (config.get("n_shared_experts") or 0),
+    )
+    return with_experts(spec, experts)
