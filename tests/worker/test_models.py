@@ -40,6 +40,8 @@ VARIANTS = [
     ("qwen3", {"rope_parameters": YARN}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
     ("mixtral", {"sliding_window": 16}),
+    ("gpt_oss", {"num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}, "attention_bias": False}),
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
@@ -146,7 +148,7 @@ class TestGreedyTokens:
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
     folder, asked, answers = expected(family)
     sampling = wanted(answers)

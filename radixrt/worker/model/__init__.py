@@ -12,7 +12,7 @@ from radixrt.worker.model.quantized import check_quantization
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Every `model_type` that can be served."""
 
 

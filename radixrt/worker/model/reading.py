@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.alternating import read_alternating
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.layers import Layer, Mixture, Mlp, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear, stack
@@ -117,12 +118,18 @@ class Reader:
             output=self._output(at + "o_proj", (hidden, q), spec.output_bias, AFTER_ATTENTION),
             mlp_norm=self.norm(f"layers.{number}.post_attention_layernorm", mlp.rounding),
             mlp=mlp,
+            sinks=self._sinks(at + "sinks") if spec.sinks else None,
         )
+
+    def _sinks(self, name: str) -> torch.Tensor:
+        heads = self._spec.num_heads
+        return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
     def _mlp(self, number: int) -> Mlp | Mixture:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.experts is not None and number in spec.experts.layers:
-            experts = read_experts(spec, self._weights, number, self._batch_invariant, self._shard)
+            read = read_alternating if spec.experts.alternating else read_experts
+            experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
             return Mixture(experts, self._group)
         inner, hidden = spec.intermediate_size, spec.hidden_size
         own = self._shard.part(0, inner)
