@@ -118,8 +118,12 @@ class FrontendConfig:
     max_body_bytes: int = setting(32 << 20, "largest request body")
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: what the router says)")
     tokenizer_threads: int = setting(2, "threads that tokenize")
-    tool_call_parser: str = setting("auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral")
-    reasoning_parser: str = setting("auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral")
+    tool_call_parser: str = setting(
+        "auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral, openai (gpt-oss' channels)"
+    )
+    reasoning_parser: str = setting(
+        "auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral, openai_gptoss"
+    )
     generation_config: str = setting("auto", "sampling defaults: auto (the model's generation_config.json), none")
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
     keep_thinking: bool = setting(False, KEEP_THINKING)

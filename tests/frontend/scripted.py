@@ -47,7 +47,27 @@ MISTRAL = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{% endfor %}"
 )
+HARMONY = (
+    "<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>"
+    "{% if tools %}<|start|>developer<|message|>" + _TOOLS + "<|end|>{% endif %}"
+    "{% set last = namespace(name='') %}{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('text and thoughts') }}{% endif %}"
+    "{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}{% set later = namespace(final=false) %}"
+    "{% for o in messages[loop.index:] %}{% if o.role == 'assistant' and not o.tool_calls %}"
+    "{% set later.final = true %}{% endif %}{% endfor %}{% if (m.content or m.thinking) and not later.final %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    "{{ f.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}{% if not last.name %}{{ raise_exception('a result of no call') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""In the manner of gpt-oss': thoughts stay in a loop of tools, and go with the answer that ends it."""
+MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 FAMILIES = {
+    "harmony": (HARMONY, MARKS),
     "plain": ("", ()),
     "hermes": (HERMES, ()),
     "thinking": (THINKING, ()),

@@ -291,7 +291,6 @@ def test_mistral_s_newer_form_is_forced_as_well():
         ("chat_templates/llama-3-instruct", type(None)),
         ("mistral/chat_templates/v3", Mistral),
         ("mistral/chat_templates/v7_spm", Mistral),
-        ("gpt-oss/chat_template", type(None)),
     ],
 )
 def test_real_templates_show_their_format(tmp_path, shared_data, template, kind):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 
 from radixrt.frontend.parsing.formats import ToolFormat
+from radixrt.frontend.parsing.harmony import Harmony
 from radixrt.frontend.parsing.hermes import Hermes
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.mistral import Mistral
 from radixrt.frontend.parsing.thoughts import ReasoningFormat
 from radixrt.messages import ChatPrompt
 
-TOOL_FORMATS: dict[str, type[Hermes] | type[Llama] | type[Mistral]] = {
+TOOL_FORMATS: dict[str, type[Harmony] | type[Hermes] | type[Llama] | type[Mistral]] = {
     "hermes": Hermes,
     "qwen25": Hermes,
     "llama3_json": Llama,
     "llama3": Llama,
     "mistral": Mistral,
+    "openai": Harmony,
+    "gpt-oss": Harmony,
 }
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
@@ -25,6 +28,8 @@ REASONING_FORMATS = {
     "qwen3": THINK,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
+HARMONY = ("openai_gptoss", "gpt-oss")
+"""Thoughts that calls' format reads."""
 """By the names of vLLM and SGLang."""
 
 _NAME, _ID = "probe_tool", "abcdefghi"
@@ -45,6 +50,7 @@ QUESTION = ChatPrompt([{"role": "user", "content": "-"}])
 _MISTRAL = re.compile(r'(\[TOOL_CALLS\]\s*\[)\s*\{\s*"name":\s*"probe_tool"')
 _MISTRAL_EACH = re.compile(r"\[TOOL_CALLS\]\s*probe_tool")
 _HERMES = re.compile(r'<tool_call>\s*\{\s*"(name":\s*"probe_tool"|arguments":\s*\{)')
+_HARMONY = re.compile(r"<\|start\|>(system|developer|user)<\|message\|>")
 _LLAMA = re.compile(r'\{\s*"name":\s*"probe_tool",\s*"parameters":\s*"?\{\\?"probe')
 
 
@@ -67,17 +73,22 @@ def _seen(rendered: str) -> ToolFormat | None:
         return Mistral(opening=array[1])
     if _MISTRAL_EACH.search(rendered):
         return Mistral(opening=None)
+    if _HARMONY.search(rendered):
+        return Harmony()
     if _HERMES.search(rendered):
         return Hermes()
     return Llama() if _LLAMA.search(rendered) else None
 
 
-def reasoning_format(name: str, rendered: str) -> ReasoningFormat | None:
+def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | None:
     """The same for thoughts."""
+    if name in HARMONY or (name == "auto" and _HARMONY.search(rendered)):
+        return Harmony()
     if name == "auto":
         return next((form for form in REASONING_FORMATS.values() if form.open in rendered), None)
     if name in ("none", ""):
         return None
     if name not in REASONING_FORMATS:
-        raise ValueError(f"reasoning_parser: {name!r} is none of auto, none, {', '.join(REASONING_FORMATS)}")
+        known = ", ".join([*REASONING_FORMATS, *HARMONY])
+        raise ValueError(f"reasoning_parser: {name!r} is none of auto, none, {known}")
     return REASONING_FORMATS[name]

@@ -45,7 +45,7 @@ class Sink:
 
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
         self.full = False
-        """A call more than `most_calls` has begun: nothing is taken any more."""
+        """A call more than `most_calls` has begun, or the answer is over: nothing is taken any more."""
         self._new_id = new_id
         self._most_calls = most_calls
         self._pieces: list[Piece] = []
@@ -91,6 +91,11 @@ class Sink:
         """More of the arguments of the last call."""
         if text and not self.full:
             self._pieces.append(CallArguments(self._calls - 1, text))
+
+    def end(self) -> None:
+        """The answer is over, whatever the model says."""
+        self.bound()
+        self.full = True
 
     def finish(self) -> None:
         """No more comes."""
