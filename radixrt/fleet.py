@@ -86,7 +86,11 @@ class Remote:
             return 1
 
     def terminate(self) -> None:
-        self._actor.terminate.remote()
+        if self.pid is not None:
+            self._actor.terminate.remote()
+        elif self.returncode is None:  # it waits for room
+            self.kill()
+            self.returncode = 0
 
     def kill(self) -> None:
         self._ray.kill(self._actor)

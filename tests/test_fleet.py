@@ -176,6 +176,14 @@ def test_a_worker_there_is_as_one_here(ray, key):
     assert worker.process.wait() == 0
 
 
+def test_what_waits_for_room_ends_at_once(ray, key):
+    fleet = Fleet(config(1, router=open_to_all(key)))
+    worker = fleet.start(fleet.configs(1)[0])
+    worker.process.terminate()
+    assert not worker.alive and worker.process.wait(0) == 0
+    assert len(ray.killed) == 1
+
+
 def test_a_machine_that_is_gone_ends_its_worker(ray, key, caplog):
     fleet = Fleet(config(1, router=open_to_all(key)))
     worker = fleet.start(fleet.configs(1)[0])
