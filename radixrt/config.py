@@ -119,7 +119,9 @@ class FrontendConfig:
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: what the router says)")
     tokenizer_threads: int = setting(2, "threads that tokenize")
     tool_call_parser: str = setting(
-        "auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral, openai (gpt-oss' channels)"
+        "auto",
+        "how the model writes tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
+        "deepseek_v31, kimi_k2, openai (gpt-oss' channels)",
     )
     reasoning_parser: str = setting(
         "auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral, openai_gptoss"

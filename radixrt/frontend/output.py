@@ -69,7 +69,8 @@ class Output:
         if not self.parses:
             return None
         most_calls = 1 if self.ends_early else None
-        return OutputParser(self.tools, self.use.names, self.reasoning, self.thinking, self.hidden_marks, most_calls)
+        functions, hidden = self.use.functions, self.hidden_marks
+        return OutputParser(self.tools, functions, self.reasoning, self.thinking, hidden, most_calls)
 
     def shown(self, sampling: Sampling) -> Sampling:
         """`sampling` for the text that the parser reads."""

@@ -177,7 +177,7 @@ def test_parsers_by_name(tmp_path, tools, reasoning, expected):
     prompt = array("i", tokenizer.encode("<|start|>assistant", False)).tobytes()
     output = formats.output(prompt, False, True, tool_use([WEATHER], None, None), None)
     assert output.hidden_marks == frozenset(MARKS)
-    parser = OutputParser(output.tools, output.use.names, hidden=output.hidden_marks, new_id=str)
+    parser = OutputParser(output.tools, output.use.functions, hidden=output.hidden_marks, new_id=str)
     assert joined(parser.push(THOUGHT + CALL) + parser.finish()) == expected
 
 

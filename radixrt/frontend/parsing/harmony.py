@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from radixrt.frontend.parsing.formats import Function, either, json_schema, sequence, tag
+from radixrt.frontend.parsing.formats import Function, Functions, either, json_schema, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -60,13 +60,13 @@ class Harmony:
 
     # ------------------------------------------------------------ reading
 
-    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
-        """Without `names` there are no calls."""
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        """Without `functions` there are no calls."""
         reader.feed(self._opened)
         ends, spoken = marks(ENDS, hidden), False
         while True:
             header = (yield from _header(reader)) or Header(FINAL, "")
-            name = _function(header.recipient, names)
+            name = _function(header.recipient, functions)
             if name:
                 sink.call(name)
                 mark = yield from _arguments(reader, sink, hidden)
@@ -148,13 +148,13 @@ def _header(reader: Reader) -> Steps[Header | None]:
     return None
 
 
-def _function(recipient: str, names: frozenset[str]) -> str:
+def _function(recipient: str, functions: Functions) -> str:
     """The function that a message calls; "" for none."""
-    if not names or not recipient:
+    if not functions or not recipient:
         return ""
     if recipient.startswith(FUNCTIONS):
         return recipient.removeprefix(FUNCTIONS)
-    return recipient if recipient in names else ""
+    return recipient if recipient in functions else ""
 
 
 def _arguments(reader: Reader, sink: Sink, hidden: frozenset[str]) -> Steps[str]:

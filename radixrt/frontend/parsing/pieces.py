@@ -50,6 +50,7 @@ class Sink:
         self._most_calls = most_calls
         self._pieces: list[Piece] = []
         self._calls = 0
+        self._ids: set[str] = set()
         self._space = ""
         self._kind: type[Content] | type[Reasoning] = Content
         self._bounded = False
@@ -79,12 +80,14 @@ class Sink:
         self._space = ""
         self._bounded = True
 
-    def call(self, name: str) -> None:
-        """A call begins."""
+    def call(self, name: str, id: str = "") -> None:
+        """A call begins; `id` is one that the model gave it, and no other call of the answer."""
         self.bound()
         self.full = self.full or self._calls == self._most_calls
         if not self.full:
-            self._pieces.append(CallStart(self._calls, self._new_id(), name))
+            id = self._new_id() if not id or id in self._ids else id
+            self._ids.add(id)
+            self._pieces.append(CallStart(self._calls, id, name))
             self._calls += 1
 
     def arguments(self, text: str) -> None:
