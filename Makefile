@@ -14,8 +14,11 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
 
+# Tests start many processes of the same modules: these are compiled once, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/installed-test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow

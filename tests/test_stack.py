@@ -310,17 +310,17 @@ def test_a_worker_that_lasted_is_started_again_soon(folder, monkeypatch):
     assert started == ["worker-0"]
 
 
-def test_a_worker_may_join_and_leave(folder):
-    settings = config(folder, 1)
-    with stack_of(settings) as running, Client(running._client_address) as client:
+def test_a_worker_may_join_and_leave(pair, folder):
+    address, running = pair
+    with Client(address) as client:
         before = client.generate([5, 6, 7], GREEDY).token_ids
         extra = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
         process = subprocess.Popen([*extra, "--name", "guest", "--max-total-tokens", "4096", "--device", "cpu"])
         try:
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            wait_for(lambda: len(client.health()["workers"]) == 3)
             process.terminate()
             assert process.wait(10) == 0
-            wait_for(lambda: len(client.health()["workers"]) == 1)
+            wait_for(lambda: len(client.health()["workers"]) == 2)
             assert client.generate([5, 6, 7], GREEDY).token_ids == before
         finally:
             process.kill()

@@ -32,7 +32,7 @@ import numpy as np
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.group import leave
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.plan import GroupLost, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.sharing import Path as Nodes
 
@@ -47,10 +47,6 @@ FAIL_SECONDS = 2.0
 """Time that rank 0 has to fail by itself when one of them has ended."""
 KEPT_REQUESTS = 1 << 14
 """That a follower remembers, beyond those of the step."""
-
-
-class GroupLost(BaseException):
-    """The ranks of a worker no longer agree. It cannot go on."""
 
 
 # ---------------------------------------------------------------- what is told
