@@ -35,7 +35,9 @@ from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.latent import Latent
 from radixrt.worker.model.layers import Layer, Mixture, Product
+from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.scaled import ScaledLinear
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Runner
@@ -84,7 +86,14 @@ def dense(layer: Layer) -> list[Product]:
     """The matrices of a layer that every token is multiplied by."""
     mlp = layer.mlp
     products = [mlp.experts.router] if isinstance(mlp, Mixture) else [mlp.gate_up, mlp.down.product]
+    if isinstance(mlp, Mixture) and mlp.shared:
+        products += [mlp.shared.gate_up, mlp.shared.down]
     return [*layer.heads.products, layer.output.product, *products]
+
+
+def of_heads(layer: Layer) -> list[HeadLinear]:
+    """The products of each head around a latent."""
+    return [layer.heads.k_up, layer.heads.v_up] if isinstance(layer.heads, Latent) else []
 
 
 def experts_bytes(model: Decoder, batch: int) -> float:
@@ -106,7 +115,7 @@ def values(linear: Product) -> torch.Tensor:
 def gemm_ms(runner: Runner, batch: int) -> float:
     """All matrix products of one step of so many tokens but those of experts and in FP8, under a graph."""
     model = runner._model
-    inputs: dict[int, torch.Tensor] = {}
+    inputs: dict[object, torch.Tensor] = {}
 
     def run() -> None:
         for layer in model._layers:
@@ -117,6 +126,11 @@ def gemm_ms(runner: Runner, batch: int) -> float:
                 if size not in inputs:
                     inputs[size] = torch.randn(batch, size, device="cuda", dtype=linear.weight.dtype)
                 linear(inputs[size])
+            for product in of_heads(layer):
+                heads, _, size = product.weight.shape
+                if (heads, size) not in inputs:
+                    inputs[heads, size] = torch.randn(batch, heads, size, device="cuda", dtype=model.dtype)
+                product(inputs[heads, size])
         if model.spec.hidden_size not in inputs:
             inputs[model.spec.hidden_size] = torch.randn(
                 batch, model.spec.hidden_size, device="cuda", dtype=model.dtype
@@ -241,6 +255,7 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
     spec, per_token = model.spec, 0.0
     for layer in model._layers:
         per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
+        per_token += sum(2 * x.weight.numel() for x in of_heads(layer))
         if isinstance(layer.mlp, Mixture):
             experts = layer.mlp.experts
             size = (1 if experts.narrow else 2) * (experts.gate_up.numel() + experts.down.numel())
@@ -260,7 +275,7 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
             bench.finish()
             times.append(time.perf_counter() - began)
         pairs = new * cached + new * (new + 1) / 2
-        flops = per_token * new + 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
+        flops = per_token * new + 2 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim) * spec.num_layers
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
         idle = idle_share(bench.finish)
         ms = float(np.median(times[1:])) * 1e3

@@ -239,8 +239,6 @@ class Variant:
     stages: int
     specialised: bool = False
     """The kernel of `hopper`."""
-    turned: bool = False
-    """Products have keys in the place of rows; of latent attention."""
 
     def queries(self, group: int) -> int:
         return max(1, self.rows // group)
@@ -273,8 +271,8 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
 
 
 def latent_variant(rows: int, itemsize: int) -> Variant:
-    """Of so many heads and queries. Pages of 4 bytes are for tests."""
-    return Variant(rows, 64, 8 if rows > 16 else 4, 2, turned=True)
+    """Of so many heads and queries (bench/latent.py --sweep)."""
+    return Variant(rows, 64, 8, 2) if rows > 16 else Variant(rows, 64, 4, 2 if itemsize > 1 else 3)
 
 
 def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
@@ -360,9 +358,9 @@ def attend(
     if shape.latent is not None:
         assert not window
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
-        tile = variant.rows, variant.keys, variant.warps, variant.stages, variant.turned
-        half = half_type(keys.dtype)
-        return latent.launch(grid, again, (q, keys, *rest), sizes, kinds, tile, FIELDS, half, starts is None)
+        tile = variant.rows, variant.keys, variant.warps, variant.stages
+        given = latent.halved(q, keys.dtype), keys, *rest
+        return latent.launch(grid, again, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
     given = q, keys, values, *rest, shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
     if variant.specialised:
         from radixrt.worker.cuda import hopper

@@ -1,8 +1,7 @@
 """Latent attention over pages: keys of one head that all queries share, whose first elements are the values. A block of
 keys is loaded once, and multiplied twice.
 
-Queries of 16 heads fill the rows of no tile of the tensor cores' best instructions, but keys do: so scores are computed
-as keys x queries, and results as latent x queries. Work lists, merges and pages are those of `attend`.
+Work lists, merges and pages are those of `attend`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _scores(k, k_turned, q, q_turned, TURNED: tl.constexpr):
-    """[keys, queries] of k[keys, rank] and q[queries, rank]; or [queries, keys]."""
-    if TURNED:
-        return tl.dot(k_turned, tl.trans(q_turned), tl.dot(k, tl.trans(q)))
+def _load(at, d, RANK: tl.constexpr, WHOLE: tl.constexpr, HALF_TYPE: tl.constexpr):
+    """Elements `d` of some keys, of which there are RANK."""
+    if WHOLE:
+        return tl.load(at + d[None, :]).to(HALF_TYPE)
     else:
-        return tl.dot(q_turned, tl.trans(k_turned), tl.dot(q, tl.trans(k)))
+        return tl.load(at + d[None, :], mask=(d < RANK)[None, :], other=0.0).to(HALF_TYPE)
 
 
 @triton.jit
@@ -37,12 +36,13 @@ def _attend_item(
     item, block, q_ptr, k_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, REST: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
+    PART: tl.constexpr, REST: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    WHOLE: tl.constexpr = (WIDTH == RANK) & (REST == DIM - RANK)
+    WHOLE: tl.constexpr = 2 * PART == RANK
     m = tl.arange(0, ROWS)
     n = tl.arange(0, KEYS)
-    d = tl.arange(0, WIDTH)
+    d = tl.arange(0, PART)
+    e = PART + d  # in two parts, registers hold one of them less while FP8 is widened
     r = tl.arange(0, REST)
     own = m // GROUP
     head = block * GROUP + m % GROUP
@@ -59,15 +59,15 @@ def _attend_item(
     if ORDERED:
         place = tl.load(order_ptr + place, mask=real, other=0)
     at = place.to(tl.int64) * HEADS + head
+    # Queries are used as they are: of what is computed from them, registers would hold a copy.
     q_at = q_ptr + (at * DIM)[:, None]
     q = tl.load(q_at + d[None, :], mask=real[:, None] & (d < RANK)[None, :], other=0.0)
-    q = (q.to(tl.float32) * scale).to(HALF_TYPE)
+    q_more = tl.load(q_at + e[None, :], mask=real[:, None] & (e < RANK)[None, :], other=0.0)
     q_turned = tl.load(q_at + RANK + r[None, :], mask=real[:, None] & (r < DIM - RANK)[None, :], other=0.0)
-    q_turned = (q_turned.to(tl.float32) * scale).to(HALF_TYPE)
-    AXIS: tl.constexpr = 0 if TURNED else 1  # that of keys
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([WIDTH, ROWS] if TURNED else [ROWS, WIDTH], tl.float32)
+    acc = tl.zeros([ROWS, PART], tl.float32)
+    more = tl.zeros([ROWS, PART], tl.float32)
     for j in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = j + n
         # Lanes past the end read the last key again: what lies there is another's, perhaps NaN.
@@ -77,37 +77,37 @@ def _attend_item(
         else:
             slot = tl.load(table_ptr + row * stride + known // PAGE).to(tl.int64) * PAGE + known % PAGE
         k_at = k_ptr + (slot * DIM)[:, None]
-        if WHOLE:
-            k = tl.load(k_at + d[None, :]).to(HALF_TYPE)
-            k_turned = tl.load(k_at + RANK + r[None, :]).to(HALF_TYPE)
-        else:
-            k = tl.load(k_at + d[None, :], mask=(d < RANK)[None, :], other=0.0).to(HALF_TYPE)
-            k_turned = tl.load(k_at + RANK + r[None, :], mask=(r < DIM - RANK)[None, :], other=0.0).to(HALF_TYPE)
-        s = _scores(k, k_turned, q, q_turned, TURNED)
-        seen = tl.expand_dims(key < end, 1 - AXIS)
+        k = _load(k_at, d, RANK, WHOLE, HALF_TYPE)
+        s = tl.dot(q, tl.trans(k))
+        k_more = _load(k_at, e, RANK, WHOLE, HALF_TYPE)
+        s = tl.dot(q_more, tl.trans(k_more), s)
+        k_turned = _load(k_at + RANK, r, DIM - RANK, REST == DIM - RANK, HALF_TYPE)
+        s = tl.dot(q_turned, tl.trans(k_turned), s)
+        seen = (key < end)[None, :]
         if CAUSAL:
-            seen = seen & (tl.expand_dims(key, 1 - AXIS) <= tl.expand_dims(position + own, AXIS))
-        s = tl.where(seen, s, -1e30)
-        higher = tl.maximum(peak, tl.max(s, AXIS))
+            seen = seen & (key[None, :] <= (position + own)[:, None])
+        s = tl.where(seen, s * scale, -1e30)
+        higher = tl.maximum(peak, tl.max(s, 1))
         keep = tl.exp2(peak - higher)
-        p = tl.exp2(s - tl.expand_dims(higher, AXIS))
+        p = tl.exp2(s - higher[:, None])
         if CAUSAL:  # a row that sees none of these keys
             p = tl.where(seen, p, 0.0)
-        total = total * keep + tl.sum(p, AXIS)
-        acc = acc * tl.expand_dims(keep, AXIS)
+        total = total * keep + tl.sum(p, 1)
         peak = higher
-        if TURNED:
-            acc = tl.dot(tl.trans(k), p.to(HALF_TYPE), acc)
-        else:
-            acc = tl.dot(p.to(HALF_TYPE), k, acc)
-    out = acc * tl.expand_dims(v_scale / tl.where(total > 0, total, 1.0), AXIS)
-    to = tl.expand_dims(d, 1 - AXIS)
-    stored = tl.expand_dims(real, AXIS) & (to < RANK)
+        weights = p.to(HALF_TYPE)
+        acc = tl.dot(weights, k, acc * keep[:, None])
+        more = tl.dot(weights, k_more, more * keep[:, None])
+    factor = (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     if direct != 0:
-        tl.store(out_ptr + tl.expand_dims(at * RANK, AXIS) + to, out.to(out_ptr.dtype.element_ty), mask=stored)
+        out_at = out_ptr + (at * RANK)[:, None]
+        dtype = out_ptr.dtype.element_ty
+        tl.store(out_at + d[None, :], (acc * factor).to(dtype), mask=real[:, None] & (d < RANK)[None, :])
+        tl.store(out_at + e[None, :], (more * factor).to(dtype), mask=real[:, None] & (e < RANK)[None, :])
     else:
         spot = (partial + own).to(tl.int64) * HEADS + head
-        tl.store(partial_ptr + tl.expand_dims(spot * RANK, AXIS) + to, out, mask=stored)
+        partial_at = partial_ptr + (spot * RANK)[:, None]
+        tl.store(partial_at + d[None, :], acc * factor, mask=real[:, None] & (d < RANK)[None, :])
+        tl.store(partial_at + e[None, :], more * factor, mask=real[:, None] & (e < RANK)[None, :])
         # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
         tl.store(lse_ptr + spot, tl.where(total == 0, -1e30, peak + tl.log2(total)), mask=real)
 
@@ -117,8 +117,8 @@ def _attend_latent_kernel(
     q_ptr, k_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, REST: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
-    SINGLE: tl.constexpr, TURNED: tl.constexpr,
+    PART: tl.constexpr, REST: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     # The heads of an item run side by side: they read the same keys.
     block = tl.program_id(0)
@@ -126,32 +126,51 @@ def _attend_latent_kernel(
     if SINGLE:
         _attend_item(
             items_ptr + program * ITEM, block, q_ptr, k_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr,
-            stride, scale, v_scale, HEADS, GROUP, DIM, RANK, PAGE, CAUSAL, ORDERED, QUERIES, ROWS, KEYS, WIDTH, REST,
-            HALF_TYPE, STAGES, TURNED,
+            stride, scale, v_scale, HEADS, GROUP, DIM, RANK, PAGE, CAUSAL, ORDERED, QUERIES, ROWS, KEYS, PART, REST,
+            HALF_TYPE, STAGES,
         )  # fmt: skip
     else:
         first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
         for number in tl.range(first, last, num_stages=1):
             _attend_item(
                 items_ptr + number * ITEM, block, q_ptr, k_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr,
-                stride, scale, v_scale, HEADS, GROUP, DIM, RANK, PAGE, CAUSAL, ORDERED, QUERIES, ROWS, KEYS, WIDTH,
-                REST, HALF_TYPE, STAGES, TURNED,
+                stride, scale, v_scale, HEADS, GROUP, DIM, RANK, PAGE, CAUSAL, ORDERED, QUERIES, ROWS, KEYS, PART,
+                REST, HALF_TYPE, STAGES,
             )  # fmt: skip
 
 
 def launch(
     grid: tuple[int, int, int], again: kernels.Again | None, given: tuple[Any, ...], sizes: tuple[int, ...],
-    kinds: tuple[bool, bool, int], tile: tuple[int, int, int, int, bool], fields: int, half: Any, single: bool,
+    kinds: tuple[bool, bool, int], tile: tuple[int, int, int, int], fields: int, half: Any, single: bool,
 ) -> Any:  # fmt: skip
     """See `attend.attend`: tensors and numbers; heads, those of a tile, widths of K and V, page size; whether items are
-    masked, whether they have an order, queries of a tile; rows, keys, warps, stages, whether they are turned."""
-    rows, keys, warps, stages, turned = tile
+    masked, whether they have an order, queries of a tile; rows, keys, warps, stages."""
+    rows, keys, warps, stages = tile
     _, _, dim, rank, _ = sizes
-    widths = (max(16, triton.next_power_of_2(n)) for n in (rank, dim - rank))
+    part, rest = (max(16, triton.next_power_of_2(n)) for n in (-(-rank // 2), dim - rank))
     return kernels.launch(
-        _attend_latent_kernel, grid, again, *given, *sizes, *kinds, rows, keys, *widths, fields, half, stages, single,
-        turned, num_warps=warps,
+        _attend_latent_kernel, grid, again, *given, *sizes, *kinds, rows, keys, part, rest, fields, half, stages,
+        single, num_warps=warps,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _halve_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = saturated(tl.load(x_ptr + i, mask=i < count, other=0.0).to(tl.float32), 65504.0)
+    tl.store(out_ptr + i, x.to(out_ptr.dtype.element_ty), mask=i < count)
+
+
+def halved(q: torch.Tensor, pages: torch.dtype) -> torch.Tensor:
+    """Queries in the dtype that keys of `pages` are multiplied in; float16 saturates."""
+    dtype = pages if pages.itemsize > 1 else torch.float16
+    if q.dtype == dtype:
+        return q
+    if dtype != torch.float16:
+        return q.to(dtype)
+    out = torch.empty_like(q, dtype=dtype)
+    _halve_kernel[(triton.cdiv(q.numel(), 2048),)](q, out, q.numel(), 2048, num_warps=4)
+    return out
 
 
 # ---------------------------------------------------------------- norm of latents, rotation, pages
@@ -180,27 +199,27 @@ def _append_latent_kernel(
         x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)
         weight = tl.load(norm_ptr + d, mask=d < RANK, other=0.0).to(tl.float32)
         x = (x.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)  # rounded where the model rounds
-        first = tl.load(source + RANK + one, mask=turned, other=0.0).to(tl.float32)
-        second = tl.load(source + RANK + other, mask=turned, other=0.0).to(tl.float32)
-        turned1 = (first * cos - second * sin).to(dtype).to(tl.float32)
-        turned2 = (second * cos + first * sin).to(dtype).to(tl.float32)
+        k1 = tl.load(source + RANK + one, mask=turned, other=0.0).to(tl.float32)
+        k2 = tl.load(source + RANK + other, mask=turned, other=0.0).to(tl.float32)
+        turned1 = (k1 * cos - k2 * sin).to(dtype).to(tl.float32)
+        turned2 = (k2 * cos + k1 * sin).to(dtype).to(tl.float32)
         x, turned1, turned2 = x / scale, turned1 / scale, turned2 / scale
         if LIMIT > 0:
             x, turned1, turned2 = saturated(x, LIMIT), saturated(turned1, LIMIT), saturated(turned2, LIMIT)
         stored = k_ptr.dtype.element_ty
-        target = k_ptr + slot * DIM
-        tl.store(target + d, x.to(stored), mask=d < RANK)
-        tl.store(target + RANK + i, turned1.to(stored), mask=turned)
-        tl.store(target + RANK + HALF + i, turned2.to(stored), mask=turned)
+        k_at = k_ptr + slot * DIM
+        tl.store(k_at + d, x.to(stored), mask=d < RANK)
+        tl.store(k_at + RANK + i, turned1.to(stored), mask=turned)
+        tl.store(k_at + RANK + HALF + i, turned2.to(stored), mask=turned)
     else:
         head = (tl.program_id(1) - 1) * GROUP + tl.arange(0, GROUP)[:, None]
         inside = (head < HEADS) & turned[None, :]
-        source = q_ptr + token * q_stride + head * (NOPE + 2 * HALF) + NOPE
-        first = tl.load(source + one[None, :], mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(source + other[None, :], mask=inside, other=0.0).to(tl.float32)
-        target = out_ptr + (token * HEADS + head) * DIM + RANK + i[None, :]
-        tl.store(target, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=inside)
-        tl.store(target + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=inside)
+        q_at = q_ptr + token * q_stride + head * (NOPE + 2 * HALF) + NOPE
+        q1 = tl.load(q_at + one[None, :], mask=inside, other=0.0).to(tl.float32)
+        q2 = tl.load(q_at + other[None, :], mask=inside, other=0.0).to(tl.float32)
+        to = out_ptr + (token * HEADS + head) * DIM + RANK + i[None, :]
+        tl.store(to, (q1 * cos[None, :] - q2 * sin[None, :]).to(dtype), mask=inside)
+        tl.store(to + HALF, (q2 * cos[None, :] + q1 * sin[None, :]).to(dtype), mask=inside)
 
 
 def append(pages: Pages, heads: LatentHeads, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

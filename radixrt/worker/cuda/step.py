@@ -79,6 +79,8 @@ class StepAttention:
     def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of rotated q[T, heads, D] into `out`; K and V are in their pages already."""
         pages = self._pages(layer)
+        if self._compiled.shape.latent is not None:
+            q = latent.halved(q, pages.keys.dtype)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
         chunks = self._last.steps() if self._last and self._last.layer == layer else self._chunks

@@ -3,11 +3,10 @@ where there is no GPU."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
+import triton
 
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, experts, invariant, latent
@@ -64,10 +63,6 @@ def test_append(heads, nope, rank, rope, interleaved, kv_dtype, device):
 # ---------------------------------------------------------------- attention
 
 
-TILES = [Variant(64, 16, 4, 2, turned=turned) for turned in (False, True)]
-FEW = [Variant(16, 16, 2, 2, turned=turned) for turned in (False, True)]
-
-
 @pytest.mark.parametrize(
     ("kv_dtype", "heads", "rank", "rope", "page_size"),
     [
@@ -97,9 +92,11 @@ def test_attend(heads, rank, rope, page_size, kv_dtype, device):
     scales = (2.0, 2.0) if "fp8" in kv_dtype else (1.0, 1.0)
     on_device = torch.from_numpy(table).to(device)
     chunks, decodes = np.flatnonzero(plan.counts > 1), np.flatnonzero(plan.counts == 1)
-    ways = [(variant, chunks, programs) for variant, programs in zip(TILES, (132, 1), strict=True)]
-    few = [dataclasses.replace(variant, rows=max(16, shape.group)) for variant in FEW]
-    for variant, chosen, programs in (*ways, *((variant, decodes, 2) for variant in few)):
+    for variant, chosen, programs in (
+        (Variant(64, 16, 4, 2), chunks, 132),
+        (Variant(64, 32, 4, 1), chunks, 1),
+        (Variant(max(16, triton.next_power_of_2(shape.group)), 16, 4, 2), decodes, 2),
+    ):
         single = chosen is chunks
         cut = tiling(variant, shape, programs, single=single)
         mine = [int(plan.counts[:i].sum()) + j for i in chosen for j in range(plan.counts[i])]
@@ -122,8 +119,7 @@ def test_attend(heads, rank, rope, page_size, kv_dtype, device):
         assert out[:2].isnan().all(), "queries before the first are not its own"
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_queries_of_many_sequences_by_their_order(turned, device):
+def test_queries_of_many_sequences_by_their_order(device):
     """As those under a shared prefix are read: places in an order; what the table's rows have in common, once."""
     shape = Shape(4, 1, 48, 1, 32)
     pool = KVPool(1, 40, 1, 48, torch.float32, device, 32)
@@ -136,7 +132,7 @@ def test_queries_of_many_sequences_by_their_order(turned, device):
     pages, out, scratch = pages_of(pool), torch.zeros(7, 4, 32, device=device), Scratch.make(3, shape, device)
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
     attend.attend(
-        q, pages.keys, pages.values, table, (item, starts), out, scratch, shape, Variant(64, 16, 4, 2, turned=turned),
+        q, pages.keys, pages.values, table, (item, starts), out, scratch, shape, Variant(64, 16, 4, 2),
         order=order, causal=False,
     )  # fmt: skip
     scores = torch.einsum("qhd,kd->qhk", q[[1, 4, 0]], k[3:36, 0]) * 48**-0.5
@@ -153,6 +149,13 @@ def test_heads_of_a_tile():
         assert attend.decode_variant(shape, 1).rows >= group and attend.chunk_variant(shape, 2).queries(group) >= 1
     assert (shape.key_elements, shape.value_dim, Shape(8, 2, 128, 1).key_elements) == (576, 512, 512)
     assert attend.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda")) is None
+
+
+def test_queries_of_float16_saturate(device):
+    q = torch.tensor([1e9, -1e9, 3.0, torch.nan] * 700, device=device)
+    found = latent.halved(q, torch.float8_e4m3fn)
+    assert found.dtype == torch.float16 and found[:3].tolist() == [65504.0, -65504.0, 3.0] and found[-1].isnan()
+    assert latent.halved(q, torch.float32) is q and latent.halved(q, torch.bfloat16).dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------- products of each head
