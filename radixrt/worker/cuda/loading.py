@@ -81,7 +81,7 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     spec = loaded.spec
     if config.attention_backend == "triton" or loaded.dtype.itemsize != 2:
         return None
-    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size)
+    shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size, spec.sinks)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
     tokens = min(GATHERED_TOKENS, spec.max_model_len + config.max_num_batched_tokens)
     began = time.monotonic()
