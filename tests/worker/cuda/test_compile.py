@@ -16,7 +16,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, experts, invariant, kernels, rounding, sampler, scaled
+from radixrt.worker.cuda import attend, experts, invariant, kernels, rounding, sampler, scaled, sinks
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -43,7 +43,7 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
     if every or group != 4096:
         build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, rounded, 8)
     if every or group == 4096:
-        build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1}, 8)
+        build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
     build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
@@ -82,17 +82,22 @@ for t in (invariant.FEW, *invariant.TILES) if every else (invariant.FEW, invaria
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
-build(experts._route_kernel, ["*bf16", "*bf16", "*i32"], {"count": i}, routed, 1)
+plain = {"SIGMOID": False, "SIZE": 128, "GROUPS": 1, "KEPT": 1, "FACTOR": 1.0}
+for ways, logits in ((plain, "*bf16"), ({"SIGMOID": True, "SIZE": 16, "GROUPS": 8, "KEPT": 4, "FACTOR": 2.5}, "*fp32")):
+    build(experts._route_kernel, [logits, "*fp32", "*bf16", "*i32"], {"count": i}, routed | ways, 1)
 for rows, block in ((16, 512), (0, 4096)):
     sorted_ = {"CHOSEN": 8, "ROWS": rows, "BINS": 256, "BLOCK": block, "FIELDS": 3, "TILES": 128}
     build(experts._sort_kernel, ["*i32"] * 5, {"entries": i, "most": i}, sorted_, 8)
 build(experts._spread_kernel, ["*bf16", "*i32", "*bf16"], {"size": i}, {"CHOSEN": 8, "BLOCK": 2048})
-build(experts._combine_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i}, {"CHOSEN": 8, "BLOCK": 1024})
+pointers = ["*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
+build(experts._combine_kernel, pointers, {"size": i}, {"CHOSEN": 8, "BIAS": True, "BLOCK": 1024})
+constants = {"ACTIVATION": 3, "BINS": 32, "BLOCK": 1024}
+build(experts._biased_gate_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i, "count": i}, constants)
 kinds = (experts.FEW, experts.SOME, experts.MANY) if every else (experts.FEW,)
 for t, gated in [(t, gated) for t in kinds for gated in (False, True)]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns // (1 + gated), "DEPTH": t.depth, "FIELDS": 3}
-    which = {"ACTIVATION": 0, "GATED": gated, "WHOLE": True}
-    numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16"]
+    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True}
+    numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 """
 
@@ -106,30 +111,33 @@ for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat
     )
     for variant, causal, window, ordered in variants if every else [variants[i] for i in some]:
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered,
+            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered, SINKS=causal,
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=128, ITEM=8, HALF_TYPE=dot,
             STAGES=variant.stages, SINGLE=causal,
         )
-        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         room = 164_000 if size == 2 and int(sys.argv[1]) == 90 else 100_000
         numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
-constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE}
-pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*bf16"]
+constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE, "SINKS": True}
+pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)
+constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
+build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from radixrt.worker.cuda import hopper
 
     kernel = hopper._attend_specialised
-    for causal in (False, True) if every else (True,):
+    for causal, dim in ((False, 128), (True, 128), (False, 64)) if every else ((True, 128), (False, 64)):
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, CAUSAL=causal, ORDERED=not causal, QUERIES=32, KEYS=hopper.KEYS,
+            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, CAUSAL=causal, ORDERED=not causal, SINKS=dim == 64, QUERIES=32,
+            KEYS=hopper.KEYS,
             ITEM=8, STAGES=hopper.STAGES, FEEDERS=hopper.FEEDERS, MULTIPLY_REGISTERS=hopper.MULTIPLY_REGISTERS,
             FEED_REGISTERS=hopper.FEED_REGISTERS,
         )
-        pointers = ["*bf16", fp8, fp8, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        pointers = ["*bf16", fp8, fp8, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         types = dict(zip((n for n in kernel.arg_names if n.endswith("_ptr")), pointers, strict=True))
         types |= {"stride": i, "scale": f, "v_scale": f}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}

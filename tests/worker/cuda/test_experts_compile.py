@@ -18,7 +18,7 @@ capability, room, every = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "ev
 INTEGERS = dict.fromkeys(("rows_ptr", "tiles_ptr", "experts_ptr", "places_ptr", "tokens_ptr"), "*i32")
 FP8 = dict.fromkeys(("weight_ptr", "values_ptr"), "*fp8e4nv")
 SCALES = dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32")
-HALVES = dict.fromkeys(("logits_ptr", "weights_ptr", "out_ptr"), "*bf16")
+HALVES = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr", "out_ptr"), "*bf16")
 
 
 def build(kernel, x, constants, whole, warps, stages=3):
@@ -35,6 +35,7 @@ def build(kernel, x, constants, whole, warps, stages=3):
 
 
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8, "FIELDS": 3, "LIMIT": 448.0}
+routed |= {"SIGMOID": False, "SIZE": 128, "GROUPS": 1, "KEPT": 1, "FACTOR": 1.0}
 kinds = (True, 128, 2048), (False, 4096, 4096), (True, 0, 2048), (False, 0, 2048)
 for single, group, all_ in kinds if every else kinds[:2]:
     constants = routed | {"SINGLE": single, "GROUP": group, "ALL": all_}
