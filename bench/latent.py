@@ -71,7 +71,7 @@ class Case:
         self.table[:, :length] = torch.randperm(slots, generator=generator, device=DEVICE).view(load.batch, -1)
         size = load.batch * load.new, load.heads, RANK + ROPE
         self.q = torch.randn(size, generator=generator, device=DEVICE, dtype=torch.bfloat16)
-        self.narrow = latent.halved(self.q, self.keys.dtype)
+        self.narrow = self.q.to(latent.multiplied(self.keys.dtype))
         self.out = torch.zeros((*size[:2], RANK), device=DEVICE, dtype=torch.bfloat16)
 
     def limit_ms(self, limits: dict[str, float]) -> float:
@@ -135,9 +135,7 @@ def measure(case: Case, variant: Variant, limits: dict[str, float]) -> dict[str,
     error = case.error()
     assert error < 2e-2, (case.load, variant, error)
     ms, limit = graph_ms(run), case.limit_ms(limits)
-    tile = (
-        f"{variant.rows} x {variant.keys}, {variant.warps} warps, {variant.stages} stages{', turned' * variant.turned}"
-    )
+    tile = f"{variant.rows} x {variant.keys}, {variant.warps} warps, {variant.stages} stages"
     return {"ms": ms, "limit": limit, "ratio": ms / limit, "error": error, "tile": tile}
 
 

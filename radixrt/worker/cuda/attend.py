@@ -7,6 +7,7 @@ FP8 pages are widened to float16, which holds every FP8 value exactly, and multi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,8 +282,19 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
 
 
 def latent_variant(rows: int, itemsize: int) -> Variant:
-    """Of so many heads and queries (bench/latent.py --sweep)."""
-    return Variant(rows, 64, 8, 2) if rows > 16 else Variant(rows, 64, 4, 2 if itemsize > 1 else 3)
+    """Of so many heads and queries (bench/latent.py --sweep), by the shared memory that there is: 227, 163 or 99 KiB a
+    program."""
+    if rows == 16:
+        return Variant(rows, 64, 4, 2 if itemsize > 1 else 3)
+    return Variant(rows, 64 if _room() > 200_000 else 32 if _room() > 130_000 else 16, 8, 2)
+
+
+@functools.cache
+def _room() -> int:
+    """Bytes of shared memory that a program may have; those of Hopper where there is no GPU."""
+    if not torch.cuda.is_available():
+        return 232_448
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
 
 
 def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
@@ -372,7 +384,8 @@ def attend(
         kinds = causal, order is not None, variant.queries(shape.group)
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
         tile = variant.rows, variant.keys, variant.warps, variant.stages
-        given = latent.halved(q, keys.dtype), keys, *listed, *numbers
+        # As it is, but for what is measured alone.
+        given = q.to(latent.multiplied(keys.dtype)), keys, *listed, *numbers
         return latent.launch(grid, again, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
     given = (
         q, keys, values, *listed, scratch.lse if sinks is None else sinks, *numbers,

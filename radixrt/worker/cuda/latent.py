@@ -154,33 +154,26 @@ def launch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
-def _halve_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = saturated(tl.load(x_ptr + i, mask=i < count, other=0.0).to(tl.float32), 65504.0)
-    tl.store(out_ptr + i, x.to(out_ptr.dtype.element_ty), mask=i < count)
-
-
-def halved(q: torch.Tensor, pages: torch.dtype) -> torch.Tensor:
-    """Queries in the dtype that keys of `pages` are multiplied in; float16 saturates."""
-    dtype = pages if pages.itemsize > 1 else torch.float16
-    if q.dtype == dtype:
-        return q
-    if dtype != torch.float16:
-        return q.to(dtype)
-    out = torch.empty_like(q, dtype=dtype)
-    _halve_kernel[(triton.cdiv(q.numel(), 2048),)](q, out, q.numel(), 2048, num_warps=4)
-    return out
+def multiplied(pages: torch.dtype) -> torch.dtype:
+    """What keys of such pages are multiplied in, and with (see `attend.half_type`)."""
+    return pages if pages.itemsize > 1 else torch.float16
 
 
 # ---------------------------------------------------------------- norm of latents, rotation, pages
 
 
 @triton.jit
+def _narrowed(x, out_ptr):
+    """In the dtype of what is at `out_ptr`; float16 saturates."""
+    return saturated(x.to(tl.float32), 65504.0).to(out_ptr.dtype.element_ty)
+
+
+@triton.jit
 def _append_latent_kernel(
-    q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, slots_ptr, out_ptr, k_ptr, eps, scale, q_stride, latent_stride,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
+    q_ptr, absorbed_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, slots_ptr, out_ptr, k_ptr, eps, scale, q_stride,
+    latent_stride, HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
+    ANOTHER: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     DIM: tl.constexpr = RANK + 2 * HALF
@@ -217,21 +210,36 @@ def _append_latent_kernel(
         q_at = q_ptr + token * q_stride + head * (NOPE + 2 * HALF) + NOPE
         q1 = tl.load(q_at + one[None, :], mask=inside, other=0.0).to(tl.float32)
         q2 = tl.load(q_at + other[None, :], mask=inside, other=0.0).to(tl.float32)
-        to = out_ptr + (token * HEADS + head) * DIM + RANK + i[None, :]
-        tl.store(to, (q1 * cos[None, :] - q2 * sin[None, :]).to(dtype), mask=inside)
-        tl.store(to + HALF, (q2 * cos[None, :] + q1 * sin[None, :]).to(dtype), mask=inside)
+        to = out_ptr + (token * HEADS + head) * DIM
+        first = (q1 * cos[None, :] - q2 * sin[None, :]).to(dtype)
+        second = (q2 * cos[None, :] + q1 * sin[None, :]).to(dtype)
+        if ANOTHER:
+            j = tl.arange(0, WIDTH)[None, :]
+            all = (head < HEADS) & (j < RANK)
+            absorbed = tl.load(absorbed_ptr + (token * HEADS + head) * RANK + j, mask=all, other=0.0)
+            tl.store(to + j, _narrowed(absorbed, out_ptr), mask=all)
+            tl.store(to + RANK + i[None, :], _narrowed(first, out_ptr), mask=inside)
+            tl.store(to + RANK + HALF + i[None, :], _narrowed(second, out_ptr), mask=inside)
+        else:
+            tl.store(to + RANK + i[None, :], first, mask=inside)
+            tl.store(to + RANK + HALF + i[None, :], second, mask=inside)
 
 
 def append(pages: Pages, heads: LatentHeads, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Queries [T, heads, D] of a layer, in `out` if given; normalized latents and rotated keys go to int32 slots[T] of
-    its pages, divided by their scale and rounded to their dtype, FP8 saturating."""
-    q = heads.absorb(out)
+    """Queries [T, heads, D] of a layer, in `out` if given, in the dtype that its keys are multiplied in; normalized
+    latents and rotated keys go to int32 slots[T] of its pages, divided by their scale and rounded to their dtype, FP8
+    saturating."""
     tokens, count, width = heads.q.shape
+    dtype = multiplied(pages.keys.dtype)
+    another = dtype != heads.q.dtype
+    q = heads.q.new_empty((tokens, count, heads.latent.shape[1]), dtype=dtype) if out is None else out
+    absorbed = heads.k_up(heads.q[..., : -heads.rope_dim]) if another else heads.absorb(q)
     half, group = heads.rope_dim // 2, min(16, triton.next_power_of_2(count))
     limit = torch.finfo(pages.keys.dtype).max if pages.keys.dtype.itemsize == 1 else 0.0
     _append_latent_kernel[(tokens, 1 + triton.cdiv(count, group))](
-        heads.q, heads.latent, heads.cos, heads.sin, heads.norm, slots, q, pages.keys, heads.eps, pages.scales[0],
-        heads.q.stride(0), heads.latent.stride(0), count, width - heads.rope_dim, heads.rank, half,
-        triton.next_power_of_2(heads.rank), triton.next_power_of_2(half), group, heads.interleaved, limit, num_warps=4,
+        heads.q, absorbed, heads.latent, heads.cos, heads.sin, heads.norm, slots, q, pages.keys, heads.eps,
+        pages.scales[0], heads.q.stride(0), heads.latent.stride(0), count, width - heads.rope_dim, heads.rank, half,
+        triton.next_power_of_2(heads.rank), triton.next_power_of_2(half), group, heads.interleaved, limit, another,
+        num_warps=4,
     )  # fmt: skip
     return q

@@ -15,6 +15,7 @@ import torch
 
 from radixrt.worker.cuda.answers import Drawn
 from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.latent import multiplied
 from radixrt.worker.cuda.step import StepAttention, append
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers import Projected
@@ -52,7 +53,8 @@ class Pieces:
         self._pages = pages
         self._drawn = drawn
         place = (most, spec.num_heads)
-        self._q = torch.empty((*place, spec.head_dim), dtype=model.dtype, device=model.device)
+        dtype = multiplied(pages(0).keys.dtype) if spec.latent else model.dtype
+        self._q = torch.empty((*place, spec.head_dim), dtype=dtype, device=model.device)
         self._out = torch.zeros((*place, spec.value_dim), dtype=model.dtype, device=model.device)
         self._integers = torch.zeros((4, most), dtype=torch.int32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()

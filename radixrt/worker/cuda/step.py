@@ -72,15 +72,13 @@ class StepAttention:
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q = append(self._pages(layer), heads, self._slots)
-        out = q.new_empty((*q.shape[:2], self._compiled.shape.value_dim))
+        out = q.new_empty((*q.shape[:2], self._compiled.shape.value_dim), dtype=heads.cos.dtype)
         self.over_pages(layer, q, out)
         return out
 
     def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of rotated q[T, heads, D] into `out`; K and V are in their pages already."""
         pages = self._pages(layer)
-        if self._compiled.shape.latent is not None:
-            q = latent.halved(q, pages.keys.dtype)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
         chunks = self._last.steps() if self._last and self._last.layer == layer else self._chunks

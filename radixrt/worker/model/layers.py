@@ -99,6 +99,10 @@ class TorchOps:
 class Projected(Protocol):
     """What a layer gives to its attention: the projections of T tokens, not yet normalized and rotated."""
 
+    @property
+    def cos(self) -> torch.Tensor:
+        """[T, 1, half of what is rotated]."""
+
     def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, width of V], normalized and rotated."""
 

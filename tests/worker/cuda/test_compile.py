@@ -16,7 +16,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, experts, invariant, kernels, rounding, sampler, scaled, sinks
+from radixrt.worker.cuda import attend, experts, invariant, kernels, latent, rounding, sampler, scaled, sinks
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -82,9 +82,9 @@ for t in (invariant.FEW, *invariant.TILES) if every else (invariant.FEW, invaria
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
-plain = {"SIGMOID": False, "SIZE": 128, "GROUPS": 1, "KEPT": 1, "FACTOR": 1.0}
-for ways, logits in ((plain, "*bf16"), ({"SIGMOID": True, "SIZE": 16, "GROUPS": 8, "KEPT": 4, "FACTOR": 2.5}, "*fp32")):
-    build(experts._route_kernel, [logits, "*fp32", "*bf16", "*i32"], {"count": i}, routed | ways, 1)
+for ways in ((False, 128, 1, 1, 1.0), (True, 32, 8, 4, 2.5)):
+    constants = routed | dict(zip(("SIGMOID", "SIZE", "GROUPS", "KEPT", "FACTOR"), ways, strict=True))
+    build(experts._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
 for rows, block in ((16, 512), (0, 4096)):
     sorted_ = {"CHOSEN": 8, "ROWS": rows, "BINS": 256, "BLOCK": block, "FIELDS": 3, "TILES": 128}
     build(experts._sort_kernel, ["*i32"] * 5, {"entries": i, "most": i}, sorted_, 8)
@@ -119,6 +119,24 @@ for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat
         room = 164_000 if size == 2 and int(sys.argv[1]) == 90 else 100_000
         numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
+heads = {"HEADS": 16, "DIM": 576, "RANK": 512, "PAGE": 1, "PART": 256, "REST": 64, "ITEM": 8}
+for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloat16, "*bf16", 2)):
+    shape = attend.Shape(16, 1, 576, 1, 512)
+    variants = (attend.decode_variant(shape, size), False), (attend.chunk_variant(shape, size), True)
+    for variant, causal in variants if every else variants[size - 1 :][:1]:
+        constants = heads | dict(
+            GROUP=16, CAUSAL=causal, ORDERED=not causal, QUERIES=variant.queries(16), ROWS=variant.rows,
+            KEYS=variant.keys, HALF_TYPE=dot, STAGES=variant.stages, SINGLE=causal,
+        )
+        pointers = [half, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        numbers = {"stride": i, "scale": f, "v_scale": f}
+        room = 164_000 if int(sys.argv[1]) == 80 else 100_000 if int(sys.argv[1]) < 90 else 230_000
+        build(latent._attend_latent_kernel, pointers, numbers, constants, variant.warps, variant.stages, room)
+constants = {"HEADS": 16, "NOPE": 128, "RANK": 512, "HALF": 32, "WIDTH": 512, "TURNED": 32, "GROUP": 16}
+pointers = ["*bf16"] * 6 + ["*i32", "*fp16", fp8]
+numbers = {"eps": f, "scale": f, "q_stride": i, "latent_stride": i}
+which = {"INTERLEAVED": True, "LIMIT": 448.0, "ANOTHER": True}
+build(latent._append_latent_kernel, pointers, numbers, constants | which)
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE, "SINKS": True}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)
