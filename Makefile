@@ -1,5 +1,5 @@
 # make demo   environment, installation, a small agent on two CPU workers, the hit-rate report
-# make test   what the tests need, the linter, all tests
+# make test   what the tests need, the linter, all tests, in two processes (one file: .venv/bin/python -m pytest FILE)
 # make bench  what runs without a GPU, each part beside a reference; JSON in bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin

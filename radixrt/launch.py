@@ -300,10 +300,16 @@ class LocalStack:
 
 
 def free_tcp_address() -> str:
-    """A ZMQ address on a port of this machine that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+    """A ZMQ address on a port of this machine that nobody listens on now, and that nobody else is given for a minute.
+
+    A connection that was closed here keeps its port for that time: who asks for that port gets it (with SO_REUSEADDR,
+    as ZMQ and web servers have it), who asks for any port gets another.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, port = server.getsockname()
+        with socket.create_connection((address, port)):
+            server.accept()[0].close()  # the side that closes first waits
+    return f"tcp://{address}:{port}"
 
 
 def local_stack(model: str, **worker: Any) -> LocalStack:

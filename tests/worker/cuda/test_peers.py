@@ -150,7 +150,7 @@ def test_turns_alternate_and_rows_fit():
     assert not group(2)[0].fits(MOST_ROWS + 1)
 
 
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 20), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 20), pytest.param(4, 10, marks=pytest.mark.slow)])
 def test_processes_meet(ranks, calls, tmp_path):
     """Each rank in a process, at its own pace: all at once and by shares, with more and fewer programs in turn."""
     for rank in range(ranks):
