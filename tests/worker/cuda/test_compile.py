@@ -119,6 +119,7 @@ for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat
         room = 164_000 if size == 2 and int(sys.argv[1]) == 90 else 100_000
         numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
+attend._room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
 heads = {"HEADS": 16, "DIM": 576, "RANK": 512, "PAGE": 1, "PART": 256, "REST": 64, "ITEM": 8}
 for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloat16, "*bf16", 2)):
     shape = attend.Shape(16, 1, 576, 1, 512)
@@ -130,8 +131,7 @@ for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloa
         )
         pointers = [half, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
         numbers = {"stride": i, "scale": f, "v_scale": f}
-        room = 164_000 if int(sys.argv[1]) == 80 else 100_000 if int(sys.argv[1]) < 90 else 230_000
-        build(latent._attend_latent_kernel, pointers, numbers, constants, variant.warps, variant.stages, room)
+        build(latent._attend_latent_kernel, pointers, numbers, constants, variant.warps, variant.stages, attend._room())
 constants = {"HEADS": 16, "NOPE": 128, "RANK": 512, "HALF": 32, "WIDTH": 512, "TURNED": 32, "GROUP": 16}
 pointers = ["*bf16"] * 6 + ["*i32", "*fp16", fp8]
 numbers = {"eps": f, "scale": f, "q_stride": i, "latent_stride": i}
