@@ -154,7 +154,7 @@ def traffic(engine):
         Sampling(temperature=0.0, repetition_penalty=1.3, ignore_eos=True),
         Sampling(temperature=0.8, seed=1, logprobs=2, ignore_eos=True),
     ]
-    for n, tail in enumerate(prompts(7, 1, 20, vocab_size=100, seed=9)):
+    for n, tail in enumerate(prompts(9, 1, 20, vocab_size=100, seed=9)):
         sampling = msgspec.structs.replace(kinds[n % len(kinds)], max_tokens=rng.randint(1, 5))
         engine.add((shared if n % 3 else []) + tail, sampling, score_from=5 if n % 5 == 4 else None)
         for _ in range(rng.randint(0, 3)):
