@@ -156,6 +156,8 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
         assert turns == [0, 1] * (2 * spec.num_layers - 1), "a room is used again when others have read it"
         assert local.num_heads * size == spec.num_heads
+        if spec.experts:
+            assert local.experts.shared_size * size == spec.experts.shared_size
 
 
 def test_experts_in_one_tensor_are_divided_too(checkpoint, tmp_path):
