@@ -48,6 +48,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gpt-oss-20b --attention-backend triton
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts

@@ -3,9 +3,9 @@
     python -m bench.worker [--shape qwen3-30b | --model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
 
 Random weights in the shape of Llama 3.1 8B unless another shape or a folder with a config.json is given. Each decode
-row is beside its limit: the KV bytes of a step over the copy bandwidth of the same run, and a GEMM pass of the same
-batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they choose at random, and
-products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
+row is beside its limit: the KV bytes of a step, less what windows hide, over the copy bandwidth of the same run, and a
+GEMM pass of the same batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they
+choose at random, and products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
 Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the time of a decode
 run in which no kernel ran, from a trace of every kernel.
 """

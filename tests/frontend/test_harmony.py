@@ -338,16 +338,17 @@ def test_a_call_ends_an_answer_also_where_the_checkpoint_forgets_it(model):
 class Talk:
     """A chat with a model whose answers end as gpt-oss' do."""
 
-    def __init__(self, folder, keep: bool) -> None:
-        self.tokenizer = load_tokenizer(make_family(folder, "harmony"))
+    def __init__(self, folder, keep: bool, template: str = "") -> None:
+        self.tokenizer = load_tokenizer(make_family(folder, "harmony"), template)
         self.sessions = Sessions(self.tokenizer, keep_thinking=keep, least_tokens=1)
         self.messages: list[dict[str, Any]] = []
+        self.tools: list[Any] = [WEATHER]
         self.ids: list[bytes] = []
         """Of each answer, with its prompt."""
 
     def ask(self, *messages: dict[str, Any]):
         self.messages += messages
-        self.encoded = self.sessions.encode_chat("n", ChatPrompt(list(self.messages), [WEATHER]))
+        self.encoded = self.sessions.encode_chat("n", ChatPrompt(list(self.messages), self.tools))
         return self.encoded
 
     def answer(self, text: str, message: dict[str, Any], echoed: dict[str, Any] | None = None) -> None:
@@ -394,6 +395,25 @@ def test_thoughts_stay_in_a_loop_and_go_with_its_answer(tmp_path, keep, echoes):
     # The next turn is a loop of its own, and hits again.
     talk.answer(THOUGHT + CALL, called_message(**THINKING), called_message(**more))
     assert talk.ask(TOOL).ids.startswith(talk.ids[-1])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_published_template_drops_thoughts(tmp_path, shared_data, keep):
+    """(The version at hand takes no tool calls as OpenAI writes them.)"""
+    talk = Talk(tmp_path, keep, str(shared_data / "tokenizers" / "gpt-oss" / "chat_template.jinja"))
+    tool = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
+    talk.tools = [{"type": "function", "function": tool}]
+    for turn in range(3):
+        encoded = talk.ask(USER)
+        if turn and keep:
+            assert encoded.ids.startswith(talk.ids[-1][:-4]) and not encoded.dropped
+        elif turn:
+            assert encoded.dropped == tuple(
+                f"message {2 * i + 1}: the template drops its thinking" for i in range(turn)
+            )
+            assert talk.shown() == encoded.text and "Let me think" not in encoded.text
+        answer = {"role": "assistant", "content": "It is sunny."}
+        talk.answer(THOUGHT + ANSWER, answer | THINKING, answer)
 
 
 def test_an_answer_without_thoughts_hits(tmp_path):

@@ -2,6 +2,7 @@
 (with tiles of several sequences) shared prefixes, and the merge of partial results.
 
 Online softmax in base 2 (arXiv 1805.02867); partial results are merged by their log-sum-exp (arXiv 2311.01282).
+A sink (see `ModelSpec.sinks`) joins where a result is final: where it is written directly, or merged.
 FP8 pages are widened to float16, which holds every FP8 value exactly, and multiplied by tensor cores.
 """
 

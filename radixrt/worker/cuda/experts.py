@@ -6,6 +6,8 @@
 Steps of few rows an expert take as long as it takes to read the experts, which a kernel of our own does at most of the
 bandwidth; where experts have many rows, torch's grouped product is the faster one.
 
+Biases, where there are some, are added where gate and up become one, and where a token's rows do.
+
 Experts in FP8 (`scaled_experts`) take x rounded, by the launch that routes, and the inner rows rounded by one launch
 more, which gates. All their products are kernels of our own.
 """

@@ -165,11 +165,13 @@ def traffic(engine):
     return {i: [t for o in outputs for t in o.tokens] for i, outputs in engine.outputs.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mistral", "gpt_oss"))]
+)
 def test_two_ranks_are_one(family, tmp_path):
     """Of a vocabulary that does not divide: what is gathered has columns behind the last token id."""
-    make_model(tmp_path, family, **SIZES | {"vocab_size": 100, "num_hidden_layers": 1},
-               **({"sliding_window": 16} if family == "mistral" else {}))  # fmt: skip
+    own = {"mistral": {"sliding_window": 16}, "gpt_oss": {"layer_types": ["full_attention"]}}
+    make_model(tmp_path, family, **SIZES | {"vocab_size": 100, "num_hidden_layers": 1} | own.get(family, {}))
     alone, together, kinds, paths = both(tmp_path, traffic)
     assert together == alone
     assert kinds.count("broadcast") and kinds.count("gather") > kinds.count("broadcast")
