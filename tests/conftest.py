@@ -35,6 +35,11 @@ def pytest_collection_finish() -> None:
     settle()
 
 
+def pytest_unconfigure() -> None:
+    """Modules of Triton complain of what nobody collects at the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder with recorded traces, transcripts and tokenizers; tests that read it skip where it is absent."""

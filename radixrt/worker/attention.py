@@ -71,9 +71,21 @@ class TorchAttention:
             mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
         if (sinks := self._sinks[layer]) is not None:
             return attend_with_sinks(q, k, v, mask, sinks)
+        if self.pool.latent is not None:
+            return self._of_one_head(q, k, v, mask)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+    def _of_one_head(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All heads' queries as those of one, over keys that are not copied for each."""
+        count, heads, _ = q.shape
+        mask = None if mask is None else mask.repeat_interleave(heads, 0)
+        q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
+        return out[0, 0].unflatten(0, (count, heads))
 
 
 SINK_QUERIES = 64
