@@ -60,6 +60,8 @@ class FlashInfer:
         lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
         nothing = torch.zeros((1, MERGE_FIELDS), dtype=torch.int32, device=q.device)
         sinks = torch.zeros(shape.heads, device=q.device) if shape.sinks else None
+        if sinks is not None:
+            add_sinks(torch.zeros_like(q), lse, sinks)
         attend.merge((q, lse), nothing, nothing[0], torch.empty_like(q), shape, sinks=sinks)
         torch.cuda.synchronize(self._buffer.device)
 

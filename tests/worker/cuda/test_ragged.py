@@ -17,17 +17,22 @@ def test_heads_that_fa3_has_no_kernel_for_are_refused_before_anything_is_built()
         FlashInfer(Shape(32, 32, 80, 1), torch.bfloat16, torch.device("cpu"), 4096, "fa3")
 
 
-def test_what_merges_parts_is_compiled_when_it_is_tried_out(monkeypatch):
-    """Of partial results in the activations' dtype, as FlashInfer's are, and no others."""
-    merged = []
-    monkeypatch.setattr(attend, "merge", lambda partials, merges, *_: merged.append((partials, merges)))
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_what_merges_parts_is_compiled_when_it_is_tried_out(with_sinks, monkeypatch):
+    """Of partial results in the activations' dtype, as FlashInfer's are, and no others; and what adds sinks."""
+    merged, added = [], []
+    monkeypatch.setattr(
+        attend, "merge", lambda partials, merges, *_, sinks: merged.append((partials, merges, sinks is not None))
+    )
+    monkeypatch.setattr("radixrt.worker.cuda.ragged.add_sinks", lambda out, lse, sinks: added.append(out.dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(FlashInfer, "wrapper", lambda *_: SimpleNamespace(run=lambda *_, out: None))
     monkeypatch.setattr(FlashInfer, "plan", lambda *_: None)
     found = object.__new__(FlashInfer)
-    found._shape, found._dtype, found._buffer = Shape(8, 2, 64, 1), torch.bfloat16, torch.empty(0)
+    found._shape, found._dtype, found._buffer = Shape(8, 2, 64, 1, with_sinks), torch.bfloat16, torch.empty(0)
     found.workspace = torch.ones(400, 2, 64), torch.ones(400, 2, 64)
     found.try_out({None})
-    (((values, lse), merges),) = merged
+    (((values, lse), merges, sinks),) = merged
+    assert sinks == with_sinks and added == [torch.bfloat16] * with_sinks
     assert values.dtype == torch.bfloat16 and values.shape[:2] == lse.shape
     assert merges.tolist() == [[0, 0, 0]], "nothing is written"
