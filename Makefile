@@ -1,5 +1,5 @@
 # make demo   environment, installation, a small agent on two CPU workers, the hit-rate report
-# make test   what the tests need, the linter, all tests
+# make test   what the tests need, the linter, all tests, in two processes (one file: .venv/bin/python -m pytest FILE)
 # make bench  what runs without a GPU, each part beside a reference; JSON in bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
@@ -9,16 +9,23 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test test-slow lint bench clean gpu-wheels gpu-test gpu-bench
+.PHONY: demo test test-slow test-ray lint bench clean gpu-wheels gpu-test gpu-bench
 
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
 
+# Tests start many processes of the same modules: these are compiled once, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/installed-test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+test-ray: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	$(BIN)/python -m pytest tests/test_fleet.py
 
 # On a GPU host without a network: `make gpu-wheels` where there is one, then carry .gpu along.
 gpu-wheels:
@@ -41,7 +48,9 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gpt-oss-20b --attention-backend triton
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
 	PYTHONPATH=.gpu/site:. python3 -m bench.scaled
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker

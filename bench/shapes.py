@@ -100,8 +100,44 @@ DEEPSEEK_V2_LITE = {
     "eos_token_id": 100001,
 }
 """DeepSeek V2 Lite, by its sizes."""
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "eos_token_id": 200002,
+}
+"""gpt-oss 20b, its experts multiplied out."""
 
-SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-30b": QWEN3_30B, "deepseek-v2-lite": DEEPSEEK_V2_LITE}
+SHAPES = {
+    "llama-8b": LLAMA_8B,
+    "llama-70b": LLAMA_70B,
+    "qwen3-30b": QWEN3_30B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "gpt-oss-20b": GPT_OSS_20B,
+}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -3,9 +3,9 @@
     python -m bench.worker [--shape qwen3-30b | --model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
 
 Random weights in the shape of Llama 3.1 8B unless another shape or a folder with a config.json is given. Each decode
-row is beside its limit: the KV bytes of a step over the copy bandwidth of the same run, and a GEMM pass of the same
-batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they choose at random, and
-products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
+row is beside its limit: the KV bytes of a step, less what windows hide, over the copy bandwidth of the same run, and a
+GEMM pass of the same batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they
+choose at random, and products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
 Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the time of a decode
 run in which no kernel ran, from a trace of every kernel.
 """
@@ -193,6 +193,12 @@ class Bench:
         return tokens
 
 
+def keys_read(model: Decoder, context: float) -> float:
+    """That a decode reads in a layer, on average: some have windows."""
+    windows = model.spec.windows
+    return sum(context if window is None else min(context, window) for window in windows) / len(windows)
+
+
 def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
     rows = []
     for batch, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)):
@@ -211,7 +217,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         model = bench.worker.runner._model
         gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
         gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
-        kv_ms = batch * (context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
+        kv_ms = batch * keys_read(model, context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
         rows.append(
             {
                 "what": f"decode {batch} x {context}",
@@ -274,8 +280,9 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
             bench.add(prompt, 1)
             bench.finish()
             times.append(time.perf_counter() - began)
-        pairs = new * cached + new * (new + 1) / 2
-        flops = per_token * new + 2 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim) * spec.num_layers
+        at = np.arange(cached, cached + new) + 1.0
+        pairs = sum(float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.windows)
+        flops = per_token * new + 2 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim)
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
         idle = idle_share(bench.finish)
         ms = float(np.median(times[1:])) * 1e3

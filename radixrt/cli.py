@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
     report.add_argument("--json", action="store_true", help="JSON instead of a table")
+    report.add_argument("--html", metavar="FILE.html", help="write a page instead")
     program = commands.add_parser("run", help="run an agent program against a running stack")
     program.add_argument("--trace", metavar="FILE.html", help="write what the program did, and when, as a page")
     program.add_argument("program", metavar="PROGRAM.py")
@@ -108,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
-    own = {name: vars(args)[name] for name in ("workers", "api_server_count", "ready_timeout") if name in vars(args)}
+    own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
     return launch.run_stack(StackConfig(**configs, **own))
 
 
@@ -124,7 +125,7 @@ def _role(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from radixrt.client import Client, ServerError
-    from radixrt.report import to_text
+    from radixrt.report import to_html, to_text
 
     try:
         with Client(args.url, api_key=args.api_key) as client:
@@ -132,7 +133,10 @@ def _report(args: argparse.Namespace) -> int:
     except ServerError as error:
         print(f"radixrt report: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(data, indent=2) if args.json else to_text(data), end="\n" if args.json else "")
+    if args.html:
+        Path(args.html).write_text(to_html(data), encoding="utf-8")
+    else:
+        print(json.dumps(data, indent=2) if args.json else to_text(data), end="\n" if args.json else "")
     return 0
 
 

@@ -118,8 +118,14 @@ class FrontendConfig:
     max_body_bytes: int = setting(32 << 20, "largest request body")
     max_model_len: int = setting(0, "longest prompt plus output, tokens (0: what the router says)")
     tokenizer_threads: int = setting(2, "threads that tokenize")
-    tool_call_parser: str = setting("auto", "how the model writes tool calls: auto, none, hermes, llama3_json, mistral")
-    reasoning_parser: str = setting("auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral")
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
+        "deepseek_v31, kimi_k2, openai (gpt-oss' channels)",
+    )
+    reasoning_parser: str = setting(
+        "auto", "how it marks its thoughts: auto, none, deepseek_r1, qwen3, mistral, openai_gptoss"
+    )
     generation_config: str = setting("auto", "sampling defaults: auto (the model's generation_config.json), none")
     session_tokens: int = setting(4_000_000, SESSION_TOKENS)
     keep_thinking: bool = setting(False, KEEP_THINKING)
@@ -131,7 +137,7 @@ class FrontendConfig:
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """Everything on one machine, as `radixrt serve` starts it. `worker` is the pattern of all workers."""
+    """Everything that `radixrt serve` starts. `worker` is the pattern of all workers."""
 
     router: RouterConfig
     worker: WorkerConfig
@@ -140,6 +146,10 @@ class StackConfig:
     api_server_count: int = setting(
         1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only"
     )
+    data_parallel_backend: str = setting(
+        "mp", "where workers run: mp (processes of this machine), ray (wherever the Ray cluster has room)"
+    )
+    ray_address: str = setting("auto", "of the Ray cluster: HOST:PORT, auto (the one that this machine is part of)")
     ready_timeout: float = setting(600.0, "seconds until every worker must serve")
 
 

@@ -14,30 +14,25 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from radixrt import wire
+from radixrt.children import Child, start_child, stop_children
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, gpu_count, resolve
 from radixrt.messages import Ask, ClientReply, Info
 from radixrt.roles import make_worker, say_leave
 
 if TYPE_CHECKING:
+    from radixrt.fleet import Fleet
     from radixrt.worker.loop import Worker
 
 log = logging.getLogger("radixrt.launch")
 
-STOP_SECONDS = 10.0
-"""Time that a child has to leave after it was told to, before it is killed."""
 POLL_SECONDS = 0.1
 RESTART_SECONDS = 1.0
 """After which a worker is started again that ended by itself while another one serves; twice as long each time that it
@@ -50,50 +45,6 @@ _client_reply = wire.Decoder(ClientReply)
 
 class StartError(RuntimeError):
     """The stack cannot serve: a process ended, or was not ready in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    role: str
-    name: str
-    process: subprocess.Popen[bytes]
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-
-def start_child(role: str, name: str, config: Any) -> Child:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "radixrt", role, "--config-from-stdin"],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(msgspec.json.encode(config) + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        log.warning("%s ended at once", name)
-    return Child(role, name, process)
-
-
-def stop_children(children: Iterable[Child], seconds: float = STOP_SECONDS) -> None:
-    """Tell all of them, wait for all of them, kill those that stay."""
-    children = list(children)
-    for child in children:
-        if child.alive:
-            child.process.terminate()
-    deadline = time.monotonic() + seconds
-    for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("%s does not stop: killed", child.name)
-            child.process.kill()
-            child.process.wait()
-        if child.process.stdin is not None:
-            child.process.stdin.close()
 
 
 def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
@@ -127,6 +78,7 @@ class Stack:
         self._lives: dict[str, Life] = {}
         self._stopping = threading.Event()
         self._client_address, self._worker_address = reachable_addresses(config.router)
+        self._fleet: Fleet | None = None
 
     def request_stop(self, *_signal: int | FrameType | None) -> None:
         """Make `start` or `watch` end soon; safe in a signal handler."""
@@ -139,10 +91,11 @@ class Stack:
         frontend = dataclasses.replace(config.frontend, router=self._client_address, share_sessions=shares)
         # One front end lives with the router: a request has two processes less to pass.
         http = resolve(frontend) if config.api_server_count == 1 else None
+        workers = self._worker_configs()
         self._children.append(start_child("router", "router", dataclasses.replace(config.router, http=http)))
-        for worker in worker_configs(config, self._worker_address):
+        for worker in workers:
             self._lives[worker.name] = Life(worker, began)
-            self._children.append(start_child("worker", worker.name, worker))
+            self._children.append(self._start_worker(worker))
         for number in range(config.api_server_count if http is None else 0):
             self._children.append(start_child("frontend", f"frontend-{number}", frontend))
         self._wait(began + config.ready_timeout)
@@ -151,6 +104,20 @@ class Stack:
             if config.api_server_count:
                 places.insert(0, f"HTTP http://{frontend.host}:{frontend.port}")
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
+
+    def _worker_configs(self) -> list[WorkerConfig]:
+        config = self._config
+        if config.data_parallel_backend == "mp":
+            return worker_configs(config, self._worker_address)
+        if config.data_parallel_backend != "ray":
+            raise ValueError(f"data_parallel_backend {config.data_parallel_backend!r}: expected mp or ray")
+        from radixrt.fleet import Fleet
+
+        self._fleet = Fleet(config)
+        return self._fleet.configs(config.workers)
+
+    def _start_worker(self, config: WorkerConfig) -> Child:
+        return self._fleet.start(config) if self._fleet else start_child("worker", config.name, config)
 
     def _wait(self, deadline: float) -> None:
         serving = 0
@@ -193,7 +160,7 @@ class Stack:
         return 0
 
     def _bury(self, child: Child) -> None:
-        log.error("%s (pid %d) ended with code %s", child.name, child.process.pid, child.process.returncode)
+        log.error("%s (pid %s) ended with code %s", child.name, child.process.pid, child.process.returncode)
         self._children.remove(child)
         stop_children([child])
         if child.role == "worker":
@@ -208,16 +175,19 @@ class Stack:
         log.warning("%s is started again in %.0f s", life.config.name, life.delay)
 
     def _revive(self, now: float) -> None:
-        for name, life in self._lives.items():
+        for life in self._lives.values():
             if life.due is not None and now >= life.due:
                 life.began, life.due = now, None
-                self._children.append(start_child("worker", name, life.config))
+                self._children.append(self._start_worker(life.config))
 
     def stop(self) -> None:
         """Stop what runs: front ends, workers, the router. Returns when none is left."""
         for role in ("frontend", "worker", "router"):
             stop_children(child for child in self._children if child.role == role)
         self._children.clear()
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
 
     def __enter__(self) -> Self:
         return self
@@ -330,10 +300,16 @@ class LocalStack:
 
 
 def free_tcp_address() -> str:
-    """A ZMQ address on a port of this machine that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+    """A ZMQ address on a port of this machine that nobody listens on now, and that nobody else is given for a minute.
+
+    A connection that was closed here keeps its port for that time: who asks for that port gets it (with SO_REUSEADDR,
+    as ZMQ and web servers have it), who asks for any port gets another.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, port = server.getsockname()
+        with socket.create_connection((address, port)):
+            server.accept()[0].close()  # the side that closes first waits
+    return f"tcp://{address}:{port}"
 
 
 def local_stack(model: str, **worker: Any) -> LocalStack:

@@ -80,7 +80,7 @@ def run_role(role: str, config: Any) -> None:
 def _serve(worker: Worker) -> None:
     """Until it is told to stop. Where its ranks no longer agree the process ends at once: on a GPU what runs there may
     wait for ever for a rank that is gone."""
-    from radixrt.worker.ranks import GroupLost
+    from radixrt.worker.plan import GroupLost
 
     try:
         worker.run()

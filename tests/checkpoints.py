@@ -70,7 +70,7 @@ def _tokenizer_json(vocab_size: int) -> str:
     return tokenizer.to_str()
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 
 
 def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | None = None, seed: int = 0, **changes):
@@ -98,6 +98,8 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
     sizes |= {"sliding_window": None} if family in ("mistral", "mixtral") else {}
     if family == "qwen3_moe":
         sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    if family == "gpt_oss":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
     if family == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if family.startswith("deepseek"):
@@ -122,6 +124,8 @@ def _random(config, seed: int = 0):
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from radixrt.garbage import settle
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A CPU worker that is alone takes all cores. Where something else needs one, threads that spin for each other make a
@@ -20,6 +23,21 @@ interpreter.prepare()
 # How long an example takes says something of the machine, and the first text of all makes Hypothesis' own tables.
 settings.register_profile("radixrt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("radixrt")
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """All that the tests import is there: a garbage collection that looks at it, again and again, finds nothing."""
+    gc.enable()
+    settle()
+
+
+def pytest_unconfigure() -> None:
+    """Modules of Triton complain of what nobody collects at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

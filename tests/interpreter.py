@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import ModuleType
 
+import numpy as np
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -25,3 +27,25 @@ def prepare() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+    _save_time(interpreter)
+
+
+def _save_time(interpreter: ModuleType) -> None:
+    """Two things that the interpreter does at every operation, or every call of a function, it does once: it makes a
+    table of all types, and puts itself in the language's place, where it may stay."""
+    find, patch = interpreter._get_np_dtype, interpreter._patch_lang
+    found: dict[str, np.dtype] = {}
+    modules: set[str] = set()
+
+    def np_dtype(dtype) -> np.dtype:
+        if dtype.name not in found:
+            found[dtype.name] = find(dtype)
+        return found[dtype.name]
+
+    def patch_once(fn):
+        if fn.__module__ not in modules:
+            modules.add(fn.__module__)
+            patch(fn)
+        return interpreter._LangPatchScope()  # nothing is to be put back
+
+    interpreter._get_np_dtype, interpreter._patch_lang = np_dtype, patch_once

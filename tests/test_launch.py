@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -49,3 +50,16 @@ def test_too_few_gpus(monkeypatch, gpus, workers, ranks, words):
 def test_the_flags_of_other_engines(flag):
     args = cli.build_parser().parse_args(["serve", "nano", flag, "2"])
     assert cli.from_args(WorkerConfig, args).tensor_parallel_size == 2
+
+
+def test_a_free_address_is_given_to_nobody_else():
+    """Else two stacks that start at the same time may take each other's ports."""
+    given = {int(launch.free_tcp_address().rpartition(":")[2]) for _ in range(50)}
+    others = set()
+    for _ in range(3000):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            others.add(sock.getsockname()[1])
+    assert len(given) == 50 and not given & others
+    for port in given:
+        socket.create_server(("127.0.0.1", port)).close()

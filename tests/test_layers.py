@@ -33,6 +33,7 @@ ONLY_IN = {
     "transformers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "tokenizers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "sentencepiece": ("router/tokens/", "worker/vocabulary.py"),
+    "ray": ("fleet.py",),
     "xgrammar": ("router/grammar.py", "worker/grammar.py"),
     "jinja2": ("router/tokens/",),
     "starlette": ("frontend/",),
@@ -91,5 +92,8 @@ def test_the_scheduler_runs_without_torch():
 
     code = "import sys, radixrt.worker.loop, radixrt.worker.fake; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    code = "import sys; from radixrt import roles; from types import SimpleNamespace as Fake"
+    code += "; roles._serve(Fake(run=lambda: None)); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0, "a worker without a model"
     code = "import sys, radixrt, radixrt.tree; sys.exit('radixrt.lang' in sys.modules or 'zmq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

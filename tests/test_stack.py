@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import pytest
 from radixrt import launch, wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import Child, LocalStack, Stack, StartError, start_child
+from radixrt.launch import Child, LocalStack, Stack, StartError, free_tcp_address, start_child
 from radixrt.messages import Cancel, Generate, Origin, Sampling, TokenPrompt
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
@@ -28,10 +27,8 @@ from tests.worker.engine import prompts
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def port_of(address: str) -> str:
+    return address.rpartition(":")[2]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +42,11 @@ def config(folder: Path, workers: int, *, http: bool = False, **worker) -> Stack
     settings = {"model": str(folder), "max_total_tokens": 8192, "max_model_len": 2048, "device": "cpu"} | worker
     router = RouterConfig(
         model=str(folder),
-        client_address=f"tcp://127.0.0.1:{free_port()}",
-        worker_address=f"tcp://127.0.0.1:{free_port()}",
+        client_address=free_tcp_address(),
+        worker_address=free_tcp_address(),
         worker_timeout=2.0,
     )
-    frontend = FrontendConfig(model=str(folder), port=free_port())
+    frontend = FrontendConfig(model=str(folder), port=int(port_of(free_tcp_address())))
     return StackConfig(
         resolve(router), WorkerConfig(**settings), resolve(frontend), workers, int(http), ready_timeout=60.0
     )
@@ -310,17 +307,17 @@ def test_a_worker_that_lasted_is_started_again_soon(folder, monkeypatch):
     assert started == ["worker-0"]
 
 
-def test_a_worker_may_join_and_leave(folder):
-    settings = config(folder, 1)
-    with stack_of(settings) as running, Client(running._client_address) as client:
+def test_a_worker_may_join_and_leave(pair, folder):
+    address, running = pair
+    with Client(address) as client:
         before = client.generate([5, 6, 7], GREEDY).token_ids
         extra = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
         process = subprocess.Popen([*extra, "--name", "guest", "--max-total-tokens", "4096", "--device", "cpu"])
         try:
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            wait_for(lambda: len(client.health()["workers"]) == 3)
             process.terminate()
             assert process.wait(10) == 0
-            wait_for(lambda: len(client.health()["workers"]) == 1)
+            wait_for(lambda: len(client.health()["workers"]) == 2)
             assert client.generate([5, 6, 7], GREEDY).token_ids == before
         finally:
             process.kill()
@@ -364,11 +361,10 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 
 def serve(folder: Path, *flags: str) -> tuple[subprocess.Popen, str]:
     """`radixrt serve` with fake workers; the process and the clients' address."""
-    ports = [free_port() for _ in range(3)]
-    address = f"tcp://127.0.0.1:{ports[0]}"
+    address, inner, http = (free_tcp_address() for _ in range(3))
     command = [sys.executable, "-m", "radixrt", "serve", str(folder), "--fake", "0,0.001", "--workers", "2"]
-    command += ["--client-address", address, "--worker-address", f"tcp://127.0.0.1:{ports[1]}"]
-    command += ["--port", str(ports[2]), *flags]
+    command += ["--client-address", address, "--worker-address", inner]
+    command += ["--port", port_of(http), *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True), address
 
 
@@ -394,7 +390,7 @@ def test_no_process_stays_behind(folder, how):
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     process = subprocess.run(
-        [sys.executable, "-m", "radixrt", "serve", str(tmp_path), "--port", str(free_port())],
+        [sys.executable, "-m", "radixrt", "serve", str(tmp_path), "--port", port_of(free_tcp_address())],
         capture_output=True,
         text=True,
         timeout=60,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import radixrt
@@ -46,6 +46,7 @@ from radixrt.messages import (
     TextPrompt,
     TokenPrompt,
 )
+from radixrt.report import to_html
 from radixrt.router.conversations import Conversations, facts
 from radixrt.router.errors import FieldError, too_long
 from radixrt.router.tokens import Encoded, TextService
@@ -54,6 +55,9 @@ from radixrt.transports import NATIVE_PATH, Here, HereTransport, ZmqTransport
 
 ROUTER_SECONDS = 5.0
 """Time that the router has to answer a question about itself."""
+REFRESH_SECONDS = 10
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Of the report's page, in which callers' names and texts stand."""
 
 _chat = msgspec.json.Decoder(schema.Chat)
 _messages = msgspec.json.Decoder(Messages)
@@ -382,7 +386,11 @@ class Frontend:
         return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)
 
     async def report(self, request: Request, key: str) -> Response:
-        return json_response(await self._ask(key).report())
+        """JSON; for browsers a page that comes anew every REFRESH_SECONDS."""
+        report = await self._ask(key).report()
+        if "text/html" not in request.headers.get("accept", ""):
+            return json_response(report)
+        return HTMLResponse(to_html(report, REFRESH_SECONDS), headers={"content-security-policy": PAGE_POLICY})
 
     async def metrics(self, request: Request, key: str) -> Response:
         return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")

@@ -17,6 +17,7 @@ import numpy as np
 from radixrt.frontend.parsing import (
     PROBE,
     QUESTION,
+    Harmony,
     OutputParser,
     ReasoningFormat,
     Thinking,
@@ -68,7 +69,8 @@ class Output:
         if not self.parses:
             return None
         most_calls = 1 if self.ends_early else None
-        return OutputParser(self.tools, self.use.names, self.reasoning, self.thinking, self.hidden_marks, most_calls)
+        functions, hidden = self.use.functions, self.hidden_marks
+        return OutputParser(self.tools, functions, self.reasoning, self.thinking, hidden, most_calls)
 
     def shown(self, sampling: Sampling) -> Sampling:
         """`sampling` for the text that the parser reads."""
@@ -97,7 +99,13 @@ class Formats:
     def __init__(self, tokenizer: Tokenizer | None, tool_call_parser: str = "auto", reasoning_parser: str = "auto"):
         rendered = probe_text(tokenizer)
         self.tools = tool_format(tool_call_parser, rendered)
-        self.reasoning = reasoning_format(reasoning_parser, rendered)
+        reasoning = reasoning_format(reasoning_parser, rendered)
+        # Channels are read by one format, thoughts and calls alike, also where only one of them is wanted.
+        thoughts = isinstance(reasoning, Harmony)
+        self.reasoning = None if isinstance(reasoning, Harmony) else reasoning
+        self._no_calls = thoughts and self.tools is None
+        if self._no_calls or isinstance(self.tools, Harmony):
+            self.tools = Harmony(thoughts)
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
 
@@ -106,8 +114,8 @@ class Formats:
     ) -> Output:
         """How answers to a chat are written and read. `prompt` are its ids; `partial`: its last message goes on."""
         thinking = self._thinking(prompt, partial)
-        # A model without a format of its own is made to write the plainest one.
-        tools = (self.tools or (Llama() if use.forced else None)) if use.tools else None
+        use = NO_TOOLS if self._no_calls and not use.forced else use
+        tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
         output = Output(tools, use, self.reasoning, thinking, grammar, field)
         if not output.parses or not skips_special:
@@ -122,6 +130,20 @@ class Formats:
         hidden_ids, hidden_marks = self._special_ids - special.keys(), frozenset(special.values())
         return replace(output, hidden_ids=hidden_ids, hidden_marks=hidden_marks)
 
+    def _tools(self, use: ToolUse, prompt: bytes, partial: bool) -> ToolFormat | None:
+        if isinstance(self.tools, Harmony):  # an answer has channels also where there is nothing to call
+            return self.tools.after(self._tail(prompt), partial)
+        if not use.tools:
+            return None
+        # A model without a format of its own is made to write the plainest one.
+        return self.tools or (Llama() if use.forced else None)
+
+    def _tail(self, prompt: bytes) -> str:
+        if self._tokenizer is None:
+            return ""
+        tail = np.frombuffer(prompt[-TAIL_TOKENS * TOKEN_BYTES :], "<i4").tolist()
+        return self._tokenizer.decode(tail, skip_special_tokens=False)
+
     def _special(self, marks: Sequence[str]) -> dict[int, str]:
         if self._tokenizer is None:
             return {}
@@ -131,8 +153,7 @@ class Formats:
     def _thinking(self, prompt: bytes, partial: bool) -> Thinking:
         if self.reasoning is None or self._tokenizer is None:
             return "no"
-        tail = np.frombuffer(prompt[-TAIL_TOKENS * TOKEN_BYTES :], "<i4").tolist()
-        thinking = self.reasoning.after(self._tokenizer.decode(tail, skip_special_tokens=False))
+        thinking = self.reasoning.after(self._tail(prompt))
         return "no" if partial and thinking == "may" else thinking
 
     def _grammar(
@@ -143,13 +164,16 @@ class Formats:
             # `wanted` is of the text, and there is none.
             form = tools.forced([tool.function() for tool in use.forced], use.parallel)
             return self._tagged(form, thinking), "tool_choice"
-        if tools is not None and wanted is not None:
-            calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)
-            return self._tagged(either(calls, wanted.as_format()), thinking), wanted.field
         if wanted is not None:
-            if thinking == "no":
+            if thinking == "no" and tools is None:
                 return wanted.grammar, wanted.field
-            return self._tagged(wanted.as_format(), thinking), wanted.field
+            form = wanted.as_format()
+            if isinstance(tools, Harmony):
+                form = tools.said(form)
+            if tools is not None and use.tools:
+                calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)
+                form = either(calls, form)
+            return self._tagged(form, thinking), wanted.field
         strict = [tool for tool in use.tools if tool.strict]
         if tools is not None and (strict or use.limited):
             form = tools.free([tool.function(loose=True) for tool in use.tools], use.parallel)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixrt.frontend.errors import refuse
-from radixrt.frontend.parsing import Function
+from radixrt.frontend.parsing import Function, Functions
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
@@ -48,8 +48,8 @@ class ToolUse:
     """It is shown more tools than the answer may call."""
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools)
+    def functions(self) -> Functions:
+        return {tool.name: tool.schema for tool in self.tools}
 
 
 NO_TOOLS = ToolUse()

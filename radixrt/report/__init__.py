@@ -1,10 +1,12 @@
 """The cache-hit-rate report: what was reused, what was not and why, beside what an infinite cache would have given.
 
 router core --arrived, finished, load--> Report --to_json--> HTTP, ZMQ, `radixrt report` --to_text--> terminal
+                                                --to_html--> browser
                                                 --render---> Prometheus
 """
 
+from radixrt.report.page import to_html
 from radixrt.report.report import Report
 from radixrt.report.text import to_text
 
-__all__ = ["Report", "to_text"]
+__all__ = ["Report", "to_html", "to_text"]

@@ -27,7 +27,7 @@ def to_text(report: dict[str, Any]) -> str:
     rows = [("", *FIGURES), ("total", *_figures(total)), ()]
     for key, name in (
         ("tenants", lambda row: f"tenant {row['tenant']}"),
-        ("programs", _program),
+        ("programs", program_name),
         ("workers", lambda row: f"worker {row['worker'] or '(none)'}"),
     ):
         shown = _largest(report[key])
@@ -35,7 +35,7 @@ def to_text(report: dict[str, Any]) -> str:
         if left := len(report[key]) - len(shown):
             rows.append((f"and {left} more, see --json",))
         rows.append(())
-    lines = [f"Cache-hit-rate report{whose}, {_duration(report['seconds'])}", "", *_aligned(rows)]
+    lines = [f"Cache-hit-rate report{whose}, {duration(report['seconds'])}", "", *_aligned(rows)]
     lines += _misses(total)
     lines += _pages(report["workers"])
     lines += _sessions(report["sessions"])
@@ -53,7 +53,8 @@ def _largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[i] for i in sorted(ranked[:MOST_ROWS])]
 
 
-def _program(row: dict[str, Any]) -> str:
+def program_name(row: dict[str, Any]) -> str:
+    """Of a row of `programs`, in words."""
     name = f"program {row['program']}" if row["program"] else "no program"
     return f"{name}, fork depth {row['depth']}" if row["depth"] else name
 
@@ -80,12 +81,12 @@ def _pages(workers: list[dict[str, Any]]) -> list[str]:
     names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "preemptions", "steps")
     known = [row for row in workers if row.get("total_pages")]
     rows = [
-        (f"worker {row['worker']}", *(f"{row[name]:,}" for name in names), _read_share(row)) for row in _largest(known)
+        (f"worker {row['worker']}", *(f"{row[name]:,}" for name in names), read_share(row)) for row in _largest(known)
     ]
     return [*_aligned([("", *PAGES), *rows]), ""] if rows else []
 
 
-def _read_share(row: dict[str, Any]) -> str:
+def read_share(row: dict[str, Any]) -> str:
     """Of the keys that decodes attended to, how many were read."""
     return f"{row['read_keys'] / row['plain_keys']:.1%}" if row["plain_keys"] else "-"
 
@@ -169,7 +170,8 @@ def _printable(name: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in name)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In the two largest units."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -28,16 +28,24 @@ class TorchAttention:
 
     q positions      start ......... start + count - 1
     k positions  0 ..................................   a query at p sees (p - window, p]
+
+    `windows` and `sinks` (see `ModelSpec.sinks`) are those of all layers.
     """
 
     def __init__(
-        self, pool: KVPool, page_size: int, windows: tuple[int | None, ...], scale: float | None = None
+        self,
+        pool: KVPool,
+        page_size: int,
+        windows: tuple[int | None, ...],
+        scale: float | None = None,
+        sinks: tuple[torch.Tensor | None, ...] | None = None,
     ) -> None:
         """`scale` of the softmax; None: head_dim^-0.5."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
         self._scale = pool.head_dim**-0.5 if scale is None else scale
+        self._sinks = sinks or (None,) * len(windows)
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
@@ -61,6 +69,8 @@ class TorchAttention:
             at = torch.arange(end - count, end, device=q.device)[:, None]
             keys = torch.arange(first, end, device=q.device)
             mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
+        if (sinks := self._sinks[layer]) is not None:
+            return attend_with_sinks(q, k, v, mask, sinks)
         if self.pool.latent is not None:
             return self._of_one_head(q, k, v, mask)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -76,6 +86,30 @@ class TorchAttention:
         q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
         return out[0, 0].unflatten(0, (count, heads))
+
+
+SINK_QUERIES = 64
+"""That are masked at once, each head by a mask of its own."""
+
+
+def attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """[T, heads, D] for q[T, heads, D] over k, v [L, kv_heads, D], under bool mask[T, L] of what is seen (None: all).
+
+    The `sinks` [heads] are the scores of one more key, which is 0 and has no value: what a mask adds to its 0."""
+    none = torch.zeros_like(k[:1])
+    k, v = (torch.cat((x, none)).transpose(0, 1)[None] for x in (k, v))
+    parts = []
+    for begin in range(0, len(q), SINK_QUERIES):
+        part = q[begin : begin + SINK_QUERIES]
+        added = torch.zeros((q.shape[1], len(part), k.shape[2]), dtype=q.dtype, device=q.device)
+        if mask is not None:
+            added[..., :-1].masked_fill_(~mask[begin : begin + len(part)], -torch.inf)
+        added[..., -1] = sinks[:, None]
+        part = part.transpose(0, 1)[None]
+        parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=added[None], enable_gqa=True)[0])
+    return torch.cat(parts, 1).transpose(0, 1)
 
 
 class TorchStep:
@@ -129,7 +163,7 @@ class BatchInvariantAttention(TorchAttention):
         tiles = _tiles(q, self.QUERIES, kv_heads)
         at = torch.arange(start, start + len(tiles) * self.QUERIES, device=q.device).view(-1, 1, self.QUERIES, 1)
         at = at.repeat_interleave(heads // kv_heads, dim=2)
-        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED)
+        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED, self._start(layer, kv_heads))
         for block in range(len(k)):
             keys = torch.arange(self.KEYS, device=q.device) + (first + block * self.KEYS)
             reached = max(0, (first + block * self.KEYS - start) // self.QUERIES)
@@ -139,6 +173,12 @@ class BatchInvariantAttention(TorchAttention):
             state.add(reached, k[block], v[block], hidden)
         out = state.result().view(len(tiles), kv_heads, self.QUERIES, -1, v.shape[-1]).transpose(1, 2)
         return out.reshape(-1, heads, v.shape[-1])[:count].to(q.dtype)
+
+    def _start(self, layer: int, kv_heads: int) -> torch.Tensor | None:
+        """float32[kv_heads, rows]: the sinks of a tile's rows, with which their softmax begins."""
+        if (sinks := self._sinks[layer]) is None:
+            return None
+        return sinks.view(kv_heads, 1, -1).expand(-1, self.QUERIES, -1).flatten(1)
 
 
 def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -155,14 +195,18 @@ def _tiles(q: torch.Tensor, size: int, kv_heads: int) -> torch.Tensor:
 
 
 class _Softmax:
-    """Running maximum, sum and weighted values, `width` of them, of [tiles, kv_heads, rows], in float32."""
+    """Running maximum, sum and weighted values, `width` of them, of [tiles, kv_heads, rows], in float32. It begins with
+    nothing, or with the score of a sink, float32[kv_heads, rows]."""
 
-    def __init__(self, q: torch.Tensor, width: int, scale: float, masked: float) -> None:
+    def __init__(self, q: torch.Tensor, width: int, scale: float, masked: float, sinks: torch.Tensor | None) -> None:
         self._q = q
         self._masked = masked
         self._scale = scale
         self._peak = torch.full(q.shape[:-1], masked, device=q.device)
         self._sum = torch.zeros(q.shape[:-1], device=q.device)
+        if sinks is not None:
+            self._peak.copy_(sinks.expand_as(self._peak))
+            self._sum.fill_(1)
         self._values = torch.zeros((*q.shape[:-1], width), device=q.device)
 
     def add(self, first: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> None:

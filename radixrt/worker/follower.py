@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from radixrt.worker.group import leave
 from radixrt.worker.ranks import RankConfig, follow
 
 
@@ -39,6 +40,8 @@ def main() -> int:
     try:
         with contextlib.suppress(EOFError):
             follow(runner, Connection(config.pipe, writable=False))
+        runner.close()
+        leave()
     finally:
         shutil.rmtree(config.folder, ignore_errors=True)
     return 0

@@ -18,7 +18,7 @@ from radixrt.worker.model.sharding import Shard
 log = logging.getLogger("radixrt.ranks")
 
 LEAVE_SECONDS = 5.0
-"""For what NCCL holds."""
+"""For all ranks to leave."""
 WAIT_SECONDS = 1800.0
 """For other ranks, which may read weights more slowly; those that have ended are noticed otherwise."""
 # torch 2.13 has another name for it.
@@ -90,20 +90,12 @@ def join(folder: Path, shard: Shard, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """The other end of `join`. The other ranks may have ended: NCCL's part is given up, for which all graphs must be
-    gone that hold some of it (ncclCommAbort waits for them). Idempotent."""
+    """The other end of `join`; NCCL's ranks leave together, when the graphs that hold some of it are gone. If others do
+    not come, this one goes alone. Idempotent."""
     if not distributed.is_initialized():
         return
-    if distributed.get_backend() != "nccl":
-        distributed.destroy_process_group()
-        return
-    giving_up = threading.Thread(target=_give_up, name="leave", daemon=True)
-    giving_up.start()
-    giving_up.join(LEAVE_SECONDS)
-    if giving_up.is_alive():
-        log.warning("NCCL does not give up its part in %.0f s: left as it is", LEAVE_SECONDS)
-
-
-def _give_up() -> None:
-    distributed.group.WORLD.abort()
-    distributed.destroy_process_group()
+    leaving = threading.Thread(target=distributed.destroy_process_group, name="leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_SECONDS)
+    if leaving.is_alive():
+        log.warning("the group of ranks does not end in %.0f s: left as it is", LEAVE_SECONDS)

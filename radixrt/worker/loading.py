@@ -19,7 +19,7 @@ from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.quantized import Products, block_size, rounds_activations
+from radixrt.worker.model.quantized import MXFP4, Products, block_size, rounds_activations
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
@@ -88,8 +88,9 @@ def _lead(config: WorkerConfig) -> Runner:
         group = _join(config, loaded, followers.folder, shard)
         return Leader(_load(config, loaded, group), followers)
     except BaseException:
-        followers.close()
+        followers.dismiss()
         leave()
+        followers.close()
         raise
 
 
@@ -220,8 +221,8 @@ def load_model(
         wide = "weights" if products is Products.NONE else "experts" if model.wide_experts else ""
         if wide and loaded.hf_config.get("quantization_config"):
             log.warning(
-                "%s: %s that are stored in FP8 are multiplied out at load: they take the memory of 16 bits",
-                loaded.folder.name, wide,
+                "%s: %s that are stored in %s are multiplied out at load: they take the memory of 16 bits",
+                loaded.folder.name, *stored_in(loaded.hf_config, wide),
             )  # fmt: skip
         elif wide and products is Products.ALL:
             log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
@@ -236,6 +237,11 @@ def _drafting(loaded: Loaded) -> tuple[str, ...]:
     """How names of layers begin that guess tokens further ahead, which is not done (DeepSeek-V3, section 2.2)."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+
+
+def stored_in(hf_config: Mapping[str, Any], wide: str) -> tuple[str, str]:
+    """(Which weights are multiplied out, what they are stored in.)"""
+    return ("experts", "MXFP4") if hf_config["quantization_config"].get("quant_method") == MXFP4 else (wide, "FP8")
 
 
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:

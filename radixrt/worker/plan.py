@@ -73,6 +73,10 @@ class Result:
     """Requests whose logits are not finite, with the reason; they fail alone."""
 
 
+class GroupLost(BaseException):
+    """From a runner of several ranks: they no longer agree. The worker cannot go on."""
+
+
 class Runner(Protocol):
     """Computes plans. `num_pages` counts the trash page 0; `max_model_len` is the model's own limit in tokens."""
 

@@ -32,7 +32,7 @@ import numpy as np
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.group import leave
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.plan import GroupLost, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.sharing import Path as Nodes
 
@@ -47,10 +47,6 @@ FAIL_SECONDS = 2.0
 """Time that rank 0 has to fail by itself when one of them has ended."""
 KEPT_REQUESTS = 1 << 14
 """That a follower remembers, beyond those of the step."""
-
-
-class GroupLost(BaseException):
-    """The ranks of a worker no longer agree. It cannot go on."""
 
 
 # ---------------------------------------------------------------- what is told
@@ -164,9 +160,15 @@ class Followers:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 os._exit(1)
 
+    def dismiss(self) -> None:
+        """They hear no more, and leave the group as soon as they notice. Idempotent."""
+        self._closing.set()
+        for pipe in self._pipes:
+            pipe.close()
+
     def close(self) -> None:
         """End them; wait until they have ended. Idempotent."""
-        self._closing.set()
+        self.dismiss()
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.stdin.close()  # what they end by
@@ -176,8 +178,6 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pipe in self._pipes:
-            pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -239,10 +239,11 @@ class Leader:
         self._runner.draw()
 
     def close(self) -> None:
-        self._followers.close()
-        if not self._lost:  # else who leaves may wait for ever for those who are gone
+        self._followers.dismiss()
+        if not self._lost:  # else nobody leaves in order
             self._runner.close()
             leave()
+        self._followers.close()
 
 
 # ---------------------------------------------------------------- the other ranks

@@ -61,7 +61,7 @@ class TorchRunner(ModelRunner):
     ) -> None:
         super().__init__(model, pool, page_size, eos_ids)
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = kind(pool, page_size, model.spec.windows, model.spec.scale)
+        self._attention = kind(pool, page_size, model.spec.windows, model.spec.scale, model.sinks)
         widest = model.spec.hidden_size * max(model.spec.intermediate_size, model.spec.num_heads * model.spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.attention import attend_with_sinks
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers import Projected
@@ -131,6 +132,7 @@ class _Observer:
     def __init__(self, model: Decoder) -> None:
         self._windows = model.spec.windows
         self._scale = model.spec.scale
+        self._sinks = model.sinks
         self.largest = torch.zeros((model.spec.num_layers, 2), device=model.device)
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
@@ -141,6 +143,8 @@ class _Observer:
         distance = at[:, None] - at
         window = self._windows[layer]
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if (sinks := self._sinks[layer]) is not None:
+            return attend_with_sinks(q, k, v, mask, sinks)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
         return out[0].transpose(0, 1)

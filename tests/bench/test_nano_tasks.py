@@ -37,7 +37,7 @@ SHORT = [(kind, tag) for kind, tag in ALL if tag not in ("1024", "2048", "4096")
 
 
 def seeds(kind, tag):
-    return range(500 if (kind, tag) in SHORT[4:] else 60 if (kind, tag) in SHORT else 8)
+    return range(200 if (kind, tag) in SHORT[4:] else 60 if (kind, tag) in SHORT else 8)
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -47,12 +47,82 @@ MISTRAL = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{% endfor %}"
 )
+_DEEPSEEK = (
+    "{% if tools %}" + _TOOLS + "{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>"
+    "{{ m.content or '' }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for call in m.tool_calls %}CALL{% endfor %}"
+    "<｜tool▁calls▁end｜>{% endif %}<|im_end|>{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}"
+    "<｜tool▁output▁end｜>{% else %}<｜User｜>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+_F, _ARGUMENTS = "{{ call.function.name }}", "{{ call.function.arguments | tojson }}"
+DEEPSEEK = _DEEPSEEK.replace("CALL", f"<｜tool▁call▁begin｜>{_F}<｜tool▁sep｜>{_ARGUMENTS}<｜tool▁call▁end｜>")
+DEEPSEEK_V3 = _DEEPSEEK.replace(
+    "CALL",
+    "{% if not loop.first %}\n{% endif %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    f"{_F}\n```json\n{_ARGUMENTS}\n```<｜tool▁call▁end｜>",
+)
+DEEPSEEK_MARKS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+KIMI = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% if m.tool_calls %}<|tool_calls_section_begin|>"
+    "{% for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+    + _ARGUMENTS
+    + "<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}"
+    + _END
+    + "{% endfor %}"
+    + _NEXT
+)
+QWEN_CODER = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "<function={{ call.function.name }}>\n{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value | tojson if value is mapping or value is sequence and value is not string "
+    "else value | string }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+    + _END
+    + "{% endfor %}"
+    + _NEXT
+)
+KIMI_MARKS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+HARMONY = (
+    "<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>"
+    "{% if tools %}<|start|>developer<|message|>" + _TOOLS + "<|end|>{% endif %}"
+    "{% set last = namespace(name='') %}{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('text and thoughts') }}{% endif %}"
+    "{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}{% set later = namespace(final=false) %}"
+    "{% for o in messages[loop.index:] %}{% if o.role == 'assistant' and not o.tool_calls %}"
+    "{% set later.final = true %}{% endif %}{% endfor %}{% if (m.content or m.thinking) and not later.final %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    "{{ f.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}{% if not last.name %}{{ raise_exception('a result of no call') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""In the manner of gpt-oss': thoughts stay in a loop of tools, and go with the answer that ends it."""
+MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 FAMILIES = {
+    "harmony": (HARMONY, MARKS),
     "plain": ("", ()),
     "hermes": (HERMES, ()),
     "thinking": (THINKING, ()),
     "llama": (LLAMA, ("<|python_tag|>",)),
     "mistral": (MISTRAL, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "deepseek": (DEEPSEEK, DEEPSEEK_MARKS),
+    "deepseek_v3": (DEEPSEEK_V3, DEEPSEEK_MARKS),
+    "kimi": (KIMI, KIMI_MARKS),
+    "qwen_coder": (QWEN_CODER, ()),
 }
 """Chat template and special tokens, beside those of the test tokenizer."""
 

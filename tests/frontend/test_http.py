@@ -126,6 +126,9 @@ def test_health_metrics_and_report(http):
     assert {"radixrt_requests", "radixrt_cached_prompt_tokens", "radixrt_worker_pages"} <= names
     report = http.get("/v1/report").json()
     assert report["total"]["requests"] > 0 and any(row["program"] == "p" for row in report["programs"])
+    page = http.get("/v1/report", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert page.headers["content-type"].startswith("text/html") and "Cache-hit-rate report" in page.text
+    assert "script" not in page.headers["content-security-policy"]
 
 
 def test_routes_that_are_none(http):

@@ -28,11 +28,12 @@ SPLIT = [(700, 100), (37, 200), (1333, 1), (1024, 129)]
 DECODES = [(0, 1), (5, 1), (2047, 1), (130, 1), (8000, 1)]
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("way", ["decode", "chunk", "specialised", "flashinfer", "split"])
-def test_as_torch(way, kv_dtype, page_size, window):
+def test_as_torch(way, kv_dtype, page_size, window, with_sinks):
     """Relative to the norm; both read the same pages, so that FP8's own rounding is no error."""
     tokens = {"decode": DECODES, "split": SPLIT}.get(way, CHUNKS)
     if way == "split" and window is not None:
@@ -44,13 +45,14 @@ def test_as_torch(way, kv_dtype, page_size, window):
     everything = torch.arange(pool.slots, device=DEVICE)
     pool.write(0, everything, *torch.randn(2, pool.slots, KV_HEADS, DIM, device=DEVICE))
     q = torch.randn(len(plan.tokens), HEADS, DIM, device=DEVICE).bfloat16()
-    reference = TorchAttention(pool, page_size, (window,))
+    sinks = 2 * torch.randn(HEADS, device=DEVICE) if with_sinks else None
+    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,))
     reference.bind(table)
     expected = reference.begin(plan, DEVICE).over_pages(0, q.float())
 
-    shape = Shape(HEADS, KV_HEADS, DIM, page_size)
+    shape = Shape(HEADS, KV_HEADS, DIM, page_size, sinks=with_sinks)
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
-    pages = Pages(keys, values, torch.from_numpy(table).to(DEVICE), pool.scales[0], window)
+    pages = Pages(keys, values, torch.from_numpy(table).to(DEVICE), pool.scales[0], window, sinks)
     packer, out = Packer(DEVICE), torch.full_like(q, torch.nan)
     first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
     if way == "decode":
@@ -64,9 +66,9 @@ def test_as_torch(way, kv_dtype, page_size, window):
         scratch = Scratch.make(merges.partials, shape, DEVICE)
         attend.attend(
             q, keys, values, pages.table, (there, starts), out, scratch, shape, variant, causal=False,
-            scales=pages.scales,
+            scales=pages.scales, sinks=sinks,
         )  # fmt: skip
-        attend.merge(scratch.partials, queries, entries, out, shape)
+        attend.merge(scratch.partials, queries, entries, out, shape, sinks=sinks)
     else:
         sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
         if way in ("chunk", "specialised"):
@@ -96,10 +98,13 @@ def test_as_torch(way, kv_dtype, page_size, window):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(28, 4, 128), (8, 8, 128), (16, 1, 64), (9, 3, 64)])
-def test_specialised(heads, kv_heads, dim, page_size):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(28, 4, 128), (8, 8, 128), (16, 1, 64), (9, 3, 64), (64, 8, 64)]
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_specialised(heads, kv_heads, dim, page_size, with_sinks):
     """Other heads, causal chunks cut anywhere; what pages hold behind the sequences is NaN."""
-    shape = Shape(heads, kv_heads, dim, page_size)
+    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks)
     variant = attend.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, DEVICE)
     if CAPABILITY != (9, 0):
         pytest.skip("this kernel is for Hopper")
@@ -109,7 +114,8 @@ def test_specialised(heads, kv_heads, dim, page_size):
     everything = torch.arange(pool.slots, device=DEVICE)
     pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=DEVICE))
     q = torch.randn(len(plan.tokens), heads, dim, device=DEVICE).bfloat16()
-    reference = TorchAttention(pool, page_size, (None,))
+    sinks = 2 * torch.randn(heads, device=DEVICE) if with_sinks else None
+    reference = TorchAttention(pool, page_size, (None,), sinks=(sinks,))
     reference.bind(table)
     expected = reference.begin(plan, DEVICE).over_pages(0, q.float())
     used = torch.zeros(pool.slots, dtype=torch.bool)
@@ -119,7 +125,7 @@ def test_specialised(heads, kv_heads, dim, page_size):
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     for x in (keys, values):
         x.view(torch.uint8)[~used.to(DEVICE)] = 0x7F
-    pages = Pages(keys, values, torch.from_numpy(table).to(DEVICE), pool.scales[0], None)
+    pages = Pages(keys, values, torch.from_numpy(table).to(DEVICE), pool.scales[0], None, sinks)
     first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
     sequences = Sequences(plan.rows, plan.starts, plan.counts, first)
     for programs in (kv_heads, 132, 700):

@@ -28,12 +28,16 @@ SIZES = {
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LATENT |= {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 256}
 
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
+OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def made(request, tmp_path_factory):
     """(folder, transformers model on the GPU in bfloat16)."""
     folder = tmp_path_factory.mktemp(request.param)
-    make_model(folder, request.param, **SIZES | (LATENT if request.param.startswith("deepseek") else {}))
+    make_model(folder, request.param, **SIZES | OF_FAMILY.get(request.param, {}))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # rotary frequencies stay float32
     return folder, model.to("cuda").eval()
 
@@ -147,7 +151,7 @@ def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> 
             top = last_logits(runner, prompt + a[:first]).topk(2).values
             clear += bool(top[0] - top[1] >= bar)
     print(f"{ties} sequences part, {clear} of them where the winner was clear")
-    assert not clear or any(name in folder.name for name in ("moe", "mixtral", "deepseek"))
+    assert not clear or any(name in folder.name for name in ("moe", "mixtral", "oss", "deepseek"))
     return ties
 
 

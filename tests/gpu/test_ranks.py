@@ -57,7 +57,9 @@ def test_two_gpus_are_one(generated, kind):
     print(f"{kind}: log-probabilities differ by {apart.mean():.4f}, at most {apart.max():.3f}")
     assert apart.mean() < (0.1 if kind == "fp8" else 0.03)
     assert np.mean([a[0] == b[0] for a, b in zip(one["cold"], two["cold"], strict=True)]) > 0.7
-    assert np.mean([a == b for a, b in zip(one["drawn"], two["drawn"], strict=True)]) > 0.4
+    assert np.mean([a[0] == b[0] for a, b in zip(one["drawn"], two["drawn"], strict=True)]) > 0.6
+    same = np.mean([a == b for a, b in zip(one["drawn"], two["drawn"], strict=True)])
+    assert kind == "fp8" or same > 0.4
 
 
 @pytest.mark.parametrize("kind", ["graphs", "deterministic"])
@@ -77,7 +79,8 @@ def test_a_graph_gives_what_its_kernels_give(generated):
     assert {name: found for name, found in graphs.items() if name != "again"} == eager
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_another_worker_after_the_first_is_closed(generated, ranks):
-    found = generated(ranks, "graphs")
-    assert found["again"] == found["cold"]
+def test_another_worker_after_the_first_is_closed(generated):
+    """Of two GPUs it sums by NCCL."""
+    one, two = generated(1, "graphs"), generated(2, "graphs")
+    assert one["again"] == one["cold"]
+    assert np.mean([a[0] == b[0] for a, b in zip(two["again"], two["cold"], strict=True)]) > 0.7

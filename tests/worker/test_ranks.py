@@ -133,14 +133,17 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
         def close(self):
             left.append("graphs")
 
-    leader = Leader(Failing(), SimpleNamespace(tell=lambda message: None, close=lambda: None))
+    leader = Leader(
+        Failing(), SimpleNamespace(tell=lambda message: None, dismiss=lambda: None, close=lambda: left.append("ranks"))
+    )
     with pytest.raises(GroupLost if when in ("launch", "wait") else KeyError):
         wait = leader.launch(plan_of((request(1),)))
         if when == "wait":
             wait()
         leader.draw()
     leader.close()
-    assert left == (["graphs", "the group"] if when in ("before", "draw") else []), "who is alone does not wait"
+    together = ["graphs", "the group"] if when in ("before", "draw") else []
+    assert left == [*together, "ranks"], "who is alone does not wait for others"
 
 
 def test_a_follower_waits_for_the_step_before():
@@ -189,14 +192,16 @@ def test_ranks_generate_what_one_does(folder, size, settings):
     """Four ranks share two KV heads. Chunks, prefixes, preemption, and what draws by more than logits; FP8 pages are
     exact, so warm is cold."""
     asked = prompts(10, 20, 200)
-    drawn = Sampling(max_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.2, logprobs=1, ignore_eos=True)
+    greedy = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+    drawn = Sampling(max_tokens=12, temperature=1.0, seed=3, repetition_penalty=1.2, logprobs=1, ignore_eos=True)
     found = []
     for ranks_of in (1, size):
-        runner = load(folder, ranks_of, **settings)
+        runner = load(folder, ranks_of, max_total_tokens=700, **settings)
         try:
             engine = Engine(runner, chunk=64, rows=16)
-            cold = engine.generate(asked)
-            assert engine.generate(asked[:3]) == cold[:3]
+            cold = engine.generate(asked, greedy)
+            assert engine.scheduler.preemptions
+            assert engine.generate(asked[:3], greedy) == cold[:3]
             found.append([cold, engine.generate(asked[:4], drawn)])
             scores = []
             for _ in range(2):

@@ -138,7 +138,8 @@ def test_scales_of_some_layers_are_not_used(checkpoint, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 16}), ("mixtral", {})]
+    ("family", "changes"),
+    [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 16}), ("mixtral", {}), ("gpt_oss", {})],
 )
 @pytest.mark.parametrize("kv_dtype", FP8)
 def test_calibration_sees_what_transformers_computes(checkpoint, family, changes, kv_dtype):

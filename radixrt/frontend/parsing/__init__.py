@@ -3,14 +3,18 @@
 text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
            thoughts           <think>...</think>
            hermes, llama, mistral   one family's calls each: how to read them, and how to make a model write them
-           calls              a call as a JSON object, the core of all three
+           harmony            the same of gpt-oss, whose thoughts are messages as well
+           qwen_coder         Qwen3-Coder's calls, whose arguments are no JSON
+           sections           DeepSeek's and Kimi K2's calls
+           calls              a call as a JSON object, the core of the first three
            reader             text in cuts as if it were whole
            pieces             what comes out
 detect     which of them a model's chat template asks for
 """
 
 from radixrt.frontend.parsing.detect import PROBE, QUESTION, reasoning_format, tool_format
-from radixrt.frontend.parsing.formats import Function, ToolFormat, either, json_schema
+from radixrt.frontend.parsing.formats import Function, Functions, ToolFormat, either, json_schema
+from radixrt.frontend.parsing.harmony import Harmony
 from radixrt.frontend.parsing.parser import OutputParser
 from radixrt.frontend.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
@@ -22,6 +26,8 @@ __all__ = [
     "CallStart",
     "Content",
     "Function",
+    "Functions",
+    "Harmony",
     "OutputParser",
     "Piece",
     "Reasoning",

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from radixrt.frontend.parsing.formats import ToolFormat
+from radixrt.frontend.parsing.harmony import Harmony
 from radixrt.frontend.parsing.hermes import Hermes
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.mistral import Mistral
+from radixrt.frontend.parsing.qwen_coder import QwenCoder
+from radixrt.frontend.parsing.sections import DeepSeek, Kimi
 from radixrt.frontend.parsing.thoughts import ReasoningFormat
 from radixrt.messages import ChatPrompt
 
-TOOL_FORMATS: dict[str, type[Hermes] | type[Llama] | type[Mistral]] = {
+TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "hermes": Hermes,
     "qwen25": Hermes,
+    "qwen3_coder": QwenCoder,
+    "qwen3_xml": QwenCoder,
     "llama3_json": Llama,
     "llama3": Llama,
     "mistral": Mistral,
+    "openai": Harmony,
+    "gpt-oss": Harmony,
+    "deepseek_v3": partial(DeepSeek, fenced=True),
+    "deepseekv3": partial(DeepSeek, fenced=True),
+    "deepseek_v31": DeepSeek,
+    "deepseekv31": DeepSeek,
+    "kimi_k2": Kimi,
 }
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
@@ -26,6 +40,8 @@ REASONING_FORMATS = {
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 """By the names of vLLM and SGLang."""
+HARMONY = ("openai_gptoss", "gpt-oss")
+"""Thoughts that calls' format reads."""
 
 _NAME, _ID = "probe_tool", "abcdefghi"
 _FUNCTION = {"name": _NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
@@ -45,6 +61,10 @@ QUESTION = ChatPrompt([{"role": "user", "content": "-"}])
 _MISTRAL = re.compile(r'(\[TOOL_CALLS\]\s*\[)\s*\{\s*"name":\s*"probe_tool"')
 _MISTRAL_EACH = re.compile(r"\[TOOL_CALLS\]\s*probe_tool")
 _HERMES = re.compile(r'<tool_call>\s*\{\s*"(name":\s*"probe_tool"|arguments":\s*\{)')
+_HARMONY = re.compile(r"<\|start\|>(system|developer|user)<\|message\|>")
+_QWEN_CODER = re.compile(r"<tool_call>\s*<function=probe_tool>")
+_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(function<｜tool▁sep｜>)?probe_tool")
+_KIMI = re.compile(r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>")
 _LLAMA = re.compile(r'\{\s*"name":\s*"probe_tool",\s*"parameters":\s*"?\{\\?"probe')
 
 
@@ -58,8 +78,8 @@ def tool_format(name: str, rendered: str) -> ToolFormat | None:
         return None
     if name not in TOOL_FORMATS:
         raise ValueError(f"tool_call_parser: {name!r} is none of auto, none, {', '.join(TOOL_FORMATS)}")
-    kind = TOOL_FORMATS[name]
-    return found if isinstance(found, kind) else kind()
+    told = TOOL_FORMATS[name]()
+    return found if type(found) is type(told) else told
 
 
 def _seen(rendered: str) -> ToolFormat | None:
@@ -67,17 +87,28 @@ def _seen(rendered: str) -> ToolFormat | None:
         return Mistral(opening=array[1])
     if _MISTRAL_EACH.search(rendered):
         return Mistral(opening=None)
+    if _HARMONY.search(rendered):
+        return Harmony()
     if _HERMES.search(rendered):
         return Hermes()
+    if _QWEN_CODER.search(rendered):
+        return QwenCoder()
+    if found := _DEEPSEEK.search(rendered):
+        return DeepSeek(fenced=bool(found[1]))
+    if _KIMI.search(rendered):
+        return Kimi()
     return Llama() if _LLAMA.search(rendered) else None
 
 
-def reasoning_format(name: str, rendered: str) -> ReasoningFormat | None:
+def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | None:
     """The same for thoughts."""
+    if name in HARMONY or (name == "auto" and _HARMONY.search(rendered)):
+        return Harmony()
     if name == "auto":
         return next((form for form in REASONING_FORMATS.values() if form.open in rendered), None)
     if name in ("none", ""):
         return None
     if name not in REASONING_FORMATS:
-        raise ValueError(f"reasoning_parser: {name!r} is none of auto, none, {', '.join(REASONING_FORMATS)}")
+        known = ", ".join([*REASONING_FORMATS, *HARMONY])
+        raise ValueError(f"reasoning_parser: {name!r} is none of auto, none, {known}")
     return REASONING_FORMATS[name]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps
+
+Schema = dict[str, Any] | bool
+Functions = Mapping[str, Schema]
+"""Those that may be called, by name, with the schema of their arguments."""
 
 
 class Function(NamedTuple):
     """A function that may be called; `schema` is that of its arguments."""
 
     name: str
-    schema: dict[str, Any] | bool
+    schema: Schema
 
 
 class ToolFormat(Protocol):
@@ -26,7 +30,7 @@ class ToolFormat(Protocol):
     def new_id(self) -> str:
         """An id for a call, of the form that the family's chat templates take."""
 
-    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         """Read an answer to its end. What is no call after all is content, but for marks that are `hidden`."""
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:

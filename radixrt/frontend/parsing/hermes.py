@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, json_schema, tag
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -23,7 +23,7 @@ class Hermes:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
-    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins, ends = marks((OPEN,), hidden), marks((OPEN, CLOSE), hidden)
         mark = yield from reader.until(begins, sink.content)
         while mark:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, json_schema, tag
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -24,10 +24,10 @@ class Llama:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
-    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((PYTHON,), hidden)
         # Bare JSON may be an answer: it is a call only of a function that there is.
-        yield from self._calls(reader, sink, names)
+        yield from self._calls(reader, sink, functions)
         while mark := (yield from reader.until(begins, sink.content)):
             if not (yield from self._calls(reader, sink, None)):
                 sink.content("" if mark in hidden else mark)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import begins_object, read_call
-from radixrt.frontend.parsing.formats import Function, json_schema, tag
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -31,7 +31,7 @@ class Mistral:
     def new_id(self) -> str:
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
-    def read(self, reader: Reader, sink: Sink, names: frozenset[str], hidden: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((CALLS,), hidden)
         while mark := (yield from reader.until(begins, sink.content)):
             start = reader.at

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 
-from radixrt.frontend.parsing.formats import ToolFormat
+from radixrt.frontend.parsing.formats import Functions, ToolFormat
 from radixrt.frontend.parsing.pieces import Content, Piece, Sink
 from radixrt.frontend.parsing.reader import Reader, Steps
 from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
@@ -19,7 +20,7 @@ class OutputParser:
     def __init__(
         self,
         tools: ToolFormat | None,
-        names: frozenset[str] = frozenset(),
+        functions: Functions = MappingProxyType({}),
         reasoning: ReasoningFormat | None = None,
         thinking: Thinking = "no",
         hidden: frozenset[str] = frozenset(),
@@ -28,7 +29,7 @@ class OutputParser:
     ) -> None:
         self._reader = Reader()
         self._sink = Sink(new_id or (tools.new_id if tools else str), most_calls)
-        self._steps = self._read(tools, names, reasoning, thinking, hidden)
+        self._steps = self._read(tools, functions, reasoning, thinking, hidden)
         self.idle = False
         """All that comes is content."""
         self._advance()
@@ -36,7 +37,7 @@ class OutputParser:
     def _read(
         self,
         tools: ToolFormat | None,
-        names: frozenset[str],
+        functions: Functions,
         reasoning: ReasoningFormat | None,
         thinking: Thinking,
         hidden: frozenset[str],
@@ -44,7 +45,7 @@ class OutputParser:
         if reasoning is not None and thinking != "no":
             yield from reasoning.read(self._reader, self._sink, thinking, hidden)
         if tools is not None:
-            yield from tools.read(self._reader, self._sink, names, hidden)
+            yield from tools.read(self._reader, self._sink, functions, hidden)
 
     @property
     def full(self) -> bool:

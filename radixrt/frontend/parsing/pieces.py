@@ -45,11 +45,12 @@ class Sink:
 
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
         self.full = False
-        """A call more than `most_calls` has begun: nothing is taken any more."""
+        """A call more than `most_calls` has begun, or the answer is over: nothing is taken any more."""
         self._new_id = new_id
         self._most_calls = most_calls
         self._pieces: list[Piece] = []
         self._calls = 0
+        self._ids: set[str] = set()
         self._space = ""
         self._kind: type[Content] | type[Reasoning] = Content
         self._bounded = False
@@ -79,18 +80,25 @@ class Sink:
         self._space = ""
         self._bounded = True
 
-    def call(self, name: str) -> None:
-        """A call begins."""
+    def call(self, name: str, id: str = "") -> None:
+        """A call begins; `id` is one that the model gave it, and no other call of the answer."""
         self.bound()
         self.full = self.full or self._calls == self._most_calls
         if not self.full:
-            self._pieces.append(CallStart(self._calls, self._new_id(), name))
+            id = self._new_id() if not id or id in self._ids else id
+            self._ids.add(id)
+            self._pieces.append(CallStart(self._calls, id, name))
             self._calls += 1
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the last call."""
         if text and not self.full:
             self._pieces.append(CallArguments(self._calls - 1, text))
+
+    def end(self) -> None:
+        """The answer is over, whatever the model says."""
+        self.bound()
+        self.full = True
 
     def finish(self) -> None:
         """No more comes."""

@@ -87,7 +87,15 @@ class ChatTemplates:
         if prompt.partial:
             _mark_end(messages)
         variables = {**self._special_tokens, **prompt.template_args}
-        text = template.render(messages, prompt.tools, answer_next and not prompt.partial, variables)
+        answer_next = answer_next and not prompt.partial
+        try:
+            text = template.render(messages, prompt.tools, answer_next, variables)
+        except FieldError:
+            # Some refuse text and thoughts beside a call, which an answer may have: then the thoughts go.
+            without = [_without_thoughts(message) for message in messages]
+            if without == messages:
+                raise
+            text = template.render(without, prompt.tools, answer_next, variables)
         return _cut_at_mark(text) if prompt.partial else text
 
     def _choose(self, tools: bool) -> _Template:
@@ -194,6 +202,13 @@ def _checked(index: int, message: Any) -> Message:
     if not isinstance(message.get("tool_calls", []), list | None):
         raise FieldError(f"{field}.tool_calls", f"{field}.tool_calls must be a list")
     return message
+
+
+def _without_thoughts(message: Message) -> Message:
+    """A message of text and calls less its thinking."""
+    if not (message.get("content") and message.get("tool_calls")):
+        return message
+    return {key: value for key, value in message.items() if key not in REASONING_KEYS}
 
 
 def _part_text(index: int, position: int, part: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,9 +24,12 @@ BEFORE_CHARS = 64
 """An answer is taken to stand where it stood if so much before it is the same, too."""
 
 MAX_OPENINGS = 64
-RESPELLED = "the template writes its white space or JSON in another way"
+RESPELLED = "the template writes its white space, JSON or headers in another way"
 THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
 _WHITE_SPACE = re.compile(r"\s*")
+_HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
+"""Of a message of Harmony's (see `frontend.parsing.harmony`): templates write the recipient before the channel, models
+behind it."""
 
 
 @dataclass(slots=True)
@@ -106,7 +109,18 @@ class Speller:
         return spelling
 
     def _places(self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn]) -> dict[int, tuple[int, int]]:
-        """Where the template writes these messages: found by rendering marks in their place.
+        """Where the template writes these messages: found by rendering marks in place of all that they say, or else,
+        where a template refuses that, in place of their content, or of the arguments of their first call."""
+        places: dict[int, tuple[int, int]] = {}
+        for marked in (_marked, _marked_within):
+            if others := {index: turn for index, turn in turns.items() if index not in places}:
+                places |= self._marks(prompt, text, others, marked)
+        return places
+
+    def _marks(
+        self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn], marked_as: Callable[[Message, str], Message]
+    ) -> dict[int, tuple[int, int]]:
+        """Where what is `marked_as` a mark stands in the text.
 
         marked  ......<|im_start|>assistant\\n MARK <|im_end|>\\n.....      white space before a mark may be its own
         text    ......<|im_start|>assistant (\\n answer) <|im_end|>\\n.....
@@ -114,12 +128,12 @@ class Speller:
         nonce = secrets.token_hex(8)
         messages = list(prompt.messages)
         for index in turns:
-            messages[index] = {"role": "assistant", "content": f"turn{nonce}x{index}x"}
+            messages[index] = marked_as(messages[index], f"turn{nonce}x{index}x")
         try:
             marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
         except FieldError:
             return {}
-        first, *rest = re.split(f"turn{nonce}x([0-9]+)x", marked)
+        first, *rest = re.split(rf'(?:\{{"mark":\s*")?turn{nonce}x([0-9]+)x(?:"\}})?', marked)
         indices, between = list(map(int, rest[::2])), rest[1::2]
         if indices != sorted(set(indices)) or not text.startswith(first.rstrip()):
             return {}
@@ -140,9 +154,17 @@ class Speller:
         self, spelling: Spelling, index: int, turn: Turn, prompt: ChatPrompt, text: str, at: int, end: int
     ) -> None:
         """Decide on a turn that the template writes as text[at:end], its opening's white space included."""
-        start, lost = _behind_opening(text, at, end, self._opening(prompt, index, turn))
+        opening = self._opening(prompt, index, turn)
+        start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
-        written, body, whole = (bare(part, call_ids) for part in (text[start:end], turn.body, lost + turn.body))
+        written, body, whole = (_said(part, call_ids) for part in (text[start:end], turn.body, lost + turn.body))
+        if written != whole:
+            # What the model began with may be the template's: the header of a message.
+            for early in _before_header(text, at, opening, turn):
+                found = _said(text[early:end], call_ids)
+                if found == body or _lacks_thinking(found, body, turn.reasoning):
+                    start, lost, written, whole = early, "", found, body
+                    break
         if written == whole:
             if text[start:end] != lost + turn.body:
                 spelling.respelled[index] = RESPELLED
@@ -219,6 +241,38 @@ def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, st
             if text.endswith(opening[:size], 0, start):
                 return start, opening[size:]
     return at, ""
+
+
+def _before_header(text: str, at: int, opening: str, turn: Turn) -> Iterator[int]:
+    """Where an answer may begin of which the template writes some before `at`: where it stood, or behind the opening
+    that comes last."""
+    if turn.offset < at and text.endswith(turn.before, 0, turn.offset):
+        yield turn.offset
+    if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
+        yield found + len(opening)
+
+
+def _said(text: str, call_ids: Sequence[str]) -> str:
+    """A text as it is compared: white space, JSON and headers written in one way."""
+    return bare(_HEADER.sub(_one_header, text) if "<|channel|>" in text else text, call_ids)
+
+
+def _one_header(match: re.Match[str]) -> str:
+    before, channel, behind, kind = match.groups("")
+    return f"<|channel|>{channel}{before or behind} {kind}<|message|>"
+
+
+def _marked(message: Message, mark: str) -> Message:
+    return {"role": "assistant", "content": mark}
+
+
+def _marked_within(message: Message, mark: str) -> Message:
+    """The mark is the content, or an argument of the first call."""
+    first, *more = message.get("tool_calls") or (None,)
+    if not isinstance(first, dict) or not isinstance(first.get("function"), dict):
+        return message | {"content": mark}
+    function = first["function"] | {"arguments": f'{{"mark": "{mark}"}}'}
+    return message | {"tool_calls": [first | {"function": function}, *more]}
 
 
 def _call_ids(message: Message) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 (with tiles of several sequences) shared prefixes, and the merge of partial results.
 
 Online softmax in base 2 (arXiv 1805.02867); partial results are merged by their log-sum-exp (arXiv 2311.01282).
+A sink (see `ModelSpec.sinks`) joins where a result is final: where it is written directly, or merged.
 FP8 pages are widened to float16, which holds every FP8 value exactly, and multiplied by tensor cores.
 """
 
@@ -19,14 +20,14 @@ from radixrt.worker.cuda import kernels, latent
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
 from radixrt.worker.model.spec import ModelSpec
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def _attend_item(
-    item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, stride, scale,
+    v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, ROWS)
@@ -88,7 +89,12 @@ def _attend_item(
         else:
             v = tl.load(v_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
         acc = tl.dot(p.to(HALF_TYPE), v, acc)
-    out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    if SINKS:  # a partial result is without it: the merge adds it
+        sink = tl.load(sinks_ptr + head) * LOG2_E
+        whole = total + tl.where(direct != 0, tl.exp2(sink - peak), 0.0)
+    else:
+        whole = total
+    out = acc * (v_scale / tl.where(whole > 0, whole, 1.0))[:, None]
     stored = real[:, None] & wide[None, :]
     if direct != 0:
         tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=stored)
@@ -107,11 +113,11 @@ _called_item = triton.jit(_attend_item, noinline=True)
 
 @triton.jit(do_not_specialize=["stride"])  # else it is compiled anew for a page table of another width
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
-    v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
-    SINGLE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+    stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr,
+    STAGES: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     # The heads of an item run side by side: they read neighbouring bytes of the same slots.
     kv_head = tl.program_id(0)
@@ -119,23 +125,24 @@ def _attend_kernel(
     if SINGLE:
         _inlined_item(
             items_ptr + program * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-            lse_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, QUERIES, ROWS, KEYS,
-            WIDTH, HALF_TYPE, STAGES,
+            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, SINKS,
+            QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
         )  # fmt: skip
     else:
         first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
         for number in tl.range(first, last, num_stages=1):
             _called_item(
                 items_ptr + number * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-                lse_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, QUERIES, ROWS,
-                KEYS, WIDTH, HALF_TYPE, STAGES,
+                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, SINKS,
+                QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
             )  # fmt: skip
 
 
 @triton.jit
 def _merge_kernel(
-    merges_ptr, entries_ptr, partial_ptr, lse_ptr, more_ptr, more_lse_ptr, out_ptr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, MORE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr,
+    merges_ptr, entries_ptr, partial_ptr, lse_ptr, more_ptr, more_lse_ptr, sinks_ptr, out_ptr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, MORE: tl.constexpr, SINKS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    MERGE: tl.constexpr,
 ):  # fmt: skip
     merge = merges_ptr + tl.program_id(0) * MERGE
     head = tl.program_id(1)
@@ -172,6 +179,8 @@ def _merge_kernel(
         acc = acc * keep + tl.sum(x * weight[:, None], 0)
         total = total * keep + tl.sum(weight, 0)
         peak = higher
+    if SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + head) * LOG2_E - peak)
     at = (query * HEADS + head) * DIM + d
     tl.store(out_ptr + at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < DIM)
 
@@ -192,11 +201,13 @@ class Shape:
     """With it V is the first so many elements of K (see `latent`)."""
     stated_scale: float | None = None
     """Of the softmax, where it is another than head_dim^-0.5."""
+    sinks: bool = False
+    """See `ModelSpec.sinks`; they are float32[heads]."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int) -> Shape:
         latent = spec.latent and spec.latent.rank
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale)
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale, spec.sinks)
 
     @property
     def group(self) -> int:
@@ -351,29 +362,37 @@ def attend(
     window: int | None = None,
     causal: bool = True,
     scales: tuple[float, float] = (1.0, 1.0),
+    sinks: torch.Tensor | None = None,
     again: kernels.Again | None = None,
 ) -> Any:
     """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`; of a
     latent's shape over keys alone, into out[T, heads, width of V].
 
     `table` is int32[rows, pages]; queries of `items` are places in int32 `order`, if given. `causal`: an item's keys
-    may lie after its first query. K and V are times `scales`. Gives the compiled kernel."""
+    may lie after its first query. K and V are times `scales`. `sinks` float32[heads] count in `out`, not in `scratch`.
+    Gives the compiled kernel."""
     list, starts = items
     if not len(list):
         return None
     grid = shape.blocks, len(list) if starts is None else len(starts) - 1, 1
-    rest = (
+    listed = (
         table, list, list if starts is None else starts, list if order is None else order, out, scratch.values,
-        scratch.lse, table.stride(0), shape.scale * LOG2_E * scales[0], scales[1],
+        scratch.lse,
     )  # fmt: skip
-    kinds = causal, order is not None, variant.queries(shape.group)
+    numbers = table.stride(0), shape.scale * LOG2_E.value * scales[0], scales[1]
     if shape.latent is not None:
-        assert not window
+        assert not window and sinks is None
+        kinds = causal, order is not None, variant.queries(shape.group)
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
         tile = variant.rows, variant.keys, variant.warps, variant.stages
-        given = q.to(latent.multiplied(keys.dtype)), keys, *rest  # as it is, but for what is measured alone
+        # As it is, but for what is measured alone.
+        given = q.to(latent.multiplied(keys.dtype)), keys, *listed, *numbers
         return latent.launch(grid, again, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
-    given = q, keys, values, *rest, shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
+    given = (
+        q, keys, values, *listed, scratch.lse if sinks is None else sinks, *numbers,
+        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size,
+    )  # fmt: skip
+    kinds = causal, order is not None, sinks is not None, variant.queries(shape.group)
     if variant.specialised:
         from radixrt.worker.cuda import hopper
 
@@ -409,7 +428,10 @@ def best_tiling(
     q = torch.empty((1, shape.heads, shape.head_dim), dtype=dtype, device=device)
     integers = torch.zeros((1, FIELDS), dtype=torch.int32, device=device)
     scratch, nothing = Scratch.make(1, shape, device), (integers, None if causal else integers[0, :2])
-    compiled = attend(q, keys, keys, integers, nothing, q, scratch, shape, variant, order=integers[0], causal=causal)
+    sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
+    compiled = attend(
+        q, keys, keys, integers, nothing, q, scratch, shape, variant, order=integers[0], causal=causal, sinks=sinks
+    )
     chip = torch.cuda.get_device_properties(device)
     registers = variant.warps * 32 * (-(-compiled.n_regs // 8) * 8)
     shared = compiled.metadata.shared + SYSTEM_SHARED
@@ -419,14 +441,15 @@ def best_tiling(
 
 def merge(
     partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
-    more: Partials | None = None, again: kernels.Again | None = None,
+    more: Partials | None = None, sinks: torch.Tensor | None = None, again: kernels.Again | None = None,
 ) -> None:  # fmt: skip
     """Partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (one without parts does
-    nothing) and int32 entries, those from MORE on of `more`."""
+    nothing) and int32 entries, those from MORE on of `more`; `sinks` float32[heads] count."""
     if len(merges):
         second = more or partials
         kernels.launch(
             _merge_kernel, (len(merges), shape.heads, 1), again,
-            merges, entries, *partials, *second, out, shape.heads, shape.value_dim, MORE if more else 0, 8,
-            triton.next_power_of_2(shape.value_dim), MERGE_FIELDS, num_warps=1 if shape.latent is None else 4,
+            merges, entries, *partials, *second, partials[1] if sinks is None else sinks, out, shape.heads,
+            shape.value_dim, MORE if more else 0, sinks is not None, 8, triton.next_power_of_2(shape.value_dim),
+            MERGE_FIELDS, num_warps=1 if shape.latent is None else 4,
         )  # fmt: skip

@@ -65,11 +65,11 @@ class BesideHopper:
 
 class ChunkPlanner:
     """`variant` and `cut` are of the kernel over pages; `flashinfer` computes the rest where it is given; `shares`:
-    what chunks have in common is read once. `windows` are those of all layers."""
+    what chunks have in common is read once. `windows` are those of all layers; `plain` is as of PagedStep."""
 
     def __init__(
         self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
-        flashinfer: FlashInfer | None, shares: bool,
+        flashinfer: FlashInfer | None, shares: bool, plain: tuple[Variant, Tiling] | None = None,
     ) -> None:  # fmt: skip
         self._shape = shape
         self._itemsize = itemsize
@@ -82,7 +82,9 @@ class ChunkPlanner:
         self._shares = shares
         self.looked_up: dict[int, Path] = {}
         """The paths that were asked for to plan the last step, by index of the request."""
-        self._bounds = BesideHopper(shape) if variant.specialised else BesideTriton()
+        self._plain = plain
+        specialised = (plain[0] if plain else variant).specialised
+        self._bounds = BesideHopper(shape) if specialised else BesideTriton()
 
     def plan(
         self, plan: Plan, decodes: int, packer: Packer, late: Packer, parity: int
@@ -117,7 +119,7 @@ class ChunkPlanner:
         return SharedKeys(work.trunks, work.order, decodes, packer, self._flashinfer, parity, self._shape)
 
     def _over_pages(self, chunks: Sequences, windows: set[int | None], packer: Packer) -> PagedStep:
-        return PagedStep(chunks, windows, packer, self._shape, self._variant, self._cut)
+        return PagedStep(chunks, windows, packer, self._shape, self._variant, self._cut, self._plain)
 
     def _with_flashinfer(
         self, plan: Plan, chunks: Sequences, packer: Packer, parity: int

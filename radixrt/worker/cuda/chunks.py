@@ -40,13 +40,15 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """K and V of one layer, [slots, kv_heads, D], the page table int32[rows, pages], and what K and V are times."""
+    """K and V of one layer, [slots, kv_heads, D], the page table int32[rows, pages], and what K and V are times;
+    `sinks` float32[heads], where there are some."""
 
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
     scales: tuple[float, float]
     window: int | None
+    sinks: torch.Tensor | None = None
 
 
 class ChunkStep(Protocol):
@@ -83,7 +85,8 @@ class LastLayer:
 
 
 class PagedStep:
-    """See the module; by work lists, one for each kind of layer."""
+    """See the module; by work lists, one for each kind of layer. `plain`: the kernel of layers without a window, and
+    how its work is cut, where it is another one."""
 
     def __init__(
         self,
@@ -93,16 +96,18 @@ class PagedStep:
         shape: Shape,
         variant: Variant,
         cut: Tiling,
+        plain: tuple[Variant, Tiling] | None = None,
     ) -> None:
         self._shape = shape
-        self._variant = variant
+        self._variants: dict[int | None, Variant] = {}
         self._pieces: dict[int | None, tuple[Piece | None, ...]] = {}
         self._partials = 1
         for window in windows:
+            self._variants[window], how = plain if plain is not None and window is None else (variant, cut)
             tiles = sequence_tiles(
-                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, cut.queries
+                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, how.queries
             )
-            items, _ = make_items(tiles, cut)
+            items, _ = make_items(tiles, how)
             merges = make_merges([items.items])
             lists = items.items, items.starts, merges.queries, merges.entries
             self._pieces[window] = tuple(None if x is None else packer.add(x) for x in lists)
@@ -116,7 +121,11 @@ class PagedStep:
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         items, starts, merges, entries = self._lists[pages.window]
         attend.attend(
-            q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape, self._variant,
-            window=pages.window, causal=True, scales=pages.scales, again=self._again[pages.window],
+            q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape,
+            self._variants[pages.window], window=pages.window, causal=True, scales=pages.scales, sinks=pages.sinks,
+            again=self._again[pages.window],
         )  # fmt: skip
-        attend.merge(self._scratch.partials, merges, entries, out, self._shape, again=self._again[pages.window])
+        attend.merge(
+            self._scratch.partials, merges, entries, out, self._shape, sinks=pages.sinks,
+            again=self._again[pages.window],
+        )  # fmt: skip

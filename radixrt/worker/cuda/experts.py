@@ -6,6 +6,8 @@
 Steps of few rows an expert take as long as it takes to read the experts, which a kernel of our own does at most of the
 bandwidth; where experts have many rows, torch's grouped product is the faster one.
 
+Biases, where there are some, are added where gate and up become one, and where a token's rows do.
+
 Experts in FP8 (`scaled_experts`) take x rounded, by the launch that routes, and the inner rows rounded by one launch
 more, which gates. All their products are kernels of our own.
 """
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.cuda import kernels, scaled_experts
 from radixrt.worker.cuda.invariant import Tile
-from radixrt.worker.cuda.kernels import ACTIVATIONS, activated
+from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.moe import Experts
@@ -190,6 +192,8 @@ class Order:
     """[E]: rows up to the last of each expert; a single token's are in the order of its choice, and have none."""
     tiles: torch.Tensor
     """[most, TILE_FIELDS]: runs of rows of one expert; those left over have none."""
+    experts: torch.Tensor
+    """[T, chosen], of the tokens."""
 
 
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Iterator[torch.Tensor]:
@@ -210,7 +214,7 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
         experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,
         TILE_FIELDS, 128, num_warps=4 if block < SORTED[-1] else 8,
     )  # fmt: skip
-    return Order(places.view(-1, chosen), tokens, ends, tiles.view(most, TILE_FIELDS))
+    return Order(places.view(-1, chosen), tokens, ends, tiles.view(most, TILE_FIELDS), experts)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -259,9 +263,10 @@ def begin(
         *_ways(routing, count), TILE_FIELDS, tokens == 1, LIMIT, group, block,
         num_warps=max(1, min(8, block // 2048)) if known else 1,
     )  # fmt: skip
+    experts = experts.view(tokens, chosen)
     if tokens == 1:
-        return weights, Order(places.view(1, chosen), of_tokens, None, tiles.view(chosen, TILE_FIELDS)), known
-    return weights, sort(experts.view(tokens, chosen), count, rows), known
+        return weights, Order(places.view(1, chosen), of_tokens, None, tiles.view(chosen, TILE_FIELDS), experts), known
+    return weights, sort(experts, count, rows), known
 
 
 # ---------------------------------------------------------------- products
@@ -278,8 +283,9 @@ def tile_for(rows: float) -> Tile | None:
 
 @triton.jit
 def _product_kernel(
-    x_ptr, rows_ptr, tiles_ptr, weight_ptr, out_ptr, columns, depth, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIELDS: tl.constexpr,
+    x_ptr, rows_ptr, tiles_ptr, weight_ptr, bias_ptr, out_ptr, columns, depth, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_ptr + tl.program_id(0) * FIELDS
     count = tl.load(tile + 2)
@@ -319,20 +325,29 @@ def _product_kernel(
             up = tl.dot(x, u, up, input_precision="ieee")
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the model rounds
-        acc = activated(acc.to(dtype).to(tl.float32), ACTIVATION) * up.to(dtype).to(tl.float32)
+        if BIAS:
+            of_gate = bias_ptr + expert * 2 * columns + n % columns
+            acc += tl.load(of_gate).to(tl.float32)[None, :]
+            up += tl.load(of_gate + columns).to(tl.float32)[None, :]
+        acc = gated(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
     at = out_ptr + row.to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(at, acc.to(dtype), mask=real[:, None] & (n < columns)[None, :])
 
 
-def _product(x: torch.Tensor, order: Order, weight: torch.Tensor, tile: Tile, activation: str | None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, order: Order, weight: torch.Tensor, tile: Tile, activation: str | None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] of x [T * chosen, K]; with an
-    activation x is [T, K], and the result [T * chosen, N / 2] is act(first half) * second half."""
+    activation x is [T, K], bias[E, N] is added, if given, and the result [T * chosen, N / 2] is `kernels.gated` of both
+    halves."""
     halves = 1 if activation is None else 2
     columns, depth, across = weight.shape[1] // halves, weight.shape[2], tile.columns // halves
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
     _product_kernel[(len(order.tiles), triton.cdiv(columns, across))](
-        x, order.tokens, order.tiles, weight, out, columns, depth, ACTIVATIONS.get(activation or "", 0),
-        activation is not None, depth % tile.depth == 0, tile.rows, across, tile.depth, TILE_FIELDS,
+        x, order.tokens, order.tiles, weight, weight if bias is None else bias, out, columns, depth,
+        ACTIVATIONS.get(activation or "", 0), activation is not None, bias is not None, depth % tile.depth == 0,
+        tile.rows, across, tile.depth, TILE_FIELDS,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -361,7 +376,40 @@ def spread(x: torch.Tensor, order: Order) -> torch.Tensor:
 
 
 @triton.jit
-def _combine_kernel(rows_ptr, weights_ptr, places_ptr, residual_ptr, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _biased_gate_kernel(
+    x_ptr, bias_ptr, ends_ptr, out_ptr, size, count, ACTIVATION: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    e = tl.arange(0, BINS)
+    ends = tl.load(ends_ptr + e, mask=e < count, other=2147483647)
+    bias = bias_ptr + tl.sum((ends <= row).to(tl.int32), 0).to(tl.int64) * 2 * size + i
+    at = x_ptr + row.to(tl.int64) * 2 * size + i
+    dtype = x_ptr.dtype.element_ty
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    up += tl.load(bias + size, mask=inside, other=0.0).to(tl.float32)
+    out = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
+    tl.store(out_ptr + row.to(tl.int64) * size + i, out.to(dtype), mask=inside)
+
+
+def biased_gate(x: torch.Tensor, bias: torch.Tensor, order: Order, activation: str) -> torch.Tensor:
+    """`kernels.gate` of rows by expert, x[T * chosen, 2 I], plus bias[E, 2 I]: [T * chosen, I]."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out, block = torch.empty((rows, size), dtype=x.dtype, device=x.device), min(1024, triton.next_power_of_2(size))
+    _biased_gate_kernel[(rows, triton.cdiv(size, block))](
+        x, bias, order.ends, out, size, len(bias), ACTIVATIONS[activation], triton.next_power_of_2(len(bias)), block,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ptr, weights_ptr, places_ptr, experts_ptr, bias_ptr, residual_ptr, size, CHOSEN: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -369,19 +417,27 @@ def _combine_kernel(rows_ptr, weights_ptr, places_ptr, residual_ptr, size, CHOSE
     for slot in tl.static_range(CHOSEN):
         place = tl.load(places_ptr + token * CHOSEN + slot).to(tl.int64)
         weight = tl.load(weights_ptr + token * CHOSEN + slot).to(tl.float32)
-        total += weight * tl.load(rows_ptr + place * size + i, mask=inside, other=0.0).to(tl.float32)
+        made = tl.load(rows_ptr + place * size + i, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            expert = tl.load(experts_ptr + token * CHOSEN + slot).to(tl.int64)
+            made += tl.load(bias_ptr + expert * size + i, mask=inside, other=0.0).to(tl.float32)
+        total += weight * made
     at = residual_ptr + token * size + i
     total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=inside)
 
 
-def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: torch.Tensor) -> None:
-    """Add to residual[T, hidden] the rows [T * chosen, hidden] of each token times its weights[T, chosen]."""
+def combine(
+    rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Add to residual[T, hidden] the rows [T * chosen, hidden] of each token, plus bias[E, hidden] of their experts, if
+    given, times its weights[T, chosen]."""
     tokens, size = residual.shape
     block = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(tokens, triton.cdiv(size, block))](
-        rows, weights, order.places, residual, size, weights.shape[1], block, num_warps=4
-    )
+        rows, weights, order.places, order.experts, rows if bias is None else bias, residual, size, weights.shape[1],
+        bias is not None, block, num_warps=4,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- all of it
@@ -403,9 +459,9 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     else:
         tile = tile or MANY
         weights, order, _ = _begin(experts, logits, tile.rows, x, None)
-        inner = _product(x, order, experts.gate_up, tile, experts.activation)
+        inner = _product(x, order, experts.gate_up, tile, experts.activation, experts.gate_up_bias)
         made = _product(inner, order, experts.down, tile, None)
-    combine(made, weights, order, residual)
+    combine(made, weights, order, residual, experts.down_bias)
 
 
 def _begin(
@@ -417,12 +473,15 @@ def _begin(
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
     """[T * chosen, hidden] by expert, of x[T, hidden]."""
     inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
-    inner = kernels.gate(inner, experts.activation)
+    if experts.gate_up_bias is None:
+        inner = kernels.gate(inner, experts.activation)
+    else:
+        inner = biased_gate(inner, experts.gate_up_bias, order, experts.activation)
     return F.grouped_mm(inner, experts.down.transpose(1, 2), offs=order.ends)
 
 
 def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
-    """Of experts in FP8."""
+    """Of experts in FP8, which have no biases."""
     gate_up, down = experts.gate_up, experts.down
     weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)

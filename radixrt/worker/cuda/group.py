@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 import torch
 from torch import distributed
@@ -19,12 +20,17 @@ class PeerGroup(TorchGroup):
     """As TorchGroup; where the memory of the others cannot be read, nothing but it."""
 
     _peers: Peers | None = None
+    _has_met: ClassVar[bool] = False
+    """torch takes a group of the same name, as all are, for the one it knows, and would wait for who has left."""
 
     def meet(self, hidden: int, rows: int, dtype: torch.dtype) -> None:
         """Lend the others memory for sums of up to so many rows. All ranks call it, or none."""
         ranks = self.shard.size
         rows = min(rows, MOST_BYTES.get(ranks, 0) // (hidden * dtype.itemsize))
         found, problem = None, f"{ranks} ranks"
+        if not self.smallest(int(not PeerGroup._has_met)):
+            rows, problem = 0, "this process had such a worker before"
+        PeerGroup._has_met = True
         try:
             if rows:
                 found = Peers.meet(distributed.group.WORLD, hidden, rows, dtype, self._device)

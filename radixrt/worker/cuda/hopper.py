@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from radixrt.worker.cuda import attend, kernels
-from radixrt.worker.cuda.attend import Scratch, Shape, Variant
+from radixrt.worker.cuda.attend import LOG2_E, Scratch, Shape, Variant
 from radixrt.worker.cuda.work import FIELDS, make_items, sequence_tiles
 
 log = logging.getLogger("radixrt.cuda")
@@ -264,17 +264,23 @@ def _place_queries(
 
 @gluon.jit
 def _store_results(
-    query, queries, partial, direct, order_ptr, out_ptr, partial_ptr, lse_ptr, acc, total, peak, v_scale,
+    query, queries, partial, direct, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, acc, total, peak, v_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ORDERED: gl.constexpr,
-    QUERIES: gl.constexpr, A: gl.constexpr,
+    SINKS: gl.constexpr, QUERIES: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, A))
-    out = acc * (v_scale / gl.where(total > 0, total, 1.0))[:, None]
     m = HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, A))
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     own = m // GROUP
     head = gl.program_id(0) * GROUP + m % GROUP
+    if SINKS:  # a partial result is without it: the merge adds it
+        sink = gl.load(sinks_ptr + head) * LOG2_E
+        more = gl.exp2(sink - gl.convert_layout(peak, gl.SliceLayout(1, A)))
+        whole = total + gl.where(direct != 0, more, 0.0)
+    else:
+        whole = total
+    out = acc * (v_scale / gl.where(whole > 0, whole, 1.0))[:, None]
     real = (own < queries) & (m < QUERIES * GROUP)
     if direct != 0:
         place = query + gl.minimum(own, queries - 1)
@@ -292,10 +298,10 @@ def _store_results(
 
 @gluon.jit
 def _multiply(
-    q_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, q_smem, k_smem, v_smem, k_full, k_empty,
-    v_full, v_empty, turns, scale, v_scale, HALF: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, ITEM: gl.constexpr,
+    q_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, q_smem, k_smem, v_smem, k_full,
+    k_empty, v_full, v_empty, turns, scale, v_scale, HALF: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, SINKS: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, ITEM: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * HALF to 64 * HALF + 63 of every item of the program."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -368,17 +374,18 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(old))
         _store_results(
-            query, queries, partial, direct, order_ptr, out_ptr, partial_ptr, lse_ptr, acc, total, peak, v_scale, HALF,
-            HEADS, KV_HEADS, DIM, ORDERED, QUERIES, A,
+            query, queries, partial, direct, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, acc, total, peak,
+            v_scale, HALF, HEADS, KV_HEADS, DIM, ORDERED, SINKS, QUERIES, A,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["stride"])
 def _attend_specialised(
-    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale,
-    v_scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    CAUSAL: gl.constexpr, ORDERED: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, ITEM: gl.constexpr,
-    STAGES: gl.constexpr, FEEDERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+    stride, scale, v_scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    CAUSAL: gl.constexpr, ORDERED: gl.constexpr, SINKS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    ITEM: gl.constexpr, STAGES: gl.constexpr, FEEDERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     k_smem = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, DIM], layout)
@@ -399,14 +406,14 @@ def _attend_specialised(
     gl.warp_specialize(
         [
             (_multiply, (
-                q_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, q_smem.index(0),
+                q_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, q_smem.index(0),
                 k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, scale, v_scale, 0, HEADS, KV_HEADS,
-                DIM, CAUSAL, ORDERED, QUERIES, KEYS, STAGES, ITEM,
+                DIM, CAUSAL, ORDERED, SINKS, QUERIES, KEYS, STAGES, ITEM,
             )),
             (_multiply, (
-                q_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, q_smem.index(1),
+                q_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, q_smem.index(1),
                 k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, scale, v_scale, 1, HEADS, KV_HEADS,
-                DIM, CAUSAL, ORDERED, QUERIES, KEYS, STAGES, ITEM,
+                DIM, CAUSAL, ORDERED, SINKS, QUERIES, KEYS, STAGES, ITEM,
             )),
             (_feed, (
                 items_ptr, starts_ptr, table_ptr, k_ptr, v_ptr, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
@@ -465,6 +472,7 @@ def _apart(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.d
     table = torch.arange(held, dtype=torch.int32, device=device)[None]
     first = np.cumsum(counts) - counts
     q = torch.randn((int(counts.sum()), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
+    sinks = torch.randn(shape.heads, generator=generator, device=device) if shape.sinks else None
     found = []
     for variant in (VARIANT, attend.chunk_variant(shape, pages.itemsize)):
         cut = attend.tiling(variant, shape, shape.kv_heads)
@@ -472,6 +480,6 @@ def _apart(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.d
         scratch, out = Scratch.make(int(items.partials), shape, device), torch.empty_like(q)
         items.items[:, 7] = 1  # one program: no tile is cut
         work = torch.from_numpy(items.items).to(device), torch.from_numpy(items.starts).to(device)
-        attend.attend(q, keys, values, table, work, out, scratch, shape, variant)
+        attend.attend(q, keys, values, table, work, out, scratch, shape, variant, sinks=sinks)
         found.append(out.float())
     return float((found[0] - found[1]).norm() / found[1].norm())

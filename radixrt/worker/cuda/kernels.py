@@ -10,6 +10,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
     from radixrt.worker.model.parallel import Group
@@ -18,7 +19,8 @@ Again = dict[str, Any]
 """Kernels that a step has launched already, by name, when it launches them for every layer with tensors and numbers of
 the same kinds: without asking what kinds they are (10 to 20 µs each time), they cost a third."""
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
+CLAMP, ALPHA = (tl.constexpr(x) for x in CLAMPED_SWIGLU)
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: Any, **options: Any) -> Any:
@@ -74,7 +76,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding |
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """float32 x by one of ACTIVATIONS."""
+    """float32 x by one of the first three of ACTIVATIONS."""
     if ACTIVATION == 0:
         return x / (1 + tl.exp(-x))
     elif ACTIVATION == 1:
@@ -82,6 +84,23 @@ def activated(x, ACTIVATION: tl.constexpr):
     else:  # tanh(y) = 2 / (1 + exp(-2 y)) - 1
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1 + tl.exp(-2 * inner))
+
+
+@triton.jit
+def saturated(x, LIMIT: tl.constexpr):
+    """Within [-LIMIT, LIMIT]; NaN stays NaN."""
+    x = tl.where(x > LIMIT, LIMIT, x)
+    return tl.where(x < -LIMIT, -LIMIT, x)
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """What one of ACTIVATIONS makes of float32 gate and up; as `layers.TorchOps.gate`."""
+    if ACTIVATION == 3:
+        gate = tl.where(gate > CLAMP, CLAMP, gate)
+        return (saturated(up, CLAMP) + 1) * (gate / (1 + tl.exp(gate * -ALPHA)))
+    else:
+        return activated(gate, ACTIVATION) * up
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -94,11 +113,11 @@ def _gate_kernel(
     inside = i < size
     gate = tl.load(x_ptr + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * size + size + i, mask=inside, other=0.0).to(tl.float32)
-    gated = (activated(gate, ACTIVATION) * up).to(x_ptr.dtype.element_ty)
+    out = gated(gate, up, ACTIVATION).to(x_ptr.dtype.element_ty)
     if GROUP > 0:
-        store_rounded(gated.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+        store_rounded(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
     else:
-        tl.store(out_ptr + row * size + i, gated, mask=inside)
+        tl.store(out_ptr + row * size + i, out, mask=inside)
 
 
 def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
@@ -121,13 +140,6 @@ def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> 
 
 
 # ---------------------------------------------------------------- norm of heads, rotation, pages
-
-
-@triton.jit
-def saturated(x, LIMIT: tl.constexpr):
-    """Within [-LIMIT, LIMIT]; NaN stays NaN."""
-    x = tl.where(x > LIMIT, LIMIT, x)
-    return tl.where(x < -LIMIT, -LIMIT, x)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.attend import Shape
 from radixrt.worker.cuda.chunks import Pages, Sequences
+from radixrt.worker.cuda.sinks import add_sinks
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.work import MERGE_FIELDS
 
@@ -58,7 +59,8 @@ class FlashInfer:
         # Parts are seldom (`chunk_plan`): what merges them is compiled here, not when the first are served.
         lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
         nothing = torch.zeros((1, MERGE_FIELDS), dtype=torch.int32, device=q.device)
-        attend.merge((q, lse), nothing, nothing[0], torch.empty_like(q), shape)
+        sinks = torch.zeros(shape.heads, device=q.device) if shape.sinks else None
+        attend.merge((q, lse), nothing, nothing[0], torch.empty_like(q), shape, sinks=sinks)
         torch.cuda.synchronize(self._buffer.device)
 
     def wrapper(self, parity: int, number: int) -> object:
@@ -143,7 +145,13 @@ class RaggedStep:
                 pages.keys, pages.values, pages.table, self._page_size, piece.of(self._sent), longest, (k, v),
                 pages.scales,
             )  # fmt: skip
-            wrappers[pages.window].run(q[queries], k, v, out=out[queries])  # type: ignore[attr-defined]
+            wrapper, mine = wrappers[pages.window], out[queries]
+            if pages.sinks is None:
+                wrapper.run(q[queries], k, v, out=mine)  # type: ignore[attr-defined]
+                continue
+            lse = torch.empty(mine.shape[:2], dtype=torch.float32, device=q.device)
+            wrapper.run(q[queries], k, v, out=mine, lse=lse, return_lse=True)  # type: ignore[attr-defined]
+            add_sinks(mine, lse, pages.sinks)
 
 
 def _groups(keys: np.ndarray, sequences: Sequences, room: int) -> Iterator[np.ndarray]:

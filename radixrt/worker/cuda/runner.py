@@ -113,15 +113,20 @@ class CudaRunner(ModelRunner):
         spec = model.spec
         self._rows = rows
         self._windows: set[int | None] = set(spec.windows)
+        self._sinks = model.sinks
         self._shape = shape = Shape.of(spec, page_size)
         itemsize = pool.dtype.itemsize
         few, many = attend.decode_variant(shape, itemsize), attend.shared_variant(shape, itemsize)
         chunk = attend.chunk_variant(shape, itemsize)
         kinds = pool.dtype, model.dtype, self._device
         special = None if exact else attend.find_specialised(shape, *kinds)
+        plain = None
         if special is not None:
             many = special
-            chunk = special if self._windows == {None} else chunk  # it knows no windows
+            if self._windows == {None}:
+                chunk = special
+            elif None in self._windows:  # it knows no windows
+                plain = special, attend.best_tiling(special, shape, *kinds, causal=True)
         chunk_cut = attend.best_tiling(chunk, shape, *kinds, causal=True)
         if exact:
             few = few if same_bits(few, chunk, shape, pool.dtype, model.dtype, self._device) else chunk
@@ -137,7 +142,7 @@ class CudaRunner(ModelRunner):
             Trunks(chip, flashinfer.tokens) if shares and flashinfer and special is None else None,
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
-        self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares)
+        self._chunks = ChunkPlanner(shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares, plain)
         self._packers, self._late_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._late: Late | None = None
         self._answers = (Answer(self._device), Answer(self._device))
@@ -184,7 +189,8 @@ class CudaRunner(ModelRunner):
 
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
-        return Pages(keys, values, self._table, self.pool.scales[layer], self._model.spec.windows[layer])
+        window, sinks = self._model.spec.windows[layer], self._sinks[layer]
+        return Pages(keys, values, self._table, self.pool.scales[layer], window, sinks)
 
     # ------------------------------------------------------------ a step
 

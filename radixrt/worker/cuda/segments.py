@@ -217,7 +217,9 @@ class SegmentStep:
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         partials = self._keys.run(q, pages)
-        attend.merge(partials, self._merges_there, self._entries_there, out, self._shape, again=self._again)
+        attend.merge(
+            partials, self._merges_there, self._entries_there, out, self._shape, sinks=pages.sinks, again=self._again
+        )
 
 
 def _merges(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -94,12 +94,15 @@ class StepAttention:
             # as those of chunks are, by the same compilation.
             attend.attend(
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
-                order=lists.order, window=window, causal=compiled.exact, scales=pages.scales,
+                order=lists.order, window=window, causal=compiled.exact, scales=pages.scales, sinks=pages.sinks,
                 again=self._again[pages.window, number],
             )  # fmt: skip
         more = lists.trunks.run(q, pages) if lists.trunks else None
         again = self._again[pages.window, 0]
-        attend.merge(scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, again=again)
+        attend.merge(
+            scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, sinks=pages.sinks,
+            again=again,
+        )  # fmt: skip
 
 
 def append(pages: Pages, heads: Projected, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,18 @@ from radixrt.worker.model.quantized import check_quantization
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
 
-FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "kimi_k2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
 """Every `model_type` that can be served."""
 
 

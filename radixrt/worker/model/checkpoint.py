@@ -192,7 +192,7 @@ class SafetensorsWeights:
         if tuple(stored.get_shape()) != tuple(shape):
             raise ValueError(f"{name} has shape {list(stored.get_shape())}, config.json says {list(shape)}")
         if part is None:
-            tensor = self.get(name)
+            tensor = self._open(self._places[name]).get_tensor(name)
         else:
             tensor = stored[(slice(None),) * part.dim + (slice(part.start, part.stop),)].contiguous()
         self._bar.update(tensor.nbytes if first else 0)
@@ -208,8 +208,10 @@ class SafetensorsWeights:
         name = self._name(name)
         if name not in self._places:
             return None
+        tensor = self._open(self._places[name]).get_tensor(name)
+        self._bar.update(tensor.nbytes if name in self._unread else 0)
         self._unread.discard(name)
-        return self._open(self._places[name]).get_tensor(name)
+        return tensor
 
     def unused(self) -> list[str]:
         """Tensors that nobody asked for, but for those that say nothing of their own: the model may be another one."""

@@ -52,6 +52,11 @@ class Decoder:
         return self._embedding.dtype
 
     @property
+    def sinks(self) -> tuple[torch.Tensor | None, ...]:
+        """By layer: float32[heads] of this rank, or None (see `ModelSpec.sinks`)."""
+        return tuple(layer.sinks for layer in self._layers)
+
+    @property
     def wide_experts(self) -> bool:
         """Whether a layer has experts that are not in FP8."""
         return any(isinstance(layer.mlp, Mixture) and not layer.mlp.experts.narrow for layer in self._layers)

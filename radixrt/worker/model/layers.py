@@ -14,11 +14,22 @@ from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
+from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
-_ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), of a gate of at most `limit` and an up within it (gpt-oss,
+    transformers' `GptOssExperts`)."""
+    limit, alpha = CLAMPED_SWIGLU
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+_GATES = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_swiglu": _clamped_swiglu,
 }
 
 
@@ -31,7 +42,8 @@ class Ops(Protocol):
         """RMSNorm of x[T, H]; rounded, if asked for."""
 
     def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-        """act(first half) * second half of x[T, 2 I]: [T, I]; rounded, if asked for."""
+        """act(first half) * second half of x[T, 2 I], or what else the activation makes of both: [T, I]; rounded, if
+        asked for."""
 
     def scaled(
         self,
@@ -64,7 +76,7 @@ class TorchOps:
     @staticmethod
     def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         gate, up = x.chunk(2, dim=-1)
-        out = _ACTIVATIONS[activation](gate) * up
+        out = _GATES[activation](gate, up)
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
@@ -274,3 +286,5 @@ class Layer:
     output: Output
     mlp_norm: Norm
     mlp: Mlp | Mixture
+    sinks: torch.Tensor | None = None
+    """float32[heads], where attention has them (see `ModelSpec.sinks`)."""

@@ -75,6 +75,10 @@ class Experts:
     routing: Routing = Routing()
     bias: torch.Tensor | None = None
     """float32[E]: added to scores to choose by them, where these are sigmoids."""
+    gate_up_bias: torch.Tensor | None = None
+    """[E, 2 I], in the order of the rows."""
+    down_bias: torch.Tensor | None = None
+    """[E, hidden]; of a group one of the ranks has it."""
 
     rounding: ClassVar[None] = None
     """What they take is not rounded: the router wants it as it is. Experts in FP8 round it themselves."""
@@ -129,15 +133,20 @@ class Experts:
         parts = []
         for expert, part in enumerate(x[order // self.chosen].split(counts)):
             if len(part):
-                gate_up, down = (self._product(weights[expert], x.dtype, ops) for weights in (self.gate_up, self.down))
+                gate_up = self._product(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
+                down = self._product(self.down, self.down_bias, expert, x.dtype, ops)
                 parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         residual.add_((torch.cat(parts)[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1))
 
-    def _product(self, weight: torch.Tensor | Scaled, dtype: torch.dtype, ops: Ops) -> Linear | ScaledLinear:
+    def _product(
+        self, weights: torch.Tensor | ScaledStack, biases: torch.Tensor | None, expert: int, dtype: torch.dtype,
+        ops: Ops,
+    ) -> Linear | ScaledLinear:  # fmt: skip
+        weight, bias = weights[expert], None if biases is None else biases[expert]
         if isinstance(weight, Scaled):
-            return ScaledLinear(weight, None, dtype, ops)
-        return Linear(weight, None, self.batch_invariant)
+            return ScaledLinear(weight, bias, dtype, ops)
+        return Linear(weight, bias, self.batch_invariant)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

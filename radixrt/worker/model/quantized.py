@@ -13,6 +13,8 @@ from radixrt.worker.model.scaled import BLOCK, FP8, Scaled
 from radixrt.worker.model.sharding import Part
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+MXFP4 = "mxfp4"
+"""As gpt-oss stores its experts (see `alternating`)."""
 SCALES = ("_scale_inv", "_scale")
 """Behind the name of a weight. Both are multiplied with, whatever they are called."""
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,9 +31,11 @@ class Products(Enum):
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """ValueError unless the `quantization_config` of a `config.json`, if there is one, is of FP8."""
+    """ValueError unless the `quantization_config` of a `config.json`, if there is one, is of FP8, or gpt-oss' own."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     method = quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
+    if method == MXFP4 and config.get("model_type") == "gpt_oss":
+        return
     if quantization and method not in METHODS:
         raise ValueError(f"quantization_config: quant_method {method!r} is not served; FP8 weights are, or plain ones")
     for words in _widths(quantization):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.alternating import read_alternating
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.latent import NORM_EPS, Latent
 from radixrt.worker.model.layers import (
@@ -125,6 +126,7 @@ class Reader:
             output=self._output(at + "self_attn.o_proj", (spec.hidden_size, inner), spec.output_bias, AFTER_ATTENTION),
             mlp_norm=self.norm(at + "post_attention_layernorm", mlp.rounding),
             mlp=mlp,
+            sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
         )
 
     def _grouped(self, at: str) -> Projections:
@@ -180,10 +182,15 @@ class Reader:
         mlp = self._gated(at, inner)
         return Shared(mlp.gate_up, mlp.down.product, mlp.activation)
 
+    def _sinks(self, name: str) -> torch.Tensor:
+        heads = self._spec.num_heads
+        return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
+
     def _mlp(self, number: int) -> Mlp | Mixture:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.experts is not None and number in spec.experts.layers:
-            experts = read_experts(spec, self._weights, number, self._batch_invariant, self._shard)
+            read = read_alternating if spec.experts.alternating else read_experts
+            experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
             return Mixture(experts, self._group, self._shared(at + "shared_experts.", spec.experts.shared_size))
         return self._gated(at, spec.intermediate_size)
 

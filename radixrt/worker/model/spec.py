@@ -10,6 +10,8 @@ from typing import Any
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
 """By `hidden_act`: one function has several names."""
+CLAMPED_SWIGLU = 7.0, 1.702
+"""Of the activation `clamped_swiglu`: what gate and up are clamped to, and what the sigmoid's argument is times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,13 @@ class ExpertsSpec:
     layers: frozenset[int]
     prefix: str
     """Of the names of a layer's tensors: `model.layers.0.<prefix>.gate`, `...experts.0.<name>`."""
-    names: tuple[str, str, str]
+    names: tuple[str, ...]
     """Of an expert's gate, up and down projections."""
     routing: Routing = Routing()
     shared_size: int = 0
     """Inner features of what every token takes beside the experts it chooses."""
+    alternating: bool = False
+    """All experts of a layer are in one tensor, rows of gate and up by turns, with biases (see `alternating`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class ModelSpec:
     latent: LatentSpec | None = None
     """With it there is one KV head, whose `head_dim` is that of the latent and the rotated key together; its V is the
     latent, the first elements of K."""
+    sinks: bool = False
+    """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
 
     @property
     def kv_elements(self) -> int:

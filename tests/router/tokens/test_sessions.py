@@ -310,7 +310,7 @@ def test_trimmed_white_space_is_said_and_kept(talk: Talk) -> None:
     whole = talk.answer("\n the dog  \n")
     encoded = talk.ask(said("user", "And?"))
     assert encoded.ids.startswith(whole)
-    assert encoded.respelled == ("message 1: the template writes its white space or JSON in another way",)
+    assert encoded.respelled == ("message 1: the template writes its white space, JSON or headers in another way",)
     whole = talk.answer("nothing to trim")
     assert talk.ask(said("user", "And?")).ids.startswith(whole)
 

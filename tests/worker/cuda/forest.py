@@ -34,12 +34,13 @@ class Path(tuple):
 
 class Forest:
     """Up to `most` sequences on paths of up to `depth` nodes of `lengths` tokens (times the page size); each has at
-    least `least` tokens before the `new` ones that are to be computed, all of what is chosen at random."""
+    least `least` tokens before the `new` ones that are to be computed, all of what is chosen at random. With `sinks`
+    those are random, too."""
 
     def __init__(
         self, seed: int, new: tuple[int, ...], *, shape: Shape = SMALL, least: int = 0, fan_out: int = 3,
         depth: int = 4, most: int = 7, lengths: tuple[int, ...] = (1, 5, 20, 40), dtype: torch.dtype = torch.float32,
-        pages: torch.dtype = torch.float8_e4m3fn, device: torch.device = CPU,
+        pages: torch.dtype = torch.float8_e4m3fn, device: torch.device = CPU, sinks: bool = False,
     ) -> None:  # fmt: skip
         rng = random.Random(seed)
         self.shape = shape
@@ -76,7 +77,9 @@ class Forest:
         q = torch.randn(int(self.counts.sum()), shape.heads, shape.head_dim, generator=generator)
         self.q = q.to(device, dtype)
         keys, values = (x.flatten(0, 1) for x in self.pool.pages(0, size))
-        self.pages = Pages(keys, values, torch.from_numpy(self.table).to(device), self.pool.scales[0], None)
+        self.sinks = torch.randn(shape.heads, generator=generator).mul(2).to(device) if sinks else None
+        there = torch.from_numpy(self.table).to(device)
+        self.pages = Pages(keys, values, there, self.pool.scales[0], None, self.sinks)
 
     @property
     def sequences(self) -> Sequences:
@@ -88,7 +91,7 @@ class Forest:
         ids = np.zeros(len(self.q), dtype=np.int32)
         starts, counts = self.starts.astype(np.int32), self.counts.astype(np.int32)
         plan = Plan(1, (), self.rows, starts, counts, ids, ids, ones, ones.astype(bool), none)
-        reference = TorchAttention(self.pool, self.shape.page_size, (None,))
+        reference = TorchAttention(self.pool, self.shape.page_size, (None,), (self.sinks,))
         reference.bind(self.table)
         return reference.begin(plan, self.q.device).over_pages(0, self.q.float())
 

@@ -14,8 +14,8 @@ class Wrapper:
     def __init__(self, scale: float) -> None:
         self._scale = scale
 
-    def plan(self, counts: np.ndarray, keys: np.ndarray, causal: bool) -> None:
-        self._counts, self._keys, self._causal = counts.tolist(), keys.tolist(), causal
+    def plan(self, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool) -> None:
+        self._counts, self._keys, self._window, self._causal = counts.tolist(), keys.tolist(), window, causal
 
     def run(self, q, k, v, out, lse=None, return_lse=False):
         assert len(q) == sum(self._counts) and len(k) == sum(self._keys)
@@ -27,7 +27,10 @@ class Wrapper:
             mine, theirs = (x[begin : begin + keys].float().repeat_interleave(group, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q[at : at + count].float(), mine) * self._scale
             if self._causal:
-                late = torch.arange(keys) > torch.arange(keys - count, keys)[:, None]
+                position = torch.arange(keys - count, keys)[:, None]
+                late = torch.arange(keys) > position
+                if self._window is not None:
+                    late |= torch.arange(keys) <= position - self._window
                 scores = scores.masked_fill(late, -torch.inf)
             out[at : at + count] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), theirs).to(out.dtype)
             if return_lse:
@@ -49,5 +52,4 @@ class PlainFlashInfer:
         return Wrapper(self._scale)
 
     def plan(self, wrapper, counts, keys, window, causal=True) -> None:
-        assert window is None
-        wrapper.plan(counts, keys, causal)
+        wrapper.plan(counts, keys, window, causal)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = """
+BEGIN = """
 import sys
 import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, experts, invariant, kernels, latent, rounding, sampler, scaled
+from radixrt.worker.cuda import attend, experts, invariant, kernels, latent, rounding, sampler, scaled, sinks
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -34,17 +34,22 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
 
 
 f, i = "fp32", "i32"
+"""
+
+MOST = """
+row = {"size": i, "stride": i}
 for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
     rounded = {"GROUP": group, "LIMIT": 448.0, "BLOCK": 4096}
-    row = {"size": i, "stride": i}
-    build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, rounded, 8)
-    build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1}, 8)
+    if every or group != 4096:
+        build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, rounded, 8)
+    if every or group == 4096:
+        build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
     build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
 few, wide = (scaled.FEW, scaled.SOME), (scaled.FEW_WIDE, scaled.SOME_WIDE)
 kinds = [(t, False) for t in few + wide] + [(t, True) for t in (scaled.FEW_BLOCKS, scaled.SOME_BLOCKS, *wide)]
-for t, blocks in (kinds if every else kinds[1::3]) if fp8 == "*fp8e4nv" else ():
+for t, blocks in (kinds if every else kinds[1::6]) if fp8 == "*fp8e4nv" else ():
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128, "BLOCKS": blocks}
     which = {"AT_ONCE": scaled.AT_ONCE if blocks and t.columns < 128 else 1, "BIAS": True, "ADD": True, "WHOLE": True}
     numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
@@ -84,13 +89,19 @@ for rows, block in ((16, 512), (0, 4096)):
     sorted_ = {"CHOSEN": 8, "ROWS": rows, "BINS": 256, "BLOCK": block, "FIELDS": 3, "TILES": 128}
     build(experts._sort_kernel, ["*i32"] * 5, {"entries": i, "most": i}, sorted_, 8)
 build(experts._spread_kernel, ["*bf16", "*i32", "*bf16"], {"size": i}, {"CHOSEN": 8, "BLOCK": 2048})
-build(experts._combine_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i}, {"CHOSEN": 8, "BLOCK": 1024})
+pointers = ["*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
+build(experts._combine_kernel, pointers, {"size": i}, {"CHOSEN": 8, "BIAS": True, "BLOCK": 1024})
+constants = {"ACTIVATION": 3, "BINS": 32, "BLOCK": 1024}
+build(experts._biased_gate_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i, "count": i}, constants)
 kinds = (experts.FEW, experts.SOME, experts.MANY) if every else (experts.FEW,)
 for t, gated in [(t, gated) for t in kinds for gated in (False, True)]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns // (1 + gated), "DEPTH": t.depth, "FIELDS": 3}
-    which = {"ACTIVATION": 0, "GATED": gated, "WHOLE": True}
-    numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16"]
+    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True}
+    numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+"""
+
+ATTENTION = """
 shape = attend.Shape(32, 8, 128, 1)
 for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat16, 2, [1])):
     variants = (
@@ -100,11 +111,11 @@ for pages, dot, size, some in ((fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat
     )
     for variant, causal, window, ordered in variants if every else [variants[i] for i in some]:
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered,
+            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered, SINKS=causal,
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=128, ITEM=8, HALF_TYPE=dot,
             STAGES=variant.stages, SINGLE=causal,
         )
-        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         room = 164_000 if size == 2 and int(sys.argv[1]) == 90 else 100_000
         numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
@@ -126,22 +137,25 @@ pointers = ["*bf16"] * 6 + ["*i32", "*fp16", fp8]
 numbers = {"eps": f, "scale": f, "q_stride": i, "latent_stride": i}
 which = {"INTERLEAVED": True, "LIMIT": 448.0, "ANOTHER": True}
 build(latent._append_latent_kernel, pointers, numbers, constants | which)
-constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE}
-pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*bf16"]
+constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE, "SINKS": True}
+pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)
+constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
+build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from radixrt.worker.cuda import hopper
 
     kernel = hopper._attend_specialised
-    for causal in (False, True) if every else (True,):
+    for causal, dim in ((False, 128), (True, 128), (False, 64)) if every else ((True, 128), (False, 64)):
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, CAUSAL=causal, ORDERED=not causal, QUERIES=32, KEYS=hopper.KEYS,
+            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, CAUSAL=causal, ORDERED=not causal, SINKS=dim == 64, QUERIES=32,
+            KEYS=hopper.KEYS,
             ITEM=8, STAGES=hopper.STAGES, FEEDERS=hopper.FEEDERS, MULTIPLY_REGISTERS=hopper.MULTIPLY_REGISTERS,
             FEED_REGISTERS=hopper.FEED_REGISTERS,
         )
-        pointers = ["*bf16", fp8, fp8, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32"]
+        pointers = ["*bf16", fp8, fp8, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         types = dict(zip((n for n in kernel.arg_names if n.endswith("_ptr")), pointers, strict=True))
         types |= {"stride": i, "scale": f, "v_scale": f}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
@@ -151,7 +165,6 @@ if int(sys.argv[1]) == 90:
 """
 
 MEMORY = """
-import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -162,11 +175,11 @@ for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gathe
     stride = next(parameter for parameter in kernel.params if parameter.name == "stride")
     assert stride.do_not_specialize, "compiled anew for a page table of another width"
 
-capability, room = int(sys.argv[1]), int(sys.argv[2])
 kernel, depth = scaled._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
 pointers["out_ptr"] = "*bf16"
-for tile in (scaled.FEW_BLOCKS, scaled.SOME_BLOCKS):
+tiles = scaled.FEW_BLOCKS, scaled.SOME_BLOCKS
+for tile, capability, room in [(tile, *gpu) for tile in tiles for gpu in ((89, 101_376), (90, 232_448))]:
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "BLOCKS": True}
     constants |= {"BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": scaled.blocks_at_once(tile, depth, room)}
     types = dict.fromkeys(constants, "constexpr") | pointers
@@ -175,7 +188,7 @@ for tile in (scaled.FEW_BLOCKS, scaled.SOME_BLOCKS):
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "columns", "depth")}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     built = compile(ASTSource(kernel, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options)
-    assert built.metadata.shared <= room, (tile, built.metadata.shared)
+    assert built.metadata.shared <= room, (tile, capability, built.metadata.shared)
 """
 
 
@@ -187,15 +200,16 @@ for tile in (scaled.FEW_BLOCKS, scaled.SOME_BLOCKS):
         pytest.param(80, "every", marks=pytest.mark.slow),
     ],
 )
-def test_all_kernels_compile(capability, which, tmp_path):
-    """Each kernel; of products and attention either all variants or some, among them those that need most memory."""
-    run(SCRIPT, tmp_path, str(capability), which)
+@pytest.mark.parametrize("script", [MOST, ATTENTION], ids=["most", "attention"])
+def test_all_kernels_compile(script, capability, which, tmp_path):
+    """Each kernel; of products, attention and what rounds either all variants or some, among them those that need most
+    memory. Products by blocks are compiled below."""
+    run(BEGIN + script, tmp_path, str(capability), which)
 
 
-@pytest.mark.parametrize(("capability", "room"), [(89, 101_376), (90, 232_448)])
-def test_products_by_blocks_fit_in_the_shared_memory_of_every_gpu_that_has_them(capability, room, tmp_path):
+def test_products_by_blocks_fit_in_the_shared_memory_of_every_gpu_that_has_them(tmp_path):
     """With pointers aligned as they are; and no width of a page table is compiled in."""
-    run(MEMORY, tmp_path, str(capability), str(room))
+    run(MEMORY, tmp_path)
 
 
 def run(script: str, tmp_path: Path, *arguments: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from radixrt.worker.cuda import experts as fused
 from radixrt.worker.cuda import kernels, scaled_experts
@@ -28,6 +29,14 @@ def make(count: int, chosen: int, hidden: int, inner: int, device: torch.device,
     )
     kind = {"normalized": True, "activation": "silu", "batch_invariant": False} | changes
     return Experts(Linear(router, None, kind["batch_invariant"]), 0.1 * gate_up, 0.1 * down, chosen, **kind)
+
+
+def make_clamped(count: int, chosen: int, hidden: int, inner: int, device: torch.device, **changes) -> Experts:
+    """As gpt-oss has them: with biases, activations that are clamped."""
+    torch.manual_seed(hidden)
+    biases = {"gate_up_bias": 4 * torch.randn(count, 2 * inner, device=device)}
+    biases["down_bias"] = torch.randn(count, hidden, device=device)
+    return make(count, chosen, hidden, inner, device, **(biases | {"activation": "clamped_swiglu"} | changes))
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -120,6 +129,20 @@ def test_all_of_it(tokens, count, chosen, hidden, inner, activation, invariant, 
     assert error(found - residual, expected - residual) < 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, {"down_bias": None}, {"batch_invariant": True}])
+@pytest.mark.parametrize(("tokens", "count", "hidden", "inner"), [(1, 4, 40, 24), (7, 6, 32, 20), (40, 3, 136, 32)])
+def test_experts_with_biases(tokens, count, hidden, inner, changes, device):
+    """Of a rank that is not the first, down has none."""
+    experts = make_clamped(count, 2, hidden, inner, device, **changes)
+    x, residual = 3 * torch.randn(2, tokens, hidden, device=device)
+    expected, found = residual.clone(), residual.clone()
+    experts.one_by_one(x, expected, TorchOps())
+    fused.add(experts, x, found)
+    assert error(found - residual, expected - residual) < 1e-5
+    gate_up = F.linear(x, experts.gate_up.flatten(0, 1)) + experts.gate_up_bias.flatten()
+    assert (gate_up > 7).any() and (gate_up < -7).any(), "something is clamped"
+
+
 def test_the_kinds_of_tiles_are_all_tried():
     kinds = [fused.tile_for(t * chosen / count) for t, count, chosen in ((1, 4, 2), (7, 6, 2), (17, 4, 3), (40, 3, 2))]
     assert {fused.FEW, fused.SOME, fused.MANY} == set(kinds)
@@ -155,16 +178,17 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_are(device):
         assert torch.equal(alone, together[part])
 
 
-def test_many_rows_by_torch(device):
+@pytest.mark.parametrize("made", [make, make_clamped])
+def test_many_rows_by_torch(made, device):
     """As where experts have many: sorted without tiles, spread, computed by torch, combined."""
-    experts = make(5, 3, 64, 32, device)
+    experts = made(5, 3, 64, 32, device)
     experts.gate_up.data, experts.down.data = experts.gate_up.bfloat16(), experts.down.bfloat16()
     x, residual = torch.randn(2, 12, 64, device=device).bfloat16()
     weights, chosen = fused.route(experts.router(x.float()), 3, True)
     order = fused.sort(chosen, 5, 0)
     found = residual.float()
-    fused.combine(fused._by_torch(experts, x, order), weights, order, found)
-    wide = make(5, 3, 64, 32, device)
+    fused.combine(fused._by_torch(experts, x, order), weights, order, found, experts.down_bias)
+    wide = made(5, 3, 64, 32, device)
     expected = residual.float()
     wide.one_by_one(x.float(), expected, TorchOps())
     assert error(found - residual.float(), expected - residual.float()) < 2e-2

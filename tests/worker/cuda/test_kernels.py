@@ -14,9 +14,10 @@ from radixrt.worker import sample
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, invariant, kernels
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
+from radixrt.worker.cuda.sinks import add_sinks
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model.layers import Heads
+from radixrt.worker.model.layers import Heads, TorchOps
 from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
 
@@ -49,14 +50,18 @@ def test_norm(rows, size, device):
 
 @pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
 def test_gate(activation, device):
-    x = 3 * torch.randn(4, 2 * 300, device=device)
+    x = 6 * torch.randn(4, 2 * 300, device=device)
     gate, up = x.chunk(2, -1)
-    act = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_pytorch_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    expected = {
+        "silu": F.silu(gate) * up,
+        "gelu": F.gelu(gate) * up,
+        "gelu_pytorch_tanh": F.gelu(gate, approximate="tanh") * up,
+        "clamped_swiglu": (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)),
     }[activation]
-    assert error(kernels.gate(x, activation), act(gate) * up) < 1e-6
+    assert error(kernels.gate(x, activation), expected) < 1e-6
+    assert TorchOps.gate(x, activation).sub(expected).abs().max() < 1e-4
+    x[1, 3], x[2, 303] = torch.nan, torch.nan
+    assert kernels.gate(x, activation).isnan().nonzero().tolist() == [[1, 3], [2, 3]]
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3", "fp8_e5m2"])
@@ -235,8 +240,10 @@ SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
         pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
     ],
 )
-def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
-    """Chunks and decodes, with many parts and with one; relative to the norm, both read the same pages."""
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, device):
+    """Chunks and decodes, with many parts and with one, with sinks and without; relative to the norm, both read the
+    same pages."""
     if device.type == "cpu" and kv_dtype == "bfloat16":
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
@@ -244,11 +251,12 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
     everything = torch.arange(pool.slots, device=device)
     pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
     q = torch.randn(len(plan.tokens), heads, dim, device=device)
-    reference = TorchAttention(pool, page_size, (window,))
+    sinks = torch.randn(heads, device=device).mul(2) if with_sinks else None
+    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,))
     reference.bind(table)
     expected = reference.begin(plan, device).over_pages(0, q)
 
-    shape = Shape(heads, kv_heads, dim, page_size)
+    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks)
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
     for variant, chosen, programs in (
@@ -271,9 +279,23 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, device):
         scratch = Scratch.make(merges.partials, shape, device)
         attend.attend(
             torch.cat((q[:2], q[mine])), keys, values, on_device, work, out, scratch, shape, variant,
-            window=window, causal=not decode,
+            window=window, causal=not decode, sinks=sinks,
         )  # fmt: skip
         lists = (torch.from_numpy(x).to(device) for x in (merges.queries, merges.entries))
-        attend.merge(scratch.partials, *lists, out, shape)
+        attend.merge(scratch.partials, *lists, out, shape, sinks=sinks)
         assert error(out[2:], expected[mine]) < 1e-2
         assert out[:2].isnan().all(), "queries before the first are not its own"
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (20, 24), (64, 64)])
+def test_sinks_of_results_of_others(heads, dim, device):
+    """By the log-sum-exp in base 2: a sink that takes nothing, some, all."""
+    out, lse = torch.randn(5, heads, dim, device=device), 3 * torch.randn(5, heads, device=device)
+    sinks = torch.randn(heads, device=device)
+    sinks[0], sinks[-1] = -1e4, 1e4
+    natural = lse.double() * np.log(2)
+    whole = torch.logaddexp(natural, sinks.double())
+    expected = out.double() * (natural - whole).exp()[..., None]
+    assert torch.equal(expected[:, -1], torch.zeros_like(expected[:, -1]))
+    add_sinks(out, lse, sinks)
+    assert torch.allclose(out.double(), expected, atol=1e-5)

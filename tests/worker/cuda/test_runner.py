@@ -6,6 +6,7 @@ import re
 from functools import partial
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -16,7 +17,9 @@ from radixrt.worker import loading
 from radixrt.worker.cuda import attend, ops, segments
 from radixrt.worker.cuda.attend import Shape, Variant
 from radixrt.worker.cuda.chunk_plan import BesideTriton
+from radixrt.worker.cuda.chunks import Sequences
 from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
+from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.grammar import Grammars, Matcher
 from radixrt.worker.sharing import Cost
 from radixrt.worker.vocabulary import Vocabulary
@@ -44,6 +47,7 @@ SIZES = {
         pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        "gpt_oss",
         "deepseek_v3",
         pytest.param("deepseek_v2", marks=pytest.mark.slow),
     ],
@@ -51,6 +55,7 @@ SIZES = {
 def folder(request, tmp_path_factory):
     changes = {
         "mistral": {"sliding_window": 16},
+        "gpt_oss": {"sliding_window": 16},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         "deepseek_v2": {"num_key_value_heads": 4, "attention_bias": True, "moe_intermediate_size": 24},
         "deepseek_v3": {"num_key_value_heads": 4, "moe_intermediate_size": 24},
@@ -74,17 +79,22 @@ def runners(folder, page_size: int = 1, tokens: int = 1200, exact: bool = False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral", 16)])
+@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral", 16), ("gpt_oss", 16)])
 def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch):
-    """Trunks of decodes, which no window hides, and chunks where no layer has one; nothing where results are exact."""
+    """Trunks of decodes, which no window hides, and chunks in layers that have none; nothing where results are
+    exact."""
     make_model(tmp_path, family, **SIZES, **({"sliding_window": window} if window else {}))
     special = Variant(128, 128, 4, 2, specialised=True)
     monkeypatch.setattr(attend, "find_specialised", lambda *_: special)
     _, fast = runners(tmp_path)
     assert fast._compiled.many is special and not fast._compiled.few.specialised
-    assert fast._chunks._variant.specialised == (window is None)
+    chunks, places = fast._chunks, np.arange(1)
+    sequences = Sequences(places, places, places + 9, places)
+    step = chunks._over_pages(sequences, chunks._windows, Packer(torch.device("cpu")))
+    found = {each: variant.specialised for each, variant in step._variants.items()}
+    assert found == {each: each is None for each in set(fast._model.spec.windows)}
     _, exact = runners(tmp_path, exact=True)
-    assert not (exact._compiled.many.specialised or exact._chunks._variant.specialised)
+    assert not (exact._compiled.many.specialised or exact._chunks._variant.specialised or exact._chunks._plain)
 
 
 def test_it_generates_what_the_plain_one_does(folder):
@@ -108,7 +118,7 @@ def test_it_generates_what_the_plain_one_does(folder):
             engine.finish()
             found.append([engine.tokens(id) for id in ids])
     assert found[2:] == found[:2]
-    windowed = fast._model.spec.windows[0] is not None
+    windowed = None not in fast._model.spec.windows
     assert (fast.read_keys < fast.plain_keys) != windowed, "what they share is read once"
 
 
@@ -146,7 +156,7 @@ def test_what_tokens_decide_on_is_drawn_when_they_are_known(folder):
         assert re.fullmatch(rb"(ab|cde){1,2}f", bytes(t - 3 for t in tokens if t != 2))
 
 
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("folder", ["llama", "gpt_oss"], indirect=True)
 def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     """Tails and decodes under one trunk, long chunks alone: the same tokens as plainly computed."""
     for name, value in (
@@ -164,13 +174,20 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
         found.append([engine.generate(asked[:1], greedy), engine.generate(asked, greedy)])
     assert found[1] == found[0]
     used = set(runner._chunks._flashinfer.used)
-    assert {segments.PREFIXES, segments.TAILS, segments.TRUNKS} <= used
+    assert segments.TRUNKS in used
+    if set(runner._model.spec.windows) == {None}:  # chunks share nothing where a layer has a window
+        assert {segments.PREFIXES, segments.TAILS} <= used
     assert 0 in used, "the first prompt is a long chunk without a prefix"
 
 
 @pytest.mark.parametrize(
     "folder",
-    ["llama", pytest.param("mistral", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+    [
+        "llama",
+        "gpt_oss",
+        pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
     indirect=True,
 )
 @pytest.mark.usefixtures("steady_products")
@@ -178,7 +195,11 @@ def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time)."""
     monkeypatch.setattr("radixrt.worker.cuda.runner.EXACT_PART", 16)
-    monkeypatch.setattr(F, "linear", lambda x, w, b=None: torch.stack([w @ row for row in x]) if len(x) else x @ w.t())
+
+    def linear(x, w, b=None):
+        return (torch.stack([w @ row for row in x]) if len(x) else x @ w.t()) + (0 if b is None else b)
+
+    monkeypatch.setattr(F, "linear", linear)
     asked = prompts(3, 13, 15, vocab_size=128)
     logits: list[torch.Tensor] = []
     tokens = []

@@ -36,13 +36,13 @@ def run(step, batch: Forest, packer: Packer) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=8)
-@given(st.integers(0, 1 << 20), st.sampled_from([1, 4]))
-def test_chunks_that_share(seed, page_size):
+@given(st.integers(0, 1 << 20), st.sampled_from([1, 4]), st.booleans())
+def test_chunks_that_share(seed, page_size, sinks):
     """Whatever is chosen is computed as plain attention does, and nothing else is touched."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MOST_COPIES", 9), ("SHORTEST_PART", 8), ("PART_COST", 2)):
             patch.setattr(f"radixrt.worker.cuda.segments.{name}", value)
-        batch = Forest(seed, (1, 3, 17), shape=shape(page_size))
+        batch = Forest(seed, (1, 3, 17), shape=shape(page_size), sinks=sinks)
         cut = cut_shared(batch.paths, batch.sequences, batch.shape, 64, Chip(4, 12), 3000, 1)  # keys are worth much
         if cut is None:
             return
@@ -70,13 +70,13 @@ def test_a_long_prefix_is_cut(page_size, monkeypatch):
     assert cut_alone(batch.sequences, Chip(4, 1), 3000) is None, "one processor gains nothing"
 
 
-def decodes_with_trunks(seed: int, large: int) -> bool:
+def decodes_with_trunks(seed: int, large: int, sinks: bool) -> bool:
     """Large segments by FlashInfer, the others and what is their own by the kernel over pages, merged; also when the
     plan is kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("radixrt.worker.cuda.decodes.LARGE", large)
         patch.setattr("radixrt.worker.cuda.decodes.SLOWER", 1 << 20)
-        batch = Forest(seed, (1,), least=1)
+        batch = Forest(seed, (1,), least=1, sinks=sinks)
         trunks = Trunks(Chip(4, 12), 3000)
         cuts = Cuts(Tiling(1, 16, 16, 4), Tiling(2, 16, 16, 4), Cost(10, 1, 2), trunks)
         kernels = Kernels(batch.shape, Variant(16, 16, 1, 1), Variant(16, 16, 1, 1))
@@ -88,7 +88,7 @@ def decodes_with_trunks(seed: int, large: int) -> bool:
 
 @pytest.mark.parametrize("large", [1, 60])
 def test_decodes_with_trunks(large):
-    assert sum(decodes_with_trunks(seed, large) for seed in range(8)) >= 2
+    assert sum(decodes_with_trunks(seed, large, seed % 2 == 1) for seed in range(8)) >= 2
 
 
 def test_cuts_fill_the_chip():

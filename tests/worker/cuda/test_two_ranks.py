@@ -167,6 +167,7 @@ def traffic(engine):
 
 CHANGES = {
     "mistral": {"sliding_window": 16},
+    "gpt_oss": {"layer_types": ["full_attention"]},
     "deepseek_v3": {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 2}
     | {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }

@@ -1,0 +1,168 @@
+"""Workers on the machines of a Ray cluster. Ray says where there is room, and notices when a machine is gone; workers
+join the router over ZMQ, as those of this machine do. radixrt, and the model's files, must be on each machine.
+
+    this machine             another one
+    Stack --- Ray actor ---> Host --stdin pipe--> worker
+      router <------------- ZMQ ------------------'
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from dataclasses import replace
+from typing import IO, Any
+
+from radixrt.children import Child, start_child
+from radixrt.config import RouterConfig, StackConfig, WorkerConfig
+from radixrt.wire import is_loopback, public_suffix
+
+log = logging.getLogger("radixrt.fleet")
+
+ANYWHERE = ("tcp://0.0.0.0:", "tcp://*:")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class Host:
+    """The actor: the parent of one worker, on the worker's machine. The worker ends with it."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._process = start_child("worker", config.name, config).process
+
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def ended(self) -> int:
+        """The exit code, once there is one."""
+        return self._process.wait()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+
+class Remote:
+    """A worker as a `children.Process`; while Ray finds no room for it, it counts as one that runs."""
+
+    stdin: IO[bytes] | None = None
+
+    def __init__(self, ray: Any, name: str, actor: Any) -> None:
+        self._ray = ray
+        self._name = name
+        self._actor = actor
+        self._pid = actor.pid.remote()
+        self._ended = actor.ended.remote()
+        self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        ready, _ = self._ray.wait([self._pid], timeout=0)
+        try:
+            return self._ray.get(ready[0]) if ready else None
+        except self._ray.exceptions.RayError:
+            return None
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self._name, timeout or 0.0)
+        return code
+
+    def _look(self, seconds: float | None) -> int | None:
+        if self.returncode is None:
+            ready, _ = self._ray.wait([self._ended], timeout=seconds)
+            if ready:
+                self.returncode = self._code(ready[0])
+                self._ray.kill(self._actor)  # it has done its work, and holds GPUs
+        return self.returncode
+
+    def _code(self, ended: Any) -> int:
+        try:
+            return self._ray.get(ended)
+        except self._ray.exceptions.RayError as error:  # the actor, or its machine, is gone
+            log.error("%s: %s", self._name, str(error).strip().splitlines()[0])
+            return 1
+
+    def terminate(self) -> None:
+        if self.pid is not None:
+            self._actor.terminate.remote()
+        elif self.returncode is None:  # it waits for room
+            self.kill()
+            self.returncode = 0
+
+    def kill(self) -> None:
+        self._ray.kill(self._actor)
+
+
+class Fleet:
+    """What a Ray cluster has room for. ValueError where it has not, or where there is no Ray, or no cluster."""
+
+    def __init__(self, config: StackConfig) -> None:
+        self._ray = ray = _import_ray()
+        self._pattern = pattern = config.worker
+        if pattern.device not in DEVICES:
+            raise ValueError(f"device {pattern.device}: Ray says which GPUs a worker has; expected cuda or cpu")
+        try:
+            ray.init(address=config.ray_address, log_to_driver=True, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise ValueError(
+                f"ray_address {config.ray_address}: no cluster is there ({error}); `ray start --head` makes one"
+            ) from None
+        try:
+            self._gpus = _gpus(pattern, config.workers, ray.cluster_resources())
+            self.worker_address = _worker_address(config.router, ray)
+        except BaseException:
+            ray.shutdown()
+            raise
+
+    def configs(self, workers: int) -> list[WorkerConfig]:
+        """Of the workers; what depends on their machines is decided there."""
+        names = (f"worker-{number}" for number in range(workers))
+        return [replace(self._pattern, name=name, router=self.worker_address) for name in names]
+
+    def start(self, config: WorkerConfig) -> Child:
+        """A worker where there is room for it, or as soon as there is. Ray shows it the GPUs that it may use."""
+        ray = self._ray
+        room = {"num_gpus": self._gpus, "num_cpus": 1 if self._gpus else config.cpu_threads or 1}
+        host = ray.remote(Host).options(**room, max_concurrency=3, scheduling_strategy="SPREAD", name=None)
+        return Child("worker", config.name, Remote(ray, config.name, host.remote(config)))
+
+    def close(self) -> None:
+        """Leave the cluster; what still runs of ours there ends."""
+        self._ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("data_parallel_backend ray: Ray is missing (pip install 'radixrt[ray]')") from None
+    return ray
+
+
+def _gpus(pattern: WorkerConfig, workers: int, resources: dict[str, float]) -> int:
+    """That a worker has: those of its ranks, if it computes on GPUs."""
+    have, each = int(resources.get("GPU", 0)), pattern.tensor_parallel_size
+    if pattern.fake or pattern.device == "cpu" or (pattern.device == "auto" and not have):
+        return 0
+    if have < workers * each:
+        raise ValueError(f"workers: {workers} of {each} GPUs each need {workers * each}, the Ray cluster has {have}")
+    return each
+
+
+def _worker_address(router: RouterConfig, ray: Any) -> str:
+    """How machines of the cluster reach the router's worker socket, with its key. ValueError if they cannot."""
+    address, here = router.worker_address, ray.util.get_node_ip_address()
+    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if is_loopback(address) and machines != {here}:
+        raise ValueError(
+            f"worker_address {address}: the cluster's other machines do not reach it; give "
+            "--worker-address tcp://0.0.0.0:PORT and --curve-secret-key (radixrt keygen)"
+        )
+    for anywhere in ANYWHERE:
+        if address.startswith(anywhere):
+            address = f"tcp://{here}:{address.removeprefix(anywhere)}"
+    path = router.curve_secret_key
+    return address + (public_suffix(path, "workers") if path else "")

@@ -1,0 +1,173 @@
+"""Answers as gpt-oss writes them: messages in channels (OpenAI's Harmony format), of which a call is one.
+
+    <|channel|>analysis<|message|>What it thinks.<|end|><|start|>assistant
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
+    <|channel|>final<|message|>What it says.<|return|>
+
+A prompt ends with the first <|start|>assistant. The recipient may also stand before the channel, as chat templates
+write it. An answer has one call at most: <|call|> ends it.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from radixrt.frontend.parsing.formats import Function, Functions, either, json_schema, sequence, tag
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+ENDS = (END, CALL, RETURN, START)
+TO, FUNCTIONS = "to=", "functions."
+ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+FINAL_OPENED = f"{CHANNEL}{FINAL}{MESSAGE}"
+_WORD = re.compile(r"[^\s<]")
+
+
+class Header(NamedTuple):
+    """Of a message; "" for what it does not say."""
+
+    channel: str
+    recipient: str
+
+
+class Harmony:
+    """See `formats.ToolFormat`; it reads thoughts as well, if `thoughts`, which are content else. `opened`: what the
+    prompt has of the first message's header, or all of it."""
+
+    marks = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+
+    def __init__(self, thoughts: bool = True, opened: str = "") -> None:
+        self._thoughts = thoughts
+        self._opened = opened
+
+    def after(self, prompt: str, partial: bool) -> Harmony:
+        """The same for an answer to a prompt that ends so; `partial`: its last message goes on."""
+        _, started, header = prompt.rpartition(START)
+        header = header.strip().removeprefix("assistant")
+        if partial:
+            header = FINAL_OPENED
+        elif MESSAGE in header:
+            header = header[: header.index(MESSAGE) + len(MESSAGE)]
+        return Harmony(self._thoughts, header if started or partial else "")
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        """Without `functions` there are no calls."""
+        reader.feed(self._opened)
+        ends, spoken = marks(ENDS, hidden), False
+        while True:
+            header = (yield from _header(reader)) or Header(FINAL, "")
+            name = _function(header.recipient, functions)
+            if name:
+                sink.call(name)
+                mark = yield from _arguments(reader, sink, hidden)
+                if mark == CALL:  # which a checkpoint may have forgotten to name among the ids that end a text
+                    sink.end()
+                    yield from reader.until(marks(()), lambda _: None)
+                    return
+            elif header.channel == ANALYSIS and self._thoughts:
+                mark = yield from reader.until(ends, sink.reasoning)
+            else:
+                if spoken:
+                    sink.content("\n\n")
+                spoken = True
+                mark = yield from reader.until(ends, sink.content)
+            if not mark:
+                return
+            sink.bound()
+            if mark != START:
+                yield from reader.space()
+                mark = START if (yield from reader.take(START)) else ""
+            if mark == START:
+                if not (yield from reader.take("assistant")):
+                    yield from reader.word(_WORD)  # another's name
+            elif not (yield from reader.peek()):
+                return
+
+    # ------------------------------------------------------------ writing
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        """See `formats.ToolFormat`; it may think before."""
+        begin = f"{CHANNEL}{COMMENTARY} {TO}{FUNCTIONS}"
+        calls = [tag(f"{begin}{f.name} {CONSTRAIN}json{MESSAGE}", json_schema(f.schema), "") for f in functions]
+        return self._after_thoughts(either(*calls) if len(calls) > 1 else calls[0])
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        """See `formats.ToolFormat`."""
+        headers = f" {CONSTRAIN}json", f"{CHANNEL}{COMMENTARY} json", f"{CHANNEL}{COMMENTARY} {CONSTRAIN}json"
+        return {
+            "type": "triggered_tags",
+            "triggers": [TO + FUNCTIONS],
+            "tags": [
+                tag(f"{TO}{FUNCTIONS}{f.name}{header}{MESSAGE}", json_schema(f.schema), "")
+                for f in functions
+                for header in headers
+            ],
+            "stop_after_first": True,
+        }
+
+    def said(self, text: dict[str, Any]) -> dict[str, Any]:
+        """A structural tag's format: an answer that is such a `text`; it may think before."""
+        return text if self._opened == FINAL_OPENED else self._after_thoughts(tag(FINAL_OPENED, text, ""))
+
+    def _after_thoughts(self, message: dict[str, Any]) -> dict[str, Any]:
+        thoughts = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
+        opened = bool(self._opened) and thoughts.startswith(self._opened)
+        found = tag(thoughts.removeprefix(self._opened), {"type": "any_text"}, f"{END}{START}assistant")
+        return sequence(found if opened else {"type": "optional", "content": found}, message)
+
+
+def _header(reader: Reader) -> Steps[Header | None]:
+    """Of a message that comes next; None, and nothing read, if there is none."""
+    start, channel, recipient, kind = reader.at, "", "", ""
+    while True:
+        yield from reader.space()
+        if (yield from reader.take(MESSAGE)):
+            return Header(channel, recipient)
+        if not channel and (yield from reader.take(CHANNEL)):
+            channel = yield from reader.word(_WORD)
+        elif not recipient and (yield from reader.take(TO)):
+            recipient = yield from reader.word(_WORD)
+        elif (channel or recipient) and not kind:
+            yield from reader.take(CONSTRAIN)
+            kind = yield from reader.word(_WORD)
+            if not kind:
+                break
+        else:
+            break
+    reader.at = start
+    return None
+
+
+def _function(recipient: str, functions: Functions) -> str:
+    """The function that a message calls; "" for none."""
+    if not functions or not recipient:
+        return ""
+    if recipient.startswith(FUNCTIONS):
+        return recipient.removeprefix(FUNCTIONS)
+    return recipient if recipient in functions else ""
+
+
+def _arguments(reader: Reader, sink: Sink, hidden: frozenset[str]) -> Steps[str]:
+    """Read a call's arguments, and the mark behind them, which is returned. A call of nothing has none."""
+    found: list[str] = []
+
+    def pass_on(text: str) -> None:
+        if text and not found:
+            text = text.lstrip()
+            found.extend([text] if text else [])
+        sink.arguments(text)
+
+    mark = yield from reader.until(marks(ENDS, hidden), pass_on)
+    if not found:
+        sink.arguments("{}")
+    return mark

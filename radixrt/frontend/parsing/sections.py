@@ -1,0 +1,156 @@
+"""Calls in a section of their own, as DeepSeek's models and Kimi K2 write them. DeepSeek V3.1, one line:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3 and R1 have `function` in place of f, and behind the separator f and the arguments in a block of Markdown. Kimi K2:
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|> ...
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.calls import begins_object
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, sequence, tag
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+_WORD = re.compile(r"[^\s<]")
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
+FENCE, FENCE_END = "```json", "```"
+
+
+class _Sections:
+    """What both have in common; `section`, `call`, `separator`, and what ends them, are a family's marks."""
+
+    section: str
+    call: str
+    separator: str
+    call_end: str
+    section_end: str
+    between = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.section, self.call, self.separator, self.call_end, self.section_end
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        begins = marks((self.section, self.call), hidden)
+        while mark := (yield from reader.until(begins, sink.content)):
+            start = reader.at
+            if mark == self.section:
+                yield from reader.space()
+            if (mark == self.call or (yield from reader.take(self.call))) and (yield from self._call(reader, sink)):
+                yield from self._after(reader, sink, hidden)
+            else:
+                reader.at = start
+                sink.content("" if mark in hidden else mark)
+
+    def _after(self, reader: Reader, sink: Sink, hidden: frozenset[str]) -> Steps[None]:
+        """Read the rest of a call, and those that follow it."""
+        ends = marks((self.call_end, self.section_end), hidden)
+        while True:
+            yield from reader.space()
+            yield from reader.take(FENCE_END)
+            mark = yield from reader.until(ends, sink.content)
+            sink.bound()
+            start = reader.at
+            yield from reader.space()
+            if not mark or mark == self.section_end or (yield from reader.take(self.section_end)):
+                return
+            if not ((yield from reader.take(self.call)) and (yield from self._call(reader, sink))):
+                reader.at = start
+                return
+
+    def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Whether a call comes next, whose mark is read; then it is read up to its arguments' end."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ writing
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        calls = {
+            "type": "tags_with_separator",
+            "tags": [self._tag(function) for function in functions],
+            "separator": self.between,
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+        return tag(self.section, calls, self.section_end)
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        section = self.forced(functions, parallel)
+        return {"type": "triggered_tags", "triggers": [self.section], "tags": [section], "stop_after_first": True}
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class DeepSeek(_Sections):
+    """See `formats.ToolFormat`. Both forms are read; `fenced` is the older one's."""
+
+    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    call, separator, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+    def __init__(self, fenced: bool = False) -> None:
+        self._fenced = fenced
+        self.between = "\n" if fenced else ""
+
+    def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        name = yield from reader.word(_WORD)
+        if not name or not (yield from reader.take(self.separator)):
+            return False
+        yield from reader.space()
+        if not (yield from begins_object(reader)):
+            name = yield from reader.word(_WORD)
+            yield from reader.space()
+            yield from reader.take(FENCE)
+            yield from reader.space()
+            if not name or not (yield from begins_object(reader)):
+                return False
+        sink.call(name)
+        yield from reader.nested(sink.arguments)
+        return True
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        schema = json_schema(function.schema)
+        if not self._fenced:
+            return tag(f"{self.call}{function.name}{self.separator}", schema, self.call_end)
+        begin = f"{self.call}function{self.separator}{function.name}\n{FENCE}\n"
+        return tag(begin, schema, f"\n{FENCE_END}{self.call_end}")
+
+
+class Kimi(_Sections):
+    """See `formats.ToolFormat`. A call's id is what the model wrote: it names the function, and the template writes it
+    again."""
+
+    section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    call, separator, call_end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+    def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        yield from reader.space()
+        id = yield from reader.word(_WORD)
+        yield from reader.space()
+        if not id or not (yield from reader.take(self.separator)):
+            return False
+        yield from reader.space()
+        if not (yield from begins_object(reader)):
+            return False
+        name = _KIMI_ID.fullmatch(id)
+        sink.call(name[1] if name else id, id)
+        yield from reader.nested(sink.arguments)
+        return True
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        number = {"type": "regex", "pattern": "[0-9]{1,4}"}
+        arguments = {"type": "const_string", "value": self.separator}, json_schema(function.schema)
+        return tag(f"{self.call}functions.{function.name}:", sequence(number, *arguments), self.call_end)

@@ -1,0 +1,38 @@
+"""Attention sinks (see `ModelSpec.sinks`) for results that a kernel made which knows none."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.attend import LOG2_E
+
+HEADS = 16
+"""Of a program."""
+
+
+@triton.jit
+def _sink_kernel(
+    out_ptr, lse_ptr, sinks_ptr, HEADS: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, WIDTH: tl.constexpr
+):
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    d = tl.arange(0, WIDTH)
+    real = head < HEADS
+    sink = tl.load(sinks_ptr + head, mask=real, other=0.0) * LOG2_E
+    share = 1 / (1 + tl.exp2(sink - tl.load(lse_ptr + query * HEADS + head, mask=real, other=0.0)))
+    inside = real[:, None] & (d < DIM)[None, :]
+    at = out_ptr + ((query * HEADS + head) * DIM)[:, None] + d[None, :]
+    out = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (out * share[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Make of attention out[T, heads, D], whose log-sum-exp in base 2 is float32 lse[T, heads], that with `sinks`
+    float32[heads], in place: out / (1 + exp(sink - lse))."""
+    tokens, heads, dim = out.shape
+    _sink_kernel[(tokens, triton.cdiv(heads, HEADS))](
+        out, lse, sinks, heads, dim, HEADS, triton.next_power_of_2(dim),
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Calls of Qwen3-Coder, DeepSeek's models and Kimi K2 over HTTP, by OpenAI's client, of a scripted model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.frontend.scripted import DEEPSEEK_MARKS, KIMI_MARKS, Model, gathered, scripted
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "time"}},
+]
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome }"}'
+CALLS, CALLS_END, CALL, CALL_END, SEP = DEEPSEEK_MARKS
+K_CALLS, K_CALLS_END, K_CALL, K_ARGS, K_CALL_END = KIMI_MARKS
+SAID = {
+    "deepseek": (f"{CALL}weather{SEP}%s{CALL_END}", "", CALLS + "%s" + CALLS_END),
+    "deepseek_v3": (f"{CALL}function{SEP}weather\n```json\n%s\n```{CALL_END}", "\n", CALLS + "%s" + CALLS_END),
+    "qwen_coder": ("<tool_call>\n<function=weather>\n%s</function>\n</tool_call>", "\n", "%s"),
+    "kimi": (f"{K_CALL}functions.weather:NUMBER{K_ARGS}%s{K_CALL_END}", "", K_CALLS + "%s" + K_CALLS_END),
+}
+"""A call, what is between two, and what is around all."""
+
+
+def said(family: str, count: int = 2) -> str:
+    one, between, around = SAID[family]
+    calls = []
+    for number, city in enumerate(("Paris", "Rome }")[:count]):
+        arguments = f"<parameter=city>\n{city}\n</parameter>\n" if family == "qwen_coder" else f'{{"city": "{city}"}}'
+        calls.append(one.replace("NUMBER", str(number)) % arguments)
+    return around % between.join(calls)
+
+
+@pytest.fixture(scope="module", params=SAID)
+def family(request, tmp_path_factory) -> Iterator[tuple[str, Model]]:
+    with scripted(request.param, tmp_path_factory.mktemp(request.param)) as model:
+        yield request.param, model
+
+
+def calls_of(message) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("before", ["", "One moment."])
+def test_calls(family, before):
+    name, model = family
+    choice = model.chat(before + said(name), tools=TOOLS).choices[0]
+    assert calls_of(choice.message) == [("weather", PARIS), ("weather", ROME)]
+    assert (choice.message.content, choice.finish_reason) == (before or None, "tool_calls")
+    messages, ends = gathered(model.chat(before + said(name), tools=TOOLS, stream=True))
+    assert [tuple(call[1:]) for call in messages[0]["tool_calls"]] == [("weather", PARIS), ("weather", ROME)]
+    assert messages[0]["content"] == before and ends == {0: "tool_calls"}
+
+
+def test_ids(family):
+    """Kimi's are the model's own, which its template writes again."""
+    name, model = family
+    ids = [call.id for call in model.chat(said(name), tools=TOOLS).choices[0].message.tool_calls]
+    if name == "kimi":
+        assert ids == ["functions.weather:0", "functions.weather:1"]
+    else:
+        assert len(set(ids)) == 2 and all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
+
+
+def test_marks_do_not_show(family):
+    name, model = family
+    mark = {"kimi": K_CALL, "qwen_coder": ""}.get(name, CALL)
+    for stream in (False, True):
+        answer = model.chat(f"Well, {mark}{{no}} call", tools=TOOLS, stream=stream)
+        text = gathered(answer)[0][0]["content"] if stream else answer.choices[0].message.content
+        assert text == "Well, {no} call"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls(family, choice):
+    """The worker follows the grammar: what is scripted passes it, and what the fake draws is a call."""
+    name, model = family
+    text = said(name, 2 if choice == "required" else 1)
+    found = model.chat(text, tools=TOOLS, tool_choice=choice).choices[0]
+    assert calls_of(found.message) == [("weather", PARIS), ("weather", ROME)][: 2 if choice == "required" else 1]
+    assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+    drawn = model.chat(tools=TOOLS, tool_choice=choice, max_tokens=100).choices[0].message
+    assert drawn.content is None and drawn.tool_calls[0].function.name in ("weather", "time")
+
+
+def test_a_strict_tool_has_its_schema(family):
+    _, model = family
+    strict = {"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}
+    model.chat("Nothing to call.", tools=[strict])
+    kind, tag = model.grammar
+    assert (kind, tag["format"]["type"]) == ("structural_tag", "triggered_tags")
+    assert '"city"' in str(tag).replace("'", '"')
+
+
+def test_an_answer_is_a_next_turn_s_history(family):
+    """Its ids are those that were generated, to the last one."""
+    name, model = family
+    first = model.chat(said(name), tools=TOOLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls]
+    history = [{"role": "user", "content": "hello"}, first.model_dump(exclude_none=True), *results]
+    answer = model.chat("It is sunny.", messages=history, tools=TOOLS)
+    (_, prompt, message, _) = model.answers[0]
+    shown = model.tokenizer.apply_chat(prompt)
+    assert ("<parameter=city>\nParis\n" if name == "qwen_coder" else PARIS) in shown
+    assert message == {"role": "assistant", "content": "It is sunny."}
+    assert answer.model_extra["radixrt"]["session"]["kept_turns"] == 1

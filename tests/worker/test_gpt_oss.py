@@ -1,0 +1,196 @@
+"""gpt-oss: its experts in MXFP4, sinks of attention, what its config.json says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from radixrt.worker import loading
+from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend_with_sinks
+from radixrt.worker.kv import KVPool
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.alternating import multiplied_out
+from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder
+from tests.checkpoints import make_model
+from tests.worker.engine import Engine, prompts
+from tests.worker.pages import make_plan
+from tests.worker.test_models import all_logits, load
+from tests.worker.test_sharding import mix
+from tests.worker.thread_group import on_ranks
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+"""A half of the inner features ends within a block of 32."""
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """(folder of a checkpoint with experts in MXFP4, as published ones have them; the same model of transformers)."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    model = make_model(folder, "gpt_oss", **SIZES)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for layer in range(2):
+        for name, rows, columns in (("gate_up_proj", 2 * 96, 64), ("down_proj", 64, 96)):
+            at = f"model.layers.{layer}.mlp.experts.{name}"
+            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 126, (4, rows, columns // 32), generator=generator, dtype=torch.uint8)
+            tensors[f"{at}_blocks"], tensors[f"{at}_scales"] = blocks, scales
+            del tensors[at]
+            experts = model.model.layers[layer].mlp.experts
+            getattr(experts, name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+    config = read_json(folder / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, model
+
+
+def test_mxfp4_is_multiplied_out_exactly():
+    """All bytes, all scales; 255 is no number."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(254, 1, 1)
+    scales = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 16)
+    expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t()
+    assert torch.equal(multiplied_out(blocks, scales, torch.float32), expected)
+    some = slice(2, None)  # what is above is as small as bfloat16 gets
+    assert torch.equal(multiplied_out(blocks, scales, torch.bfloat16)[some].float(), expected[some])
+    assert multiplied_out(blocks[:1, :1], torch.full((1, 1), 255, dtype=torch.uint8), torch.float32).isnan().all()
+
+
+def test_logits_of_a_checkpoint_in_mxfp4(packed, caplog):
+    folder, model = packed
+    prompt = prompts(1, 150, 150)[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    with caplog.at_level(logging.WARNING):
+        runner = load(folder)
+    assert (all_logits(Engine(runner), prompt) - expected).abs().max() < 1e-4
+    assert "experts that are stored in MXFP4 are multiplied out" in caplog.text
+    assert "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("stored", ["mxfp4", "plain"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_together_are_the_model(packed, checkpoint, stored, size):
+    """Also where a rank's features begin within a block; biases are added once, sinks go with their heads."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = packed[0] if stored == "mxfp4" else checkpoint("gpt_oss", **SIZES, **heads)[0]
+    spec = read_spec(read_json(folder / "config.json"))
+    tokens, positions = torch.arange(1, 40), torch.arange(39)
+
+    def run(group=None):
+        weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False)
+        model = Decoder(spec, weights, group=group)
+        assert not weights.unused()
+        with torch.inference_mode():
+            return model.forward(tokens, positions, with_sinks(model)), torch.stack(model.sinks)
+
+    def with_sinks(model):
+        return lambda layer, heads: mix(layer, heads) + model.sinks[layer][:, None]
+
+    expected, sinks = run()
+    found = on_ranks(size, run)
+    for logits, _ in found:
+        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.cat([own for _, own in found], 1), sinks) and sinks.abs().max() > 0.5
+
+
+def test_what_config_json_says(shared_data):
+    config = read_json(shared_data / "model_configs" / "openai--gpt-oss-20b.json")
+    spec = read_spec(config)
+    assert spec.windows == (128, None) * 12 and spec.sinks and spec.qkv_bias and spec.output_bias
+    assert (spec.max_model_len, spec.head_dim, spec.activation) == (131_072, 64, "clamped_swiglu")
+    assert (spec.experts.count, spec.experts.chosen, spec.experts.intermediate_size) == (32, 4, 2880)
+    assert spec.rope["truncate"] is False and spec.rope["rope_theta"] == 150_000
+    few = {name: config[name] for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
+    few |= {"num_attention_heads": 64, "intermediate_size": 2880, "num_local_experts": 32}
+    bare = read_spec(few)
+    assert (bare.windows, bare.max_model_len, bare.norm_eps) == (spec.windows, spec.max_model_len, spec.norm_eps)
+    assert {"truncate": False, "factor": 32.0, "rope_theta": 150_000.0}.items() <= bare.rope.items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not served"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq' is not served"),
+    ],
+)
+def test_what_is_not_served_is_named(checkpoint, changes, words):
+    config = read_json(checkpoint("gpt_oss")[0] / "config.json")
+    with pytest.raises(ValueError, match=words):
+        read_spec(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t, at: t.pop(f"{at}_scales"), "no tensor .*down_proj_scales"),
+        (lambda t, at: t.update({f"{at}_scales": t[f"{at}_scales"][:, :-1]}), "down_proj_scales is uint8 .*63"),
+        (lambda t, at: t.update({f"{at}_blocks": t[f"{at}_blocks"].to(torch.int16)}), "down_proj_blocks is int16"),
+    ],
+)
+def test_a_broken_checkpoint_is_named(packed, tmp_path, change, words):
+    folder: Path = tmp_path / "broken"
+    shutil.copytree(packed[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, "model.layers.0.mlp.experts.down_proj")
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_fp8_stays_what_a_warning_says(checkpoint, caplog):
+    """`stored_in` of other checkpoints."""
+    assert loading.stored_in({"quantization_config": {"quant_method": "fp8"}}, "weights") == ("weights", "FP8")
+    assert loading.stored_in({"quantization_config": {"quant_method": "mxfp4"}}, "weights") == ("experts", "MXFP4")
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def by_softmax(q, k, v, mask, sinks) -> torch.Tensor:
+    """The formula: softmax over scores and sink, of which the sink has no value."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+    scores = torch.cat([scores.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("kind", [TorchAttention, BatchInvariantAttention])
+def test_attention_with_sinks(kind, window):
+    """Sinks that take all, some and nothing; chunks of more queries than are masked at once."""
+    torch.manual_seed(0)
+    plan, table = make_plan(np.random.default_rng(0), 4, [(0, 150), (130, 1), (5, 3)])
+    pool = KVPool(1, (int(table.max()) + 1) * 4, 2, 16, torch.float32, CPU)
+    pool.write(0, torch.arange(pool.slots), *torch.randn(2, pool.slots, 2, 16))
+    q = torch.randn(len(plan.tokens), 8, 16)
+    sinks = torch.tensor([-50.0, -3, 0, 1, 2, 4, 8, 500])
+    attention = kind(pool, 4, (window,), sinks=(sinks,))
+    attention.bind(table)
+    found = attention.begin(plan, CPU).over_pages(0, q)
+    for row, (begin, start, count) in enumerate([(0, 0, 150), (150, 130, 1), (151, 5, 3)]):
+        at, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
+        mask = (keys <= at) & (keys > at - (window or 1 << 20))
+        k, v = pool.read(0, torch.from_numpy(attention.slots(row, start + count)), torch.float32)
+        expected = by_softmax(q[begin : begin + count], k, v, mask, sinks)
+        assert torch.allclose(found[begin : begin + count], expected, atol=1e-5)
+    assert found[:, 7].abs().max() == 0, "nothing is left beside such a sink"
+
+
+def test_attend_with_sinks_masks_what_it_is_told():
+    q, (k, v), mask = torch.randn(70, 4, 8), torch.randn(2, 9, 2, 8), torch.rand(70, 9) < 0.5
+    sinks = torch.randn(4)
+    assert torch.allclose(attend_with_sinks(q, k, v, mask, sinks), by_softmax(q, k, v, mask, sinks), atol=1e-6)
