@@ -8,16 +8,20 @@ import pytest
 import torch
 import triton
 
+from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, experts, invariant, latent
 from radixrt.worker.cuda.attend import Scratch, Shape, Variant, tiling
 from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.loading import find_flashinfer
 from radixrt.worker.cuda.work import Items, make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.loading import look_up
 from radixrt.worker.model.latent import LatentHeads
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.spec import Routing
+from tests.checkpoints import make_model
 from tests.worker.cuda.test_kernels import SEQUENCES, error
 from tests.worker.pages import make_plan
 
@@ -153,6 +157,18 @@ def test_queries_of_many_sequences_by_their_order(device):
     assert error(scratch.values, scores.softmax(-1) @ k[3:36, 0, :32]) < 1e-2
     assert error(scratch.lse, scores.logsumexp(-1) / np.log(2)) < 1e-3
     assert not out.any() and len(Items.none(1)) == 0
+
+
+def test_flashinfer_is_not_for_it(tmp_path):
+    make_model(tmp_path, "deepseek_v2")
+    for backend in ("flashinfer", "auto"):
+        config = resolve(WorkerConfig(model=str(tmp_path), device="cpu", attention_backend=backend))
+        loaded = look_up(config)
+        if backend == "auto":
+            assert find_flashinfer(config, loaded) is None
+        else:
+            with pytest.raises(ValueError, match="attention_backend: FlashInfer is not used for latent attention"):
+                find_flashinfer(config, loaded)
 
 
 def test_heads_of_a_tile():
