@@ -28,7 +28,9 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """KeyError names the field that config.json lacks."""
+        """KeyError names the field that config.json lacks, ValueError that it is another kind of model."""
+        if config.get("kv_lora_rank") or "sliding_attention" in (config.get("layer_types") or ()):
+            raise ValueError("no floor is known of models with latent attention or with windows: leave out --ceilings")
         heads = config["num_attention_heads"]
         experts = config.get("num_experts") or config.get("num_local_experts") or 1
         return cls(

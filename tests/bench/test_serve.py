@@ -222,6 +222,9 @@ def test_shapes_come_from_config_json(folder, tmp_path):
     assert Shape.of(read_config(str(folder))) == expected
     (tmp_path / "config.json").write_text(json.dumps({"text_config": CONFIG | {"head_dim": 32}}))
     assert Shape.of(read_config(str(tmp_path / "config.json"))).head_dim == 32
+    for other in ({"kv_lora_rank": 512}, {"layer_types": ["full_attention", "sliding_attention"]}):
+        with pytest.raises(ValueError, match="no floor is known"):
+            Shape.of(CONFIG | other)
 
 
 # ---------------------------------------------------------------- sums and checks
