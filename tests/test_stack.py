@@ -288,7 +288,7 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
 
 
 def test_a_worker_that_lasted_is_started_again_soon(folder, monkeypatch):
-    running, life = Stack(config(folder, 2)), launch.Life(WorkerConfig(), began=100.0)
+    running, life = Stack(config(folder, 2)), launch.Life(WorkerConfig(name="worker-0"), began=100.0)
     waits = []
     for ended in (101.0, 102.0, 103.0, 103.0 + 2 * launch.STEADY_SECONDS):
         running._expect(life, ended)

@@ -91,7 +91,7 @@ class Forest:
         ids = np.zeros(len(self.q), dtype=np.int32)
         starts, counts = self.starts.astype(np.int32), self.counts.astype(np.int32)
         plan = Plan(1, (), self.rows, starts, counts, ids, ids, ones, ones.astype(bool), none)
-        reference = TorchAttention(self.pool, self.shape.page_size, (None,), (self.sinks,))
+        reference = TorchAttention(self.pool, self.shape.page_size, (None,), sinks=(self.sinks,))
         reference.bind(self.table)
         return reference.begin(plan, self.q.device).over_pages(0, self.q.float())
 

@@ -29,7 +29,7 @@ def test_what_merges_parts_is_compiled_when_it_is_tried_out(with_sinks, monkeypa
     monkeypatch.setattr(FlashInfer, "wrapper", lambda *_: SimpleNamespace(run=lambda *_, out: None))
     monkeypatch.setattr(FlashInfer, "plan", lambda *_: None)
     found = object.__new__(FlashInfer)
-    found._shape, found._dtype, found._buffer = Shape(8, 2, 64, 1, with_sinks), torch.bfloat16, torch.empty(0)
+    found._shape, found._dtype, found._buffer = Shape(8, 2, 64, 1, sinks=with_sinks), torch.bfloat16, torch.empty(0)
     found.workspace = torch.ones(400, 2, 64), torch.ones(400, 2, 64)
     found.try_out({None})
     (((values, lse), merges, sinks),) = merged
