@@ -175,7 +175,12 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
 )
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llama", {}), ("mistral", {"sliding_window": 16}), ("qwen3", {}), ("deepseek_v3", {})],
+    [
+        ("llama", {}),
+        pytest.param("mistral", {"sliding_window": 16}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {}, marks=pytest.mark.slow),
+        ("deepseek_v3", {}),
+    ],
 )
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deterministic_to_the_last_bit(checkpoint, family, changes, dtype, kv_dtype, threads):

@@ -187,7 +187,9 @@ def load(folder, size: int, **settings):
     return load_runner(resolve(WorkerConfig(**config | settings)))
 
 
-@pytest.mark.parametrize(("size", "settings"), [(2, {}), (4, {"kv_cache_dtype": "fp8_e4m3"})])
+@pytest.mark.parametrize(
+    ("size", "settings"), [(2, {}), pytest.param(4, {"kv_cache_dtype": "fp8_e4m3"}, marks=pytest.mark.slow)]
+)
 def test_ranks_generate_what_one_does(folder, size, settings):
     """Four ranks share two KV heads. Chunks, prefixes, preemption, and what draws by more than logits; FP8 pages are
     exact, so warm is cold."""

@@ -207,6 +207,7 @@ def test_all_kernels_compile(script, capability, which, tmp_path):
     run(BEGIN + script, tmp_path, str(capability), which)
 
 
+@pytest.mark.slow
 def test_products_by_blocks_fit_in_the_shared_memory_of_every_gpu_that_has_them(tmp_path):
     """With pointers aligned as they are; and no width of a page table is compiled in."""
     run(MEMORY, tmp_path)

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import experts, scaled_experts
 
-capability, room, every = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "every"
+capability, room = int(sys.argv[1]), int(sys.argv[2])
 INTEGERS = dict.fromkeys(("rows_ptr", "tiles_ptr", "experts_ptr", "places_ptr", "tokens_ptr"), "*i32")
 FP8 = dict.fromkeys(("weight_ptr", "values_ptr"), "*fp8e4nv")
 SCALES = dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32")
@@ -37,12 +37,12 @@ def build(kernel, x, constants, whole, warps, stages=3):
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8, "FIELDS": 3, "LIMIT": 448.0}
 routed |= {"SIGMOID": False, "SIZE": 128, "GROUPS": 1, "KEPT": 1, "FACTOR": 1.0}
 kinds = (True, 128, 2048), (False, 4096, 4096), (True, 0, 2048), (False, 0, 2048)
-for single, group, all_ in kinds if every else kinds[:2]:
+for single, group, all_ in kinds:
     constants = routed | {"SINGLE": single, "GROUP": group, "ALL": all_}
     build(experts._begin_kernel, "*bf16", constants, ("count", "size"), max(1, all_ // 2048))
 both = scaled_experts.FEW, scaled_experts.SOME, scaled_experts.MANY
 for tiles, blocks in (((*both, scaled_experts.FEWEST, scaled_experts.MOST), False), (both, True)):
-    for t in tiles if every else (tiles[0], tiles[-1]):
+    for t in tiles:
         constants = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "WHOLE": True, "OF_TOKENS": t.rows < 64}
         constants |= {"BLOCKS": blocks, "BLOCK": 128, "FIELDS": 3, "GROUP": 8}
         ptx = build(scaled_experts._product_kernel, "*fp8e4nv", constants, ("columns", "depth"), t.warps, t.stages)
@@ -52,15 +52,8 @@ for tiles, blocks in (((*both, scaled_experts.FEWEST, scaled_experts.MOST), Fals
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "room", "which"),
-    [
-        (90, 232_448, "some"),
-        pytest.param(90, 232_448, "every", marks=pytest.mark.slow),
-        pytest.param(89, 101_376, "every", marks=pytest.mark.slow),
-    ],
-)
-def test_kernels_of_experts_in_fp8(capability, room, which, tmp_path):
-    """In the shared memory of every GPU that has products in FP8, by its own instructions, loading ahead; all tiles, or
-    the smallest and the largest."""
-    run(SCRIPT, tmp_path, str(capability), str(room), which)
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "room"), [(90, 232_448), (89, 101_376)])
+def test_kernels_of_experts_in_fp8(capability, room, tmp_path):
+    """In the shared memory of every GPU that has products in FP8, by its own instructions, loading ahead."""
+    run(SCRIPT, tmp_path, str(capability), str(room))

@@ -168,5 +168,6 @@ def test_processes_meet(ranks, calls, tmp_path):
     assert all(process.returncode == 0 for process in started), "\n".join(errors)
 
 
+@pytest.mark.slow
 def test_kernels_compile(tmp_path):
     run(COMPILED, tmp_path)

@@ -156,7 +156,7 @@ def test_what_tokens_decide_on_is_drawn_when_they_are_known(folder):
         assert re.fullmatch(rb"(ab|cde){1,2}f", bytes(t - 3 for t in tokens if t != 2))
 
 
-@pytest.mark.parametrize("folder", ["llama", "gpt_oss"], indirect=True)
+@pytest.mark.parametrize("folder", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)], indirect=True)
 def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     """Tails and decodes under one trunk, long chunks alone: the same tokens as plainly computed."""
     for name, value in (
@@ -184,7 +184,7 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     "folder",
     [
         "llama",
-        "gpt_oss",
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
