@@ -44,6 +44,17 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def one_after_another(tags: list[dict[str, Any]], separator: str, parallel: bool) -> dict[str, Any]:
+    """One of these, or several where `parallel`, and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
 def json_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, tag
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -46,13 +46,7 @@ class Llama:
                 yield from reader.take(",")
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return {
-            "type": "tags_with_separator",
-            "tags": [self._tag(function) for function in functions],
-            "separator": "; ",
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
+        return one_after_another([self._tag(function) for function in functions], "; ", parallel)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         return {

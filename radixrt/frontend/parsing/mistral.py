@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import begins_object, read_call
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, tag
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -82,13 +82,9 @@ class Mistral:
         return {"type": "triggered_tags", "triggers": [CALLS], "tags": tags, "stop_after_first": stops}
 
     def _calls(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return {
-            "type": "tags_with_separator",
-            "tags": [self._tag(function) for function in functions],
-            "separator": "" if self._opening is None else ", ",
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
+        return one_after_another(
+            [self._tag(function) for function in functions], "" if self._opening is None else ", ", parallel
+        )
 
     def _tag(self, function: Function) -> dict[str, Any]:
         schema = json_schema(function.schema)

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, Schema, tag
+from radixrt.frontend.parsing.formats import Function, Functions, Schema, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -84,13 +84,7 @@ class QwenCoder:
     # ------------------------------------------------------------ writing
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return {
-            "type": "tags_with_separator",
-            "tags": [self._tag(function) for function in functions],
-            "separator": "\n",
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
+        return one_after_another([self._tag(function) for function in functions], "\n", parallel)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         return {

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, sequence, tag
+from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -24,7 +25,7 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
 FENCE, FENCE_END = "```json", "```"
 
 
-class _Sections:
+class _Sections(ABC):
     """What both have in common; `section`, `call`, `separator`, and what ends them, are a family's marks."""
 
     section: str
@@ -71,28 +72,23 @@ class _Sections:
                 reader.at = start
                 return
 
+    @abstractmethod
     def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
         """Whether a call comes next, whose mark is read; then it is read up to its arguments' end."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------ writing
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        calls = {
-            "type": "tags_with_separator",
-            "tags": [self._tag(function) for function in functions],
-            "separator": self.between,
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
+        calls = one_after_another([self._tag(function) for function in functions], self.between, parallel)
         return tag(self.section, calls, self.section_end)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         section = self.forced(functions, parallel)
         return {"type": "triggered_tags", "triggers": [self.section], "tags": [section], "stop_after_first": True}
 
+    @abstractmethod
     def _tag(self, function: Function) -> dict[str, Any]:
-        raise NotImplementedError
+        """One call of it."""
 
 
 class DeepSeek(_Sections):
