@@ -45,21 +45,23 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def report():
-    """Ten prompt tokens of two tenants, four of them hit."""
+    """Ten prompt tokens of two tenants, three of them hit, where four could have been."""
     found = Report(1000)
     finish(found, (1, 2, 3, 4, 5), 0, tenant="acme", origin=Origin(program="plan"), out=(7, 8))
-    finish(found, (1, 2, 3, 4, 6), 4, tenant="<script>alert(1)</script>", origin=Origin(program="a & b", depth=2))
+    finish(found, (1, 2, 3, 4, 6), 3, tenant="<script>alert(1)</script>", origin=Origin(program="a & b", depth=2))
     return found.to_json()
 
 
 def test_figures_of_the_report(report):
     found = Page(to_html(report))
     tiles = dict(zip(found.of("dt"), found.of("dd"), strict=True))
-    assert tiles["hit rate"] == "40.0%" and tiles["prompt tokens"] == "10" and tiles["requests"] == "2"
+    assert tiles["hit rate"] == "30.0%" and tiles["prompt tokens"] == "10" and tiles["requests"] == "2"
     key = "".join(found.of("span"))
-    assert "reused 4 (40.0%)" in key and "never seen before" in key
+    assert "reused 3 (30.0%)" in key and "never seen before" in key
     widths = [a["style"] for tag, a in found.attributes if tag == "b"]
-    assert "width:80.00%" in widths and "width:0.00%" in widths
+    assert "width:60.00%" in widths and "width:0.00%" in widths
+    marks = [a["style"] for tag, a in found.attributes if tag == "u"]
+    assert "left:calc(80.00% - 1px)" in marks
 
 
 def test_names_are_text(report):
