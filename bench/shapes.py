@@ -131,12 +131,38 @@ GPT_OSS_20B = {
 }
 """gpt-oss 20b, its experts multiplied out."""
 
+GEMMA3_12B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 8,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+"""Gemma 3 12B, its text."""
+
 SHAPES = {
     "llama-8b": LLAMA_8B,
     "llama-70b": LLAMA_70B,
     "qwen3-30b": QWEN3_30B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "gpt-oss-20b": GPT_OSS_20B,
+    "gemma3-12b": GEMMA3_12B,
 }
 
 if __name__ == "__main__":

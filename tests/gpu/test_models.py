@@ -29,11 +29,15 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 LATENT |= {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 256}
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"]
+OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "olmo3", "granite"]
+WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
+OF_FAMILY |= {"gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256} | WINDOWS, "olmo3": WINDOWS}
+OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def made(request, tmp_path_factory):
     """(folder, transformers model on the GPU in bfloat16)."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -45,8 +49,8 @@ def made(request, tmp_path_factory):
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
-    if folder.name.startswith("gpt_oss"):
-        config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of its shape take minutes to build
+    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3")):
+        config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))
 
 
@@ -168,7 +172,7 @@ def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> 
             top = last_logits(runner, prompt + a[:first]).topk(2).values
             clear += bool(top[0] - top[1] >= bar)
     print(f"{ties} sequences part, {clear} of them where the winner was clear")
-    assert not clear or any(name in folder.name for name in ("moe", "mixtral", "oss", "deepseek"))
+    assert not clear or any(name in folder.name for name in ("moe", "mixtral", "gpt_oss", "deepseek", "minimax"))
     return ties
 
 
