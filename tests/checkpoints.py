@@ -126,7 +126,11 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
     if family == "granite":
         sizes |= {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
         sizes |= {"logits_scaling": 1.5}
-    model = _random(AutoConfig.for_model(family, **(sizes | changes)), seed)
+    sizes |= changes
+    if family == "minimax_m2":  # transformers before 5.17 does not read `rotary_dim`
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
+        sizes["rope_parameters"] |= {"partial_rotary_factor": sizes["rotary_dim"] / sizes["head_dim"]}
+    model = _random(AutoConfig.for_model(family, **sizes), seed)
     limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.save_pretrained(folder, **limit)
     return model

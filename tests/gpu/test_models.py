@@ -33,7 +33,8 @@ OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
-OF_FAMILY |= {"gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256} | WINDOWS, "olmo3": WINDOWS}
+# A small scale: norms of random weights make scores so large that rounding of q and k shows many times over.
+OF_FAMILY |= {"gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 4096} | WINDOWS, "olmo3": WINDOWS}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -86,9 +87,8 @@ def test_logits_are_those_of_transformers(made, page_size):
             errors[name].append(float((a - b).norm() / b.norm()))
     median = {name: sorted(x)[4] for name, x in errors.items()}
     print("relative error of logits:", {name: f"{x:.2e}" for name, x in median.items()})
-    has_experts = any("expert" in name for name, _ in model.named_parameters())
-    assert median["theirs"] < (3e-2 if has_experts else 2e-2)
-    assert median["to float32"] < 1.1 * median["theirs to float32"]
+    assert median["theirs"] < (3e-2 if chooses(folder) else 2e-2)
+    assert median["to float32"] < (1.25 if chooses(folder) else 1.1) * median["theirs to float32"]
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
@@ -154,15 +154,29 @@ def test_greedy_agreement_is_reported(made, kv_dtype, least):
 
 
 def noise(folder, asked: list[list[int]], **settings) -> float:
-    """The most that a logit changes with the shapes of the steps that compute it."""
+    """The most that a logit changes with the shapes of the steps that compute it: chunks that end where tiles do not,
+    a last token alone."""
     runner = load(folder, **settings)
-    pairs = [(last_logits(runner, prompt), last_logits(runner, prompt, chunk=96)) for prompt in asked]
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    most = worst = 0.0
+    for prompt in asked:
+        whole = last_logits(runner, prompt)
+        for chunk in (77, len(prompt) - 1):
+            apart = last_logits(runner, prompt, chunk=chunk) - whole
+            most = max(most, float(apart.abs().max()))
+            worst = max(worst, float(apart.norm() / whole.norm()))
+    print(f"logits move by {most:.3f}, relative {worst:.1e}")
+    assert worst < 0.03 or chooses(folder)
+    return most
+
+
+def chooses(folder) -> bool:
+    """Whether there are experts: where rounding picks another one, logits are others."""
+    return any(name in folder.name for name in ("moe", "mixtral", "gpt_oss", "deepseek", "minimax"))
 
 
 def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> int:
-    """Sequences that part; where they do, the two top logits must be no farther apart than `bar`, but with experts:
-    where rounding picks another one, logits are others, and a sample of noise does not foresee which."""
+    """Sequences that part; where they do, the two top logits must be no farther apart than `bar`, but with experts: a
+    sample of noise does not foresee where rounding picks another one."""
     ties = clear = 0
     runner = load(folder, **settings)
     for prompt, a, b in zip(asked, first_run, second_run, strict=True):
@@ -171,8 +185,8 @@ def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> 
             ties += 1
             top = last_logits(runner, prompt + a[:first]).topk(2).values
             clear += bool(top[0] - top[1] >= bar)
-    print(f"{ties} sequences part, {clear} of them where the winner was clear")
-    assert not clear or any(name in folder.name for name in ("moe", "mixtral", "gpt_oss", "deepseek", "minimax"))
+    print(f"{ties} sequences part, {clear} of them where the winner was clear, by {bar:.3f}")
+    assert not clear or chooses(folder)
     return ties
 
 

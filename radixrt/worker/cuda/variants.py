@@ -88,8 +88,10 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
-    if shape.head_dim > 128 or rows > 16:
+    if rows > 16:
         return Variant(rows, 32, 4, 2)
+    if shape.head_dim > 128:
+        return Variant(rows, 32, 1, 3) if itemsize == 1 else Variant(rows, 32, 4, 2)
     return Variant(rows, 64, 1, 2) if itemsize == 1 else Variant(rows, 64, 2, 3)
 
 
@@ -98,7 +100,7 @@ def shared_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
-    return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 8, 2)
+    return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 4, 2)
 
 
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:
