@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A CPU worker that is alone takes all cores. Where something else needs one, threads that spin for each other make a
 # step of a small model ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# In the background of a shell, Ctrl-C is ignored; and so it would be by all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests import interpreter  # noqa: E402  (torch reads the environment when imported)
 
