@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Sampling
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner
-from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.fake import fake_logprob
 from radixrt.worker.sharing import Cost
 from tests.worker.engine import Engine, prompts
@@ -149,8 +147,11 @@ class Whole:
 
 
 def test_a_whole_hit_does_not_end_sharing_for_all():
-    cuts = Cuts(Tiling(4, 16, 32, 20), Tiling(16, 16, 32, 12), Cost(256, 4096, 16))
-    planner = DecodePlanner({None}, cuts)
+    pytest.importorskip("triton")
+    from radixrt.worker.cuda.decodes import Cuts, DecodePlanner
+    from radixrt.worker.cuda.work import Tiling
+
+    planner = DecodePlanner({None}, Cuts(Tiling(4, 16, 32, 20), Tiling(16, 16, 32, 12), Cost(256, 4096, 16)))
     batch = [Whole(row) for row in range(8)]
     rows = np.arange(8, dtype=np.int32)
     for step in range(40):

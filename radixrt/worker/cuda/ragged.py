@@ -6,6 +6,7 @@ pages, FP8 or not --gather--> workspace [tokens, kv_heads, D], activations' dtyp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -113,8 +114,22 @@ def _starts(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences whose keys the workspace holds, in layers of one kind."""
+
+    queries: slice
+    sequences: Piece
+    """int32[S, 4], as `kernels.gather` has it."""
+    longest: int
+    total: int
+    """Keys that are gathered, of one sequence at most and of all."""
+    wrapper: object
+
+
 class RaggedStep:
-    """A ChunkStep; the sequences in groups that the workspace holds."""
+    """A ChunkStep; the sequences in groups that the workspace holds. Where a layer has a window, keys that no query of
+    a sequence sees stay where they are."""
 
     def __init__(
         self, sequences: Sequences, windows: set[int | None], packer: Packer, flashinfer: FlashInfer, parity: int,
@@ -122,38 +137,38 @@ class RaggedStep:
     ) -> None:  # fmt: skip
         self._flashinfer = flashinfer
         self._page_size = page_size
-        self._groups: list[tuple[slice, Piece, int, int, dict[int | None, object]]] = []
+        self._groups: dict[int | None, list[_Group]] = {window: [] for window in windows}
         number = 0
         ends = sequences.starts.astype(np.int64) + sequences.counts
         for group in _groups(ends, sequences, flashinfer.tokens):
             part = sequences.take(group)
-            keys = ends[group]
-            where = np.stack([part.rows, np.zeros_like(keys), keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
-            wrappers: dict[int | None, object] = {}
-            for window in windows:
-                wrappers[window] = flashinfer.wrapper(parity, number)
-                flashinfer.plan(wrappers[window], part.counts, keys, window)
-                number += 1
             first = int(part.queries[0])
             queries = slice(first, first + int(part.counts.sum()))
-            self._groups.append((queries, packer.add(where), int(keys.max()), int(keys.sum()), wrappers))
+            for window, planned in self._groups.items():
+                end = ends[group]
+                keys = end if window is None else np.minimum(end, part.counts + window - 1)
+                where = np.stack([part.rows, end - keys, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
+                wrapper = flashinfer.wrapper(parity, number)
+                flashinfer.plan(wrapper, part.counts, keys, window)
+                planned.append(_Group(queries, packer.add(where), int(keys.max()), int(keys.sum()), wrapper))
+                number += 1
 
     def sent(self, integers: torch.Tensor) -> None:
         self._sent = integers
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        for queries, piece, longest, total, wrappers in self._groups:
-            k, v = (x[:total] for x in self._flashinfer.workspace)
+        for group in self._groups[pages.window]:
+            k, v = (x[: group.total] for x in self._flashinfer.workspace)
             kernels.gather(
-                pages.keys, pages.values, pages.table, self._page_size, piece.of(self._sent), longest, (k, v),
-                pages.scales,
+                pages.keys, pages.values, pages.table, self._page_size, group.sequences.of(self._sent), group.longest,
+                (k, v), pages.scales,
             )  # fmt: skip
-            wrapper, mine = wrappers[pages.window], out[queries]
+            mine, asked, wrapper = out[group.queries], q[group.queries], group.wrapper
             if pages.sinks is None:
-                wrapper.run(q[queries], k, v, out=mine)  # type: ignore[attr-defined]
+                wrapper.run(asked, k, v, out=mine)  # type: ignore[attr-defined]
                 continue
             lse = torch.empty(mine.shape[:2], dtype=torch.float32, device=q.device)
-            wrapper.run(q[queries], k, v, out=mine, lse=lse, return_lse=True)  # type: ignore[attr-defined]
+            wrapper.run(asked, k, v, out=mine, lse=lse, return_lse=True)  # type: ignore[attr-defined]
             add_sinks(mine, lse, pages.sinks)
 
 

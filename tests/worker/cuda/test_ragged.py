@@ -1,4 +1,4 @@
-"""FlashInfer where there is no GPU: what it says it cannot do."""
+"""FlashInfer where there is no GPU: what it says it cannot do, and what it is given."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend
-from radixrt.worker.cuda.ragged import FlashInfer
+from radixrt.worker.cuda.chunks import Pages, Sequences
+from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
+from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape
+from radixrt.worker.kv import KVPool
+from tests.worker.cuda.forest import CPU
+from tests.worker.cuda.ragged import PlainFlashInfer
+from tests.worker.pages import make_plan
 
 
 def test_heads_that_fa3_has_no_kernel_for_are_refused_before_anything_is_built():
@@ -51,3 +58,28 @@ def test_what_merges_parts_is_compiled_when_it_is_tried_out(with_sinks, monkeypa
     assert sinks == with_sinks and added == [torch.bfloat16] * with_sinks
     assert values.dtype == torch.bfloat16 and values.shape[:2] == lse.shape
     assert merges.tolist() == [[0, 0, 0]], "nothing is written"
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("window", "gathered"), [(None, 12 + 45 + 77), (8, 12 + 12 + 44), (100, 12 + 45 + 77)])
+def test_keys_that_a_window_hides_are_left_where_they_are(page_size, window, gathered):
+    """Of sequences with more cached than the window has, some of it, none; in one group and in several."""
+    plan, table = make_plan(np.random.default_rng(0), page_size, [(0, 12), (40, 5), (40, 37)])
+    pool = KVPool(1, (int(table.max()) + 1) * page_size, 2, 16, torch.float32, CPU)
+    pool.write(0, torch.arange(pool.slots), *torch.randn(2, pool.slots, 2, 16))
+    q = torch.randn(len(plan.tokens), 4, 16)
+    reference = TorchAttention(pool, page_size, (window,))
+    reference.bind(table)
+    expected = reference.begin(plan, CPU).over_pages(0, q)
+    keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
+    pages = Pages(keys, values, torch.from_numpy(table), (1.0, 1.0), window)
+    sequences = Sequences(plan.rows, plan.starts, plan.counts, np.cumsum(plan.counts) - plan.counts)
+    for room in (200, 80):
+        packer, out = Packer(CPU), torch.full_like(q, torch.nan)
+        flashinfer = PlainFlashInfer(Shape(4, 2, 16, page_size), torch.float32, room)
+        step = RaggedStep(sequences, {window}, packer, flashinfer, 0, page_size)
+        step.sent(packer.send())
+        step.run(q, pages, out)
+        assert torch.allclose(out, expected, atol=1e-5)
+        if room == 200:
+            assert int((~flashinfer.workspace[0].isnan()).all(2).all(1).sum()) == gathered
