@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -96,3 +97,22 @@ def test_flashinfer_that_cannot_be_built_is_replaced_with_a_warning(folder, monk
         else:
             assert cuda.find_flashinfer(settings, loaded) is None
     assert ("ninja: build stopped" in caplog.text) == (backend == "auto")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_a_build_that_takes_long_is_spoken_of_before_it_ends(folder, monkeypatch, caplog, seconds):
+    cuda = pytest.importorskip("radixrt.worker.cuda.loading")
+    loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
+    said = []
+
+    def build(windows):
+        time.sleep(seconds)
+        said.append(caplog.text)
+
+    monkeypatch.setattr(cuda, "FlashInfer", lambda *_: SimpleNamespace(try_out=build))
+    monkeypatch.setattr(cuda, "SILENT_SECONDS", 0.05)
+    settings = SimpleNamespace(attention_backend="auto", page_size=1, max_num_batched_tokens=64)
+    with caplog.at_level(logging.INFO):
+        cuda.find_flashinfer(settings, loaded)
+    assert ("attention are built" in said[0]) == bool(seconds)
+    assert ("attention were built in" in caplog.text) == bool(seconds)

@@ -4,8 +4,11 @@ are left."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -34,6 +37,8 @@ GRAPH_BYTES = 1 << 30
 """Kept for CUDA graphs, beside their logits."""
 GATHERED_TOKENS = 1 << 17
 """That the workspace of long chunks holds, or the model's context, if that is less."""
+SILENT_SECONDS = 5.0
+"""Until something is said of what takes so long."""
 
 
 def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> CudaRunner:
@@ -91,17 +96,16 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     shape = Shape.of(spec, config.page_size)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
     tokens = min(GATHERED_TOKENS, spec.max_model_len + config.max_num_batched_tokens)
-    began = time.monotonic()
     try:
-        found = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
-        found.try_out(set(spec.windows))
+        with _built("attention"):
+            found = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
+            found.try_out(set(spec.windows))
     except Exception as error:  # no package, no compiler, a build that fails, a head size it does not know
         message = f"FlashInfer is not used: {type(error).__name__}: {str(error)[:500]}"
         if config.attention_backend == "flashinfer":
             raise ValueError(f"attention_backend: {message}") from error
         log.warning("%s. Long prompts are computed by Triton kernels, slower", message)
         return None
-    _say_built("attention", began)
     return found
 
 
@@ -123,19 +127,28 @@ def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
     """FlashInfer's thresholds for draws, built; None without them, with a warning that says why."""
     if config.attention_backend == "triton" or config.deterministic:
         return None
-    began = time.monotonic()
     try:
-        found = find_thresholds(loaded.spec.vocab_size, loaded.device)
+        with _built("draws"):
+            return find_thresholds(loaded.spec.vocab_size, loaded.device)
     except Exception as error:  # no package, no compiler, a build that fails
         message = f"FlashInfer is not used for draws: {type(error).__name__}: {str(error)[:500]}"
         log.warning("%s. With top_k, top_p or min_p the vocabulary is sorted in every step, slower", message)
         return None
-    _say_built("draws", began)
-    return found
 
 
-def _say_built(what: str, began: float) -> None:
-    if (seconds := time.monotonic() - began) > 5:
+@contextmanager
+def _built(what: str) -> Iterator[None]:
+    """Says that FlashInfer's kernels are built, if they are not there yet."""
+    began = time.monotonic()
+    text = "FlashInfer's kernels for %s are built: a minute or more, once on this machine"
+    timer = threading.Timer(SILENT_SECONDS, log.info, (text, what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if (seconds := time.monotonic() - began) > SILENT_SECONDS:
         log.info("FlashInfer's kernels for %s were built in %.0f s", what, seconds)
 
 
