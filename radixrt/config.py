@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class WorkerConfig:
     model: str = setting("", "checkpoint folder, hub name, or nano")
     served_model_name: str = setting("", "name clients use (default: the folder's name)")
     router: str = setting("", "ZMQ address of the router's worker socket")
-    name: str = setting("", "unique worker name (default: host and pid)")
+    name: str = setting("", "unique worker name (default: host, pid, four digits)")
     device: str = setting("auto", "auto, cpu or cuda[:n]")
     tensor_parallel_size: int = setting(1, "ranks of a worker: GPUs side by side, each with a part of every matrix")
     dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
@@ -184,7 +185,7 @@ def resolve(config: AnyConfig) -> AnyConfig:
         if config.speculative_algorithm == "auto":
             changes["speculative_algorithm"] = "ngram" if on_gpu else "none"
         if not config.name:
-            changes["name"] = f"{socket.gethostname()}-{os.getpid()}"
+            changes["name"] = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         if not config.max_num_batched_tokens:
             changes["max_num_batched_tokens"] = 8192 if on_gpu else 512
     else:

@@ -75,6 +75,8 @@ def run_role(role: str, config: Any) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: worker.stop())
             _serve(worker)
+            if worker.dismissed:
+                raise SystemExit(f"worker {config.name}: {worker.dismissed}")
             say_leave(config.router, config.name, "stopped")
 
 
@@ -104,12 +106,12 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     from radixrt.worker.grammar import Grammars
     from radixrt.worker.loop import Identity, Worker
     from radixrt.worker.scheduler import Limits
+    from radixrt.worker.status import LIFE
 
     ends = itertools.count()
 
     def connect() -> wire.Link:
-        # Each thread of the worker has its own end; a new life of the same name takes over the same ends.
-        return wire.Link(config.router, f"{config.name}/{next(ends)}".encode())
+        return wire.Link(config.router, f"{config.name}/{LIFE:x}/{next(ends)}".encode())  # each thread has its own
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device

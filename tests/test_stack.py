@@ -324,6 +324,29 @@ def test_a_worker_may_join_and_leave(pair, folder):
             process.wait()
 
 
+def test_of_two_workers_of_one_name_the_later_serves(pair, folder):
+    """The other one ends by itself, and says why; not even its end disturbs the later one."""
+    address, running = pair
+    command = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
+    command += ["--name", "twin", "--max-total-tokens", "4096", "--device", "cpu"]
+    processes = []
+    try:
+        with Client(address) as client:
+            for _ in range(2):
+                processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+                found = {"pid": processes[-1].pid}
+                wait_for(lambda found=found: any(found.items() <= w.items() for w in client.health()["workers"]))
+            _, said = processes[0].communicate(timeout=20)
+            assert processes[0].returncode == 1 and "twin: another worker has taken this name" in said
+            for _ in range(20):
+                assert processes[1].pid in [w["pid"] for w in client.health()["workers"]]
+                time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.communicate()
+
+
 def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):
     """kill -9: the worker joins the next router by itself, without its requests and with what is cached."""
     prompt = prompts(1, 200, 200, seed=3)[0]

@@ -56,7 +56,9 @@ class Unknown(msgspec.Struct, tag="unknown"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Finish nothing more and exit."""
+    """Finish nothing more and exit; with a `reason` if the worker must not serve."""
+
+    reason: str = ""
 
 
 ToWorker = Run | Abort | Snapshot | Unknown | Stop | Pin | Unpin
@@ -126,7 +128,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
     """First message of a worker, and again when it is Unknown. `name` is unique; a second Register of a name replaces
-    the first, whose runs are dropped."""
+    the first, whose runs are dropped. Where another process sent the first, and does so again, it gets a Stop."""
 
     name: str
     model: str
@@ -137,6 +139,8 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     kv_dtype: str = ""
     device: str = "cpu"
     pid: int = 0
+    life: int = 0
+    """Drawn by its process: two on two machines, or in two containers, may have one pid."""
     vocab_size: int = 0
     """Token ids the model takes; 0 if unknown."""
 

@@ -192,7 +192,7 @@ class RouterCore:
     # ------------------------------------------------------------ workers
 
     def register(self, info: Register, now: float) -> list[Effect]:
-        """A worker joins. The same name with another pid is a new life of it; with the same pid, its cache lives on."""
+        """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on."""
         orphans, orders = self.members.register(info, now)
         return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 

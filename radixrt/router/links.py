@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixrt import wire
-from radixrt.messages import ClientReply, Deltas, Error, Unknown
+from radixrt.messages import ClientReply, Deltas, Error, Stop, Unknown
 
 log = logging.getLogger("radixrt.router")
 
@@ -71,6 +71,11 @@ class WorkerLinks:
             self._refused[identity] = now
             if len(self._refused) > MOST_REFUSED:
                 del self._refused[next(iter(self._refused))]
+
+    def dismiss(self, identity: bytes, reason: str) -> None:
+        """Tell a worker that it must not serve, and why."""
+        with contextlib.suppress(wire.PeerGone):
+            self._socket.send(identity, wire.encode(Stop(reason)))
 
     def send(self, name: str, message: Any) -> list[str]:
         """A message to a worker, with others of this turn. Those that cannot be reached, by name."""

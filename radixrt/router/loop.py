@@ -41,6 +41,8 @@ from radixrt.router.validate import malformed
 
 log = logging.getLogger("radixrt.router")
 
+NAME_TAKEN = "another worker has taken this name since; each needs a --name of its own"
+
 _client_message = wire.Decoder(ClientRequest)
 _worker_message = wire.Decoder(ToRouter)
 
@@ -139,6 +141,9 @@ class RouterServer:
                     self._perform(self.core.step(name, message, now()))
             case Heartbeat():
                 self._perform(self.core.heartbeat(message.name, now()))
+            case Register() if self.core.members.is_replaced(message):
+                log.error("worker %s: %s", message.name, NAME_TAKEN)
+                self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
                 self._workers.bind(message.name, identity)
                 log.info("worker %s serves %s on %s", message.name, message.model, message.device)

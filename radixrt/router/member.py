@@ -7,15 +7,24 @@ import itertools
 from radixrt.messages import Load, Register
 from radixrt.router.placement import Candidate
 
+Process = tuple[int, int]
+"""Which process a worker is."""
+
+
+def process(info: Register) -> Process:
+    return info.pid, info.life
+
 
 class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
-    __slots__ = ("asked", "heard", "info", "load", "number", "runs", "token_limit", "unseen_tokens")
+    __slots__ = ("asked", "heard", "info", "load", "number", "replaced", "runs", "token_limit", "unseen_tokens")
 
-    def __init__(self, number: int, info: Register, now: float) -> None:
+    def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
         self.number = number
         self.info = info
+        self.replaced = replaced
+        """Those that were called so before it."""
         self.token_limit = min(info.max_model_len, info.total_pages * info.page_size)
         """Tokens the longest sequence may have: by the model, and by what fits the pool."""
         self.heard = now
@@ -30,6 +39,10 @@ class Member:
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def process(self) -> Process:
+        return process(self.info)
 
     def dispatched(self, run: int, uncached: int) -> None:
         self.runs[run] = uncached

@@ -15,13 +15,15 @@ from typing import NamedTuple
 from radixrt.messages import Abort, Register, Snapshot, StepDone
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
-from radixrt.router.member import Member
+from radixrt.router.member import Member, Process, process
 from radixrt.router.record import Counters
 
 FORGET_SECONDS = 600.0
 """A worker lost by silence may come back this long."""
 SNAPSHOT_SECONDS = 10.0
 """Until a snapshot that has not come is asked for again: it was lost with a connection."""
+MOST_REPLACED = 16
+"""Processes that are known to have had a name before another took it."""
 
 
 class Serving(NamedTuple):
@@ -76,12 +78,13 @@ class Members:
     # ------------------------------------------------------------ come and go
 
     def register(self, info: Register, now: float) -> tuple[list[int], list[Effect]]:
-        """A worker joins. The same name with another pid is a new life of it; with the same pid, its cache lives on.
+        """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on.
         The runs that its life before leaves behind, and what the worker is told."""
         before = self._serving.get(info.name)
-        again = before is not None and before.info.pid == info.pid
+        again = before is not None and before.process == process(info)
+        replaced = self._replaced_by(info)
         orphans = self.remove(info.name, may_return=False)
-        member = self._join(info, now, fresh=not again)
+        member = self._join(info, now, replaced, fresh=not again)
         if not again:
             return orphans, []
         # It may have taken them after it had let go of all.
@@ -93,7 +96,7 @@ class Members:
         lost = self._lost.pop(name, None)
         if lost is None:
             return []
-        member = self._join(lost.info, now, fresh=False)
+        member = self._join(lost.info, now, lost.replaced, fresh=False)
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
     def remove(self, name: str, *, may_return: bool) -> list[int]:
@@ -110,9 +113,20 @@ class Members:
         self._index.drop_worker(member.number)
         return list(member.runs)
 
-    def _join(self, info: Register, now: float, *, fresh: bool) -> Member:
+    def is_replaced(self, info: Register) -> bool:
+        """Whether another process has taken its name since it joined."""
+        member = self._serving.get(info.name)
+        return member is not None and process(info) in member.replaced
+
+    def _replaced_by(self, info: Register) -> tuple[Process, ...]:
+        """The last processes that were called so, but for its own."""
+        before = self._serving.get(info.name) or self._lost.get(info.name)
+        known = () if before is None else (*before.replaced, before.process)
+        return tuple(one for one in known if one != process(info))[-MOST_REPLACED:]
+
+    def _join(self, info: Register, now: float, replaced: tuple[Process, ...], *, fresh: bool) -> Member:
         """Begin a new life; the one before is over."""
-        member = self._serving[info.name] = Member(next(self._numbers), info, now)
+        member = self._serving[info.name] = Member(next(self._numbers), info, now, replaced)
         self._by_model.clear()
         self._index.add_worker(member.number, fresh=fresh)
         return member

@@ -101,6 +101,8 @@ class Worker:
         self._snapshot_wanted = False
         self._joined = False
         """The router has been sent a Register, and has read all since."""
+        self.dismissed = ""
+        """Why the router does not want it, if it has said so."""
 
     # ------------------------------------------------------------ the loop
 
@@ -235,7 +237,8 @@ class Worker:
                 self._snapshot_wanted = True
             case m.Unknown():
                 self._join_again()
-            case m.Stop():
+            case m.Stop(reason=reason):
+                self.dismissed = reason
                 self.stop()
 
     def _join_again(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ from radixrt.messages import Load, Register
 from radixrt.worker.cache import PageCache
 from radixrt.worker.plan import Plan, Runner
 from radixrt.worker.scheduler import Limits, Scheduler
+
+LIFE = secrets.randbits(63)
+"""Of this process; see `Register`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         kv_dtype=identity.kv_dtype,
         device=identity.device,
         pid=os.getpid(),
+        life=LIFE,
         vocab_size=runner.vocab_size,
     )
 

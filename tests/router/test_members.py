@@ -10,7 +10,7 @@ from sim_workers import ids, register
 from radixrt.messages import Abort, Load, Snapshot, StepDone, Stored
 from radixrt.router.effects import Order
 from radixrt.router.index import Index
-from radixrt.router.members import FORGET_SECONDS, SNAPSHOT_SECONDS, Members
+from radixrt.router.members import FORGET_SECONDS, MOST_REPLACED, SNAPSHOT_SECONDS, Members
 from radixrt.router.record import Counters
 
 HELD = StepDone([], Load(), 0, [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6, 7))])
@@ -58,6 +58,27 @@ def test_with_the_same_pid_what_it_holds_comes_as_a_snapshot(members, index, cou
     snapshot = StepDone([], Load(), 9, HELD.events, snapshot=True)
     assert members.mirror(member(members), snapshot, 99.0) == [] and index.tokens == 3
     assert members.ask_again(199.0) == [] and counters.snapshots == 3
+
+
+def test_who_had_a_name_first_does_not_take_it_back(members):
+    """Be the other one on another machine with the same pid, or lost in between; for as long as the other serves."""
+    first, second, third = (register("w0", pid=1, life=life) for life in (1, 2, 3))
+    members.register(first, 0.0)
+    assert not members.is_replaced(first) and not members.is_replaced(second)
+    members.register(second, 1.0)
+    assert members.is_replaced(first) and not members.is_replaced(second)
+    members.remove("w0", may_return=True)
+    members.register(third, 2.0)
+    members.register(third, 3.0)
+    assert members.is_replaced(first) and members.is_replaced(second) and not members.is_replaced(third)
+    members.remove("w0", may_return=True)
+    members.revive("w0", 4.0)
+    assert members.is_replaced(second)
+    members.remove("w0", may_return=False)
+    assert not members.is_replaced(first)
+    for life in range(100):
+        members.register(register("w0", life=life), 5.0)
+    assert len(member(members).replaced) == MOST_REPLACED and members.is_replaced(register("w0", life=98))
 
 
 def test_one_that_is_lost_may_come_back_for_a_time(members):

@@ -294,6 +294,13 @@ def test_stop_ends_the_loop():
         while not serving._stopped.is_set():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert not serving.dismissed
+
+
+def test_why_a_worker_must_stop_is_kept():
+    with worker() as (router, serving):
+        router.tell(Stop("two are called so"))
+        assert serving._stopped.wait(5) and serving.dismissed == "two are called so"
 
 
 def test_no_step_is_under_way_when_the_runner_is_closed():
