@@ -202,7 +202,7 @@ class Exchange(Mailbox):
             ignored = choice.stopping
             pieces, stops = choice.take(answer)
             if stops:
-                self._transport.tell(Cancel(answer.id, answer.index))
+                self._transport.tell(Cancel(answer.id, answer.index, choice.tokens))
             last = answer.finish is not None
             # A token may have no text yet: it shows that it is there.
             if pieces or last or (answer.ids and not ignored and (answer.logprobs or not choice.parsed)):

@@ -171,23 +171,31 @@ class RouterCore:
     ) -> tuple[Usage | None, list[Effect]]:
         """End one choice where a stop string was found, the last `past` tokens behind it: its usage (None if it has
         ended already, or is a Score's) and an Abort."""
-        request = self._requests.get(client, {}).get(request_id)
-        run = request.runs[index] if request and 0 <= index < len(request.runs) else None
-        if run is None or run.finished or request.scores:
+        run = self._open_run(client, request_id, index)
+        if run is None:
             return None, []
-        if past:
+        if past > 0:
             del run.emitted[-past:]
         self._close(run)
-        self.counters.finished += not request.open
+        self.counters.finished += not run.request.open
         return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
 
-    def end_choice(self, client: Client, request_id: int, index: int) -> list[Effect]:
-        """`stop_choice` for a client that looks for stop strings itself: it gets the last Delta."""
-        usage, effects = self.stop_choice(client, request_id, index)
-        if usage is not None:
-            delta = Delta(request_id, index, finish="stop", usage=usage)
-            effects.append(Reply(client, Deltas([delta])))
-        return effects
+    def end_choice(self, client: Client, request_id: int, index: int, tokens: int | None = None) -> list[Effect]:
+        """`stop_choice` for a client that looks for stop strings itself, and may say how many `tokens` come before what
+        it found: it gets the last Delta."""
+        run = self._open_run(client, request_id, index)
+        if run is None:
+            return []
+        past = 0 if tokens is None else len(run.emitted) - tokens
+        usage, effects = self.stop_choice(client, request_id, index, past)
+        delta = Delta(request_id, index, finish="stop", usage=usage)
+        return [*effects, Reply(client, Deltas([delta]))]
+
+    def _open_run(self, client: Client, request_id: int, index: int) -> RunState | None:
+        """That of a choice that has not ended, and is no Score's."""
+        request = self._requests.get(client, {}).get(request_id)
+        run = request.runs[index] if request and 0 <= index < len(request.runs) else None
+        return None if run is None or run.finished or run.request.scores else run
 
     # ------------------------------------------------------------ workers
 

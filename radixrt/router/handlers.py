@@ -89,7 +89,7 @@ class Handlers:
                 case Cancel(index=None):
                     self._cancel(client, message.id)
                 case Cancel():
-                    self._perform(self._core.end_choice(client, message.id, message.index))
+                    self._perform(self._core.end_choice(client, message.id, message.index, message.tokens))
                 case Tokenize() | Detokenize():
                     self._start(self._translate, client, message)
                 case Fork():

@@ -373,6 +373,23 @@ def test_many_streams_at_once(slow_url):
     assert texts == [expected["choices"][0]["text"]] * 16
 
 
+def test_the_report_counts_to_the_stop_string(url):
+    """As the usage does, however many tokens a fast worker has drawn until the router hears of it."""
+    with httpx.Client(base_url=url) as client:
+
+        def complete(**fields) -> dict:
+            body = {"prompt": [5, 6, 7], "ignore_eos": True, "temperature": 0} | fields
+            return client.post("/v1/completions", json=body).json()
+
+        def reported() -> int:
+            return client.get("/v1/report").json()["total"]["generated_tokens"]
+
+        stop = complete(max_tokens=30)["choices"][0]["text"][9:13]
+        before = reported()
+        counted = sum(complete(max_tokens=8000, stop=stop)["usage"]["completion_tokens"] for _ in range(5))
+        assert 0 < counted < 200 and reported() - before == counted
+
+
 def test_stopping_does_not_wait_for_streams(folder):
     with serving(folder, fake="0,0.01", workers=1) as frontend:
         body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}

@@ -128,6 +128,19 @@ def test_the_router_draws_a_missing_seed_and_the_room_left():
     assert run.sampling.max_tokens == 96
 
 
+@pytest.mark.parametrize(("said", "counted"), [(None, 3), (2, 2), (3, 3), (9, 3), (0, 0), (-4, 0)])
+def test_tokens_behind_what_ends_a_choice_are_not_counted(said, counted):
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [9, 9, 9])), 1.1)
+    abort, reply = core.end_choice(b"c", 1, 0, said)
+    assert abort.message == Abort([run.id])
+    (delta,) = reply.message.items
+    assert delta.finish == "stop" and delta.usage.completion_tokens == counted
+    assert core.counters.generated_tokens == counted and core.runs_in_flight == 0
+    assert core.end_choice(b"c", 1, 0, said) == []
+
+
 def test_score_collects_choices_and_sums_usage():
     core = core_with(register("w0"))
     choices = [TokenPrompt(ids(1, 2)), TokenPrompt(ids(3))]
