@@ -155,7 +155,7 @@ class Reply:
         }
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.token_text(token) if self._tokenizer else f"token_id:{token}"
+        return token_text(self._tokenizer, token)
 
 
 class ChatReply(Reply):
@@ -187,15 +187,23 @@ class ChatReply(Reply):
     def logprobs(self, found: list[TokenLogprob] | None, offset: int) -> Any:
         if found is None:
             return None
-        content = []
-        for one in found:
-            tops = [self._token(token, logprob) for token, logprob in one.top]
-            content.append(self._token(one.token, one.logprob) | {"top_logprobs": tops})
-        return {"content": content, "refusal": None}
+        return {"content": [token_json(self._tokenizer, one) for one in found], "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token) if self._tokenizer else b""
-        return {"token": self._text(token), "logprob": _finite(logprob), "bytes": list(raw)}
+
+def token_json(tokenizer: Tokenizer | None, found: TokenLogprob) -> dict[str, Any]:
+    """A token, as chats and responses have it."""
+    tops = [_likelihood(tokenizer, token, logprob) for token, logprob in found.top]
+    return _likelihood(tokenizer, found.token, found.logprob) | {"top_logprobs": tops}
+
+
+def _likelihood(tokenizer: Tokenizer | None, token: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token) if tokenizer else b""
+    return {"token": token_text(tokenizer, token), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """Of a token alone."""
+    return tokenizer.token_text(token) if tokenizer else f"token_id:{token}"
 
 
 def _delta(piece: Piece) -> bytes:

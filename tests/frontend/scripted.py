@@ -211,6 +211,8 @@ class Script(FakeRunner):
                 at = int(plan.starts[b] + plan.counts[b]) - request.prompt_len
                 if at >= 0 and (said := self._script(request)) is not None:
                     result.tokens[b] = said[at] if at < len(said) else EOS
+                    if result.logprobs:
+                        result.logprobs[b] = self._logprob(request, result.tokens[b])
             return result
 
         return finish

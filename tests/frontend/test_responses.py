@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.parsing import Content
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
+from radixrt.frontend.responses.replies import ResponseReply
+from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore
-from radixrt.messages import Error
+from radixrt.messages import Error, TokenLogprob, Usage
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import odd, sequences
 
@@ -484,8 +488,7 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
         ("truncation", {"truncation": "middle"}),
         ("background", {"background": True}),
         ("conversation", {"conversation": "conv_1"}),
-        ("top_logprobs", {"top_logprobs": 3}),
-        ("include", {"include": ["message.output_text.logprobs"]}),
+        ("top_logprobs", {"top_logprobs": 300}),
         ("reasoning.effort", {"reasoning": {"effort": "extreme"}}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("temperature", {"temperature": -1}),
@@ -498,6 +501,59 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
 def test_refusals_name_the_field(model, field, fields):
     for stream in (False, True):
         refused(model, field, stream=stream, **fields)
+
+
+INCLUDE = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize(("fields", "tops"), [({"include": INCLUDE}, 0), ({"include": INCLUDE, "top_logprobs": 1}, 1),
+                                              ({"top_logprobs": 1}, 1)])  # fmt: skip
+@pytest.mark.parametrize("text", ["plain enough, and naïve — 日本", f"Let me see.\n{PARIS}", "a < b, <tool> is none"])
+def test_log_probabilities(model, text, fields, tops):
+    """Of the tokens of the message, those of a call left out; the same in a stream."""
+    whole = ask(model, text, tools=TOOLS, **fields)
+    (part,) = whole.output[0].content
+    told = part.logprobs
+    assert b"".join(bytes(one.bytes) for one in told).strip() == part.text.encode()
+    assert all(one.logprob < 0 and len(one.top_logprobs) == tops for one in told)
+    assert whole.model_dump()["top_logprobs"] == fields.get("top_logprobs", 0)
+    events = list(ask(model, text, tools=TOOLS, stream=True, **fields))
+    deltas = [one for e in events if e.type == "response.output_text.delta" for one in e.logprobs]
+    (done,) = (e for e in events if e.type == "response.output_text.done")
+    opened = next(e for e in events if e.type == "response.content_part.added")
+    streamed, closed, expected = ([(one.token, one.logprob) for one in each] for each in (deltas, done.logprobs, told))
+    assert streamed == closed == expected
+    assert opened.part.logprobs == [] and events[-1].response.output[0].content[0].logprobs == told
+
+
+def test_tokens_are_told_with_the_text_that_they_say():
+    """A mark that has the text in it says none; half a character, or a half of what a parser held, comes later."""
+    texts = {1: b"</think>", 2: b"h", 3: b"\xc3", 4: b"\xaf", 5: b" they", 6: b"<", 7: b"b", 8: b"<end>"}
+    asked = Asked(Create(input="x"))
+    asked.sampling({})
+    reply = ResponseReply("m", SimpleNamespace(token_bytes=texts.get, token_text=repr), asked)
+
+    def told(pieces: list[str], *tokens: int) -> list[list[str]]:
+        found = [TokenLogprob(token, -1.0, []) for token in tokens]
+        events = reply.add([Content(text) for text in pieces], found)
+        return [[one["token"] for one in e["logprobs"]] for e in events if e["type"].endswith("text.delta")]
+
+    assert told(["h"], 1, 2) == [["2"]]
+    assert told([], 3) == [] and told(["ï"], 4) == [["3", "4"]]
+    assert told(["th"], 5) == [["5"]] and told(["ey"]) == [[]]
+    assert told([], 6) == [] and told(["<b"], 7) == [["6", "7"]]
+    assert told(["h", "b"], 2, 7, 8) == [["2"], ["7"]]
+    (part,) = reply.finish(False, Usage(), b"")[1]["output"][0]["content"]
+    assert [one["token"] for one in part["logprobs"]] == ["2", "3", "4", "5", "6", "7", "2", "7"]
+
+
+def test_log_probabilities_of_thoughts_are_not_told(thinking):
+    answer = ask(thinking, "<think>\nto be or not\n</think>\n\nt is it", include=INCLUDE)
+    thought, message = answer.output
+    (part,) = message.content
+    assert part.text == "t is it" and "not" in thought.content[0].text
+    assert b"".join(bytes(one.bytes) for one in part.logprobs).strip() == b"t is it"
+    assert ask(thinking, "<think>\nx\n</think>\n\ny").output[1].content[0].logprobs == []
 
 
 def test_schemas_that_cannot_be_compiled(model):

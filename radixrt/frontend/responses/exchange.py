@@ -31,7 +31,7 @@ class ResponseExchange(Exchange):
         return self.reply.error(problem.code or f"{problem.status}", problem.message, problem.param or None)
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
-        events = [event for piece in pieces for event in self.reply.add(piece)]
+        events = self.reply.add(pieces, logprobs or ())
         if self._streams and events:
             self.put(self.reply.events(*events))
         self.wake()

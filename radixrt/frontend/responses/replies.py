@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.reasoning import reasoning_tokens
+from radixrt.frontend.replies import token_json
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
-from radixrt.messages import Usage
+from radixrt.messages import TokenLogprob, Usage
 from radixrt.router.tokens import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 Event = dict[str, Any]
+MOST_UNTOLD = 256
+"""Tokens that are looked at for the text of a message."""
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
@@ -30,12 +36,14 @@ class Item:
         self.text = ""
         self._call = call
         self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
 
-    def add(self, text: str) -> Event:
-        """The event of a text gained."""
+    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Event:
+        """The event of a text gained, and of a message's tokens, if these are told."""
         self._texts.append(text)
+        self._logprobs += logprobs
         names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-        more = {"logprobs": []} if self.kind == "message" else {}
+        more = {"logprobs": logprobs} if self.kind == "message" else {}
         return self._event(f"response.{names[self.kind]}.delta", {"delta": text} | more)
 
     def opening(self) -> list[Event]:
@@ -55,7 +63,8 @@ class Item:
         part = self._event("response.content_part.done", {"part": self._part()})
         if self.kind == "reasoning":
             return [self._event("response.reasoning_text.done", {"text": self.text}), part, done]
-        return [self._event("response.output_text.done", {"text": self.text, "logprobs": []}), part, done]
+        said = {"text": self.text, "logprobs": self._logprobs}
+        return [self._event("response.output_text.done", said), part, done]
 
     def json(self, status: str) -> dict[str, Any]:
         """The item; its text is there once it is closed."""
@@ -70,7 +79,7 @@ class Item:
     def _part(self) -> dict[str, Any]:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": [*self._logprobs]}
 
     def _event(self, kind: str, more: dict[str, Any]) -> Event:
         place = {} if self._call is not None else {"content_index": 0}
@@ -91,19 +100,40 @@ class ResponseReply:
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
         self._sequence = 0
+        self._untold: list[TokenLogprob] = []
+        """Tokens whose text has not come yet."""
 
     # ------------------------------------------------------------ pieces
 
-    def add(self, piece: Piece) -> list[Event]:
-        """Take a piece in; the events that tell of it."""
-        match piece:
-            case CallStart():
-                return self._open("function_call", piece)
-            case CallArguments(text=text):
-                return [self._items[-1].add(text)]
+    def add(self, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
+        """Take in the pieces that tokens were found to say, and the tokens, if they are told; the events that tell of
+        them. Tokens of thoughts, of calls and of marks are not told."""
+        self._untold += logprobs
+        del self._untold[:-MOST_UNTOLD]
+        return [event for piece in pieces for event in self._add(piece)]
+
+    def _add(self, piece: Piece) -> list[Event]:
+        if isinstance(piece, CallStart):
+            return self._open("function_call", piece)
+        told = self._tokens_of(piece.text) if self._untold else []
+        if isinstance(piece, CallArguments):
+            return [self._items[-1].add(piece.text)]
         kind = "message" if isinstance(piece, Content) else "reasoning"
         opening = [] if self._items and self._items[-1].kind == kind else self._open(kind)
-        return [*opening, self._items[-1].add(piece.text)]
+        return [*opening, self._items[-1].add(piece.text, told)]
+
+    def _tokens_of(self, text: str) -> list[dict[str, Any]]:
+        """Those that say a text; what is before them says none."""
+        if self._tokenizer is None:
+            return []
+        said = [self._tokenizer.token_bytes(one.token) for one in self._untold]
+        ends, whole, sought = list(itertools.accumulate(map(len, said))), b"".join(said), text.encode()
+        begin = next((at for at in (0, *ends) if whole.startswith(sought, at)), whole.find(sought))
+        if begin < 0:  # it was told with a token that says it and what went before
+            return []
+        first, last = bisect.bisect_right(ends, begin), bisect.bisect_left(ends, begin + len(sought)) + 1
+        told, self._untold = self._untold[first:last], self._untold[last:]
+        return [token_json(self._tokenizer, one) for one in told]
 
     def _open(self, kind: str, call: CallStart | None = None) -> list[Event]:
         closing = self._close("completed")
@@ -175,6 +205,7 @@ class ResponseReply:
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": self.asked.sampled.top_p,
             "truncation": body.truncation or "disabled",
             "usage": usage,

@@ -20,7 +20,7 @@ from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
 
-UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt", "top_logprobs")
+UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt")
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
@@ -73,6 +73,12 @@ class Create(msgspec.Struct, kw_only=True):
     def stores(self) -> bool:
         return self.store is not False
 
+    @property
+    def logprobs(self) -> int | None:
+        """So many of the likeliest tokens come with each; None: no log-probabilities."""
+        asked = LOGPROBS in (self.include or ()) or self.top_logprobs
+        return (self.top_logprobs or 0) if asked else None
+
     def checked(self) -> None:
         """ApiError (400) for what is not served."""
         for name in UNSERVED:
@@ -81,8 +87,6 @@ class Create(msgspec.Struct, kw_only=True):
         # What 'auto' would leave out of a prompt that is too long is not left out here: such a prompt is refused.
         if self.truncation not in (None, "auto", "disabled"):
             refuse("truncation", f"must be 'auto' or 'disabled', not {self.truncation!r}")
-        if LOGPROBS in (self.include or ()):
-            refuse("include", f"{LOGPROBS} is not served")
         if (self.text or {}).get("verbosity") not in (None, "medium"):
             refuse("text.verbosity", "is not served")
 
@@ -146,7 +150,7 @@ class Asked:
 
     def names(self) -> dict[str, str]:
         """How the caller calls the fields of a message."""
-        own = {"max_tokens": "max_output_tokens", "template_args": "chat_template_kwargs"}
+        own = {"max_tokens": "max_output_tokens", "template_args": "chat_template_kwargs", "logprobs": "top_logprobs"}
         return own | {"prompt": "input", "messages": "input"}
 
     def tool_use(self) -> ToolUse:
@@ -169,7 +173,8 @@ class Asked:
             refuse("max_output_tokens", "must be at least 1")
         given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        self.sampled = Sampling(**{**defaults, **given}, max_tokens=body.max_output_tokens, stop=stop)
+        limits = {"max_tokens": body.max_output_tokens, "logprobs": body.logprobs}
+        self.sampled = Sampling(**{**defaults, **given}, **limits, stop=stop)
         return self.sampled
 
 
