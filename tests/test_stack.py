@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -193,7 +194,8 @@ def test_a_killed_worker_costs_nothing(folder):
     with stack(folder, 2) as running, Client(running._client_address) as client:
         samplings = [long, drawn] * 3
         with LocalStack(config(folder, 1)) as local, Client(local.address) as inside:
-            expected = [inside.generate(p, s).token_ids for p, s in zip(asked, samplings, strict=True)]
+            with ThreadPoolExecutor(len(asked)) as pool:
+                expected = [found.token_ids for found in pool.map(inside.generate, asked, samplings)]
         results: list[list[int]] = [[] for _ in asked]
         workers: list[str] = ["" for _ in asked]
 
