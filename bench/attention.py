@@ -1,12 +1,13 @@
 """Which attention kernel for which phase: every way there is, on one layer of a model's shape.
 
-    python -m bench.attention [--sweep]
+    python -m bench.attention [--sweep] [--heads 16 8 256]
 
 Phases: decodes of B sequences with S cached tokens each; chunks of N new tokens after S cached ones. Ways: this
 project's Triton kernel over pages, FlashInfer's paged kernels (FA2), FlashInfer's FA3 over K and V that were gathered
 from the pages and widened first (the gather is in its time), and the same with long prefixes cut in parts. Limits:
 bytes over the copy bandwidth, FLOPs over the matrix rate, of the same run. The error is relative to float32 over the
-same pages. With --sweep, also every compilation of the Triton kernel that is worth a try.
+same pages. With --sweep, also every compilation of the Triton kernel that is worth a try. Other --heads (of queries, of
+KV, size) go into a file of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -38,10 +40,10 @@ from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
+HEADS = 32, 8, 128
+"""Of queries, of KV, size."""
 DEVICE = torch.device("cuda")
 DECODES = [(1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 32768)]
-CHIP = Chip(HEADS, 132)
 CHUNKS = [
     (1, 128, 16384), (1, 600, 8192), (1, 2048, 8192), (1, 1024, 0), (1, 8192, 0), (1, 8192, 8192), (12, 600, 8192),
     (4, 600, 8192), (16, 64, 2048), (8, 1024, 0),
@@ -63,12 +65,25 @@ def graph_ms(run: Callable[[], object]) -> float:
     return median_ms(in_graph(run)) / 4
 
 
+def drawn(*size: int) -> torch.Tensor:
+    return torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
+
+
+def limit_ms(shape: Shape, bytes_each: float, pairs: float, limits: dict[str, float]) -> float:
+    """Of `pairs` of a query and a key, and of keys of so many bytes an element together."""
+    moved = 2 * bytes_each * shape.kv_heads * shape.head_dim
+    flops = 4 * pairs * shape.heads * shape.head_dim
+    return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+
+
 class Forest:
     """Decodes of sequences that share prefixes: a tree of (tokens, fan-out) levels over own tokens, on random pages.
     With `least`, each has from so many to `own` tokens of its own."""
 
-    def __init__(self, levels: list[tuple[int, int]], leaves: int, own: int, kv_dtype: str, least: int = 0) -> None:
-        self.shape = Shape(HEADS, KV_HEADS, DIM, 1)
+    def __init__(
+        self, shape: Shape, levels: list[tuple[int, int]], leaves: int, own: int, kv_dtype: str, least: int = 0
+    ) -> None:
+        self.shape = shape
         paths: list[list[tuple[int, int]]] = [[]]
         names = itertools.count(1)
         self.unique = 0
@@ -101,19 +116,15 @@ class Forest:
             self.table[row, shared : shared + own] = pages[used : used + own]
             used += own
         dtype = DTYPES[kv_dtype]
-        self.keys, self.values = (
-            torch.randn(self.unique, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2)
-        )
-        self.q = torch.randn(self.batch, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+        self.keys, self.values = (drawn(self.unique, shape.kv_heads, shape.head_dim).to(dtype) for _ in range(2))
+        self.q = drawn(self.batch, shape.heads, shape.head_dim)
         self.requests = [SimpleNamespace(lease=SimpleNamespace(path=partial(tuple, path))) for path in paths]
         self.rows = np.arange(self.batch, dtype=np.int32)
         self.positions = (shared + owns - 1).astype(np.int32)
         self.out = torch.empty_like(self.q)
 
     def limit_ms(self, limits: dict[str, float]) -> float:
-        moved = 2 * self.unique * KV_HEADS * DIM * self.keys.element_size()
-        flops = 4 * int(self.positions.sum()) * HEADS * DIM
-        return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+        return limit_ms(self.shape, self.unique * self.keys.element_size(), int(self.positions.sum()), limits)
 
     def error(self) -> float:
         """Of the first and the last request."""
@@ -137,7 +148,7 @@ class Forest:
             attend.best_tiling(few, *kinds, causal=False),
             attend.best_tiling(wide, *kinds, causal=False),
             sharing_cost(self.shape, itemsize, wide) if many else None,
-            Trunks(CHIP, flashinfer.tokens) if flashinfer else None,
+            Trunks(Chip(self.shape.heads, 132), flashinfer.tokens) if flashinfer else None,
         )
         work = DecodePlanner({None}, cuts).plan(self.requests, self.rows, self.positions, None)[None]
         packer = Packer(DEVICE)
@@ -178,14 +189,13 @@ TAILS = {
 }
 
 
-def tail_rows(limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str, Any]]:
+def tail_rows(shape: Shape, limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str, Any]]:
     """Chunks that extend one trunk: each reading it alone, and all together."""
     rows = []
     for name, (batch, new, cached) in TAILS.items():
-        case = Case(batch, new, cached, "fp8_e4m3", 1, shared=True)
-        flops = 4 * batch * new * (cached + new / 2) * HEADS * DIM
-        moved = 2 * (cached + batch * new) * KV_HEADS * DIM * case.keys.element_size()
-        limit = max(flops / limits["tflops"] / 1e9, moved / limits["copy_gbs"] / 1e6)
+        case = Case(shape, batch, new, cached, "fp8_e4m3", shared=True)
+        unique = (cached + batch * new) * case.keys.element_size()
+        limit = limit_ms(shape, unique, batch * new * (cached + new / 2), limits)
         row: dict[str, Any] = {"tails": name, "limit_ms": limit}
         measure(case, limit, "alone", case.gathered(flashinfer), row)
         if special := variants.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
@@ -198,17 +208,20 @@ def tail_rows(limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str
     return rows
 
 
-def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -> list[dict[str, Any]]:
+def forest_rows(
+    shape: Shape, limits: dict[str, float], sweep: bool, flashinfer: FlashInfer | None
+) -> list[dict[str, Any]]:
     rows = []
     for (name, (levels, leaves, own, *least)), kv_dtype in product(FORESTS.items(), ("fp8_e4m3", "bfloat16")):
-        forest = Forest(levels, leaves, own, kv_dtype, *least)
+        forest = Forest(shape, levels, leaves, own, kv_dtype, *least)
         row: dict[str, Any] = {"tree": name, "pages": kv_dtype, "limit_ms": forest.limit_ms(limits)}
         chosen = variants.shared_variant(forest.shape, forest.keys.element_size())
         ways = {"plain": forest.runner(None), "tree": forest.runner(chosen)}
         if special := variants.find_specialised(forest.shape, forest.keys.dtype, torch.bfloat16, DEVICE):
             ways["specialised"] = forest.runner(special)
-        with contextlib.suppress(ValueError):
-            ways["trunk_fa3"] = forest.runner(chosen, flashinfer=flashinfer)
+        if flashinfer is not None:
+            with contextlib.suppress(ValueError):
+                ways["trunk_fa3"] = forest.runner(chosen, flashinfer=flashinfer)
         for way, run in ways.items():
             forest.out.fill_(torch.nan)
             run()
@@ -235,19 +248,17 @@ def forest_rows(limits: dict[str, float], sweep: bool, flashinfer: FlashInfer) -
 class Case:
     """Sequences of one phase, on random pages."""
 
-    def __init__(self, batch: int, new: int, cached: int, kv_dtype: str, page_size: int, shared: bool = False) -> None:
-        self.shape = Shape(HEADS, KV_HEADS, DIM, page_size)
+    def __init__(self, shape: Shape, batch: int, new: int, cached: int, kv_dtype: str, shared: bool = False) -> None:
+        self.shape, page_size = shape, shape.page_size
         length = cached + new
         pages = -(-length // page_size)
         slots = batch * pages * page_size
         dtype = DTYPES[kv_dtype]
-        self.keys, self.values = (
-            torch.randn(slots, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2)
-        )
+        self.keys, self.values = (drawn(slots, shape.kv_heads, shape.head_dim).to(dtype) for _ in range(2))
         self.table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
         if shared:
             self.table[:, :cached] = self.table[0, :cached].clone()
-        self.q = torch.randn(batch * new, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+        self.q = drawn(batch * new, shape.heads, shape.head_dim)
         self.out = torch.empty_like(self.q)
         self.batch, self.new, self.cached, self.page_size = batch, new, cached, page_size
         self.rows = np.arange(batch, dtype=np.int32)
@@ -257,10 +268,9 @@ class Case:
         self.pages = Pages(self.keys, self.values, self.table, (1.0, 1.0), None)
 
     def limit_ms(self, limits: dict[str, float]) -> float:
-        length = self.cached + self.new
-        moved = 2 * self.batch * length * KV_HEADS * DIM * self.keys.element_size()
+        unique = self.batch * (self.cached + self.new) * self.keys.element_size()
         pairs = self.batch * (self.new * self.cached + self.new * (self.new + 1) / 2)
-        return max(moved / limits["copy_gbs"] / 1e6, 4 * pairs * HEADS * DIM / limits["tflops"] / 1e9)
+        return limit_ms(self.shape, unique, pairs, limits)
 
     def error(self) -> float:
         """Of the last 16 queries of the first sequence."""
@@ -304,7 +314,7 @@ class Case:
         return lambda: step.run(self.q, self.pages, self.out)
 
     def split(self, flashinfer: FlashInfer) -> Callable[[], None]:
-        cut = cut_alone(self.sequences, CHIP, flashinfer.tokens)
+        cut = cut_alone(self.sequences, Chip(self.shape.heads, 132), flashinfer.tokens)
         if cut is None:
             raise ValueError("is not cut")
         packer = Packer(DEVICE)
@@ -314,7 +324,8 @@ class Case:
 
     def together(self, flashinfer: FlashInfer) -> Callable[[], None]:
         paths = [((1, self.cached),)] * self.batch
-        cut = cut_shared(paths, self.sequences, self.shape, self.keys.element_size(), CHIP, flashinfer.tokens, 1 << 20)
+        chip, itemsize = Chip(self.shape.heads, 132), self.keys.element_size()
+        cut = cut_shared(paths, self.sequences, self.shape, itemsize, chip, flashinfer.tokens, 1 << 20)
         if cut is None:
             raise ValueError("sharing does not pay")
         packer = Packer(DEVICE)
@@ -333,9 +344,9 @@ class Case:
             paged_kv_indptr=_starts(held),
             paged_kv_indices=self.table.flatten(),
             paged_kv_last_page_len=torch.from_numpy(self.starts + self.counts - (held - 1) * self.page_size).int(),
-            num_qo_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim_qk=DIM,
+            num_qo_heads=self.shape.heads,
+            num_kv_heads=self.shape.kv_heads,
+            head_dim_qk=self.shape.head_dim,
             page_size=self.page_size,
             causal=True,
             q_data_type=torch.bfloat16,
@@ -357,11 +368,11 @@ def measure(case: Case, limit: float, name: str, run: Callable[[], object], row:
     row[f"{name}_ms"] = graph_ms(run)
 
 
-def worth_a_try(decode: bool) -> list[Variant]:
+def worth_a_try(shape: Shape, decode: bool) -> list[Variant]:
     if decode:
-        return [
-            Variant(16, keys, warps, stages) for keys, warps, stages in product((32, 64, 128), (1, 2, 4), (2, 3, 4))
-        ]
+        rows = variants.decode_variant(shape, 1).rows
+        tiles = product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4))
+        return [Variant(rows, keys, warps, stages) for keys, warps, stages in tiles]
     return [
         Variant(rows, keys, warps, stages)
         for rows, keys, warps, stages in product((64, 128), (64, 128), (4, 8), (2, 3))
@@ -372,14 +383,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only-trees", action="store_true")
+    parser.add_argument("--heads", nargs=3, type=int, default=HEADS, metavar=("QUERIES", "KV", "SIZE"))
+    parser.add_argument("--no-flashinfer", action="store_true", help="whose kernels take minutes to build")
     args = parser.parse_args()
     limits = ceilings()
     print(limits, flush=True)
-    flashinfer = FlashInfer(Shape(HEADS, KV_HEADS, DIM, 1), torch.bfloat16, DEVICE, 1 << 17, "fa3")
-    trees = forest_rows(limits, args.sweep, flashinfer)
+    shape = Shape(*args.heads, page_size=1)
+    flashinfer = None if args.no_flashinfer else FlashInfer(shape, torch.bfloat16, DEVICE, 1 << 17, "fa3")
+    trees = forest_rows(shape, limits, args.sweep, flashinfer)
     print(table(trees), flush=True)
-    tails = tail_rows(limits, flashinfer)
-    print(table(tails), flush=True)
+    tails: list[dict[str, Any]] = []
+    if flashinfer is not None:
+        tails = tail_rows(shape, limits, flashinfer)
+        print(table(tails), flush=True)
     if args.only_trees:
         return
     rows: list[dict[str, Any]] = []
@@ -388,7 +404,7 @@ def main() -> None:
     for (phase, batch, new, cached), kv_dtype, page_size in product(kinds, ("fp8_e4m3", "bfloat16"), (1, 16)):
         if page_size == 16 and (batch, cached + new) not in ((256, 1024), (1, 16384)):
             continue
-        case = Case(batch, new, cached, kv_dtype, page_size)
+        case = Case(replace(shape, page_size=page_size), batch, new, cached, kv_dtype)
         decode = phase == "decode"
         limit = case.limit_ms(limits)
         row: dict[str, Any] = {
@@ -399,10 +415,11 @@ def main() -> None:
         pick = variants.decode_variant if decode else variants.chunk_variant
         chosen = pick(case.shape, case.keys.element_size())
         measure(case, limit, "triton", case.triton(chosen, decode), row)
-        ways: dict[str, Callable[[], Callable[[], object]]] = {"fa2": case.fa2}
-        if not decode:
+        ways: dict[str, Callable[[], Callable[[], object]]] = {"fa2": case.fa2} if flashinfer else {}
+        if not decode and flashinfer:
             ways["fa3"] = partial(case.gathered, flashinfer)
             ways["fa3_split"] = partial(case.split, flashinfer)
+        if not decode:
             if special := variants.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
                 ways["specialised"] = partial(case.triton, special, False)
         for name, make in ways.items():
@@ -412,7 +429,7 @@ def main() -> None:
                 row[f"{name}_ms"] = f"{type(problem).__name__}"
         if args.sweep and page_size == 1:
             found = []
-            for variant in worth_a_try(decode):
+            for variant in worth_a_try(case.shape, decode):
                 try:
                     found.append((graph_ms(case.triton(variant, decode)), variant))
                 except Exception:  # too much shared memory
@@ -424,7 +441,8 @@ def main() -> None:
         print(row, flush=True)
     print(table(rows))
     if not args.sweep:
-        save("attention", rows, trees=trees, tails=tails, device=torch.cuda.get_device_name(), **limits)
+        name = "_".join(["attention", *(map(str, args.heads) if tuple(args.heads) != HEADS else ())])
+        save(name, rows, trees=trees, tails=tails, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":
