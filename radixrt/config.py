@@ -40,7 +40,7 @@ class WorkerConfig:
     model: str = setting("", "checkpoint folder, hub name, or nano")
     served_model_name: str = setting("", "name clients use (default: the folder's name)")
     router: str = setting("", "ZMQ address of the router's worker socket")
-    name: str = setting("", "unique worker name (default: host, pid, four digits)")
+    name: str = setting("", "unique worker name (default: host, pid, four hex digits)")
     device: str = setting("auto", "auto, cpu or cuda[:n]")
     tensor_parallel_size: int = setting(1, "ranks of a worker: GPUs side by side, each with a part of every matrix")
     dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")

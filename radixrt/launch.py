@@ -164,8 +164,9 @@ class Stack:
         self._children.remove(child)
         stop_children([child])
         if child.role == "worker":
-            say_leave(self._worker_address, child.name, f"exit code {child.process.returncode}")
-            if child.process.returncode:  # else it was told to leave
+            code, pid = child.process.returncode, child.process.pid
+            say_leave(self._worker_address, child.name, f"exit code {code}", pid)
+            if code:  # else it was told to leave
                 self._expect(self._lives[child.name], time.monotonic())
 
     def _expect(self, life: Life, now: float) -> None:

@@ -75,9 +75,9 @@ def run_role(role: str, config: Any) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: worker.stop())
             _serve(worker)
-            if worker.dismissed:
-                raise SystemExit(f"worker {config.name}: {worker.dismissed}")
-            say_leave(config.router, config.name, "stopped")
+            if worker.dismissed:  # it has ended well for who would start it again
+                log.error("worker %s ends: %s", config.name, worker.dismissed)
+            say_leave(config.router, config.name, "stopped", os.getpid())
 
 
 def _serve(worker: Worker) -> None:
@@ -168,8 +168,8 @@ def fake_vocab_size(folder: str) -> int:
     return msgspec.json.decode(path.read_bytes()).get("vocab_size", FAKE_VOCAB) if path.is_file() else FAKE_VOCAB
 
 
-def say_leave(router: str, name: str, reason: str) -> None:
-    """Tell the router that worker `name` is gone."""
+def say_leave(router: str, name: str, reason: str, pid: int | None) -> None:
+    """Tell the router that worker `name` is gone, if that is process `pid` (None: if it is any)."""
     with wire.Link(router) as link:
-        link.send(wire.encode(Leave(name, reason)))
+        link.send(wire.encode(Leave(name, reason, pid or 0)))
         link.close(linger=1.0)

@@ -21,7 +21,7 @@ from radixrt import launch, wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.launch import Child, LocalStack, Stack, StartError, free_tcp_address, start_child
-from radixrt.messages import Cancel, Generate, Origin, Sampling, TokenPrompt
+from radixrt.messages import Cancel, Generate, Origin, Register, Sampling, TokenPrompt
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
 
@@ -326,27 +326,48 @@ def test_a_worker_may_join_and_leave(pair, folder):
             process.wait()
 
 
-def test_of_two_workers_of_one_name_the_later_serves(pair, folder):
-    """The other one ends by itself, and says why; not even its end disturbs the later one."""
+@pytest.mark.parametrize("told", [True, False])
+def test_of_two_workers_of_one_name_the_later_serves(pair, folder, told):
+    """The other one ends by itself, and says why, or is stopped before; its end does not disturb the later one."""
     address, running = pair
     command = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
     command += ["--name", "twin", "--max-total-tokens", "4096", "--device", "cpu"]
     processes = []
     try:
         with Client(address) as client:
+
+            def serves(pid: int) -> bool:
+                return pid in [w["pid"] for w in client.health()["workers"]]
+
             for _ in range(2):
                 processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-                found = {"pid": processes[-1].pid}
-                wait_for(lambda found=found: any(found.items() <= w.items() for w in client.health()["workers"]))
+                wait_for(lambda: serves(processes[-1].pid))
+            if not told:
+                processes[0].terminate()
             _, said = processes[0].communicate(timeout=20)
-            assert processes[0].returncode == 1 and "twin: another worker has taken this name" in said
+            assert processes[0].returncode == 0
+            assert ("twin ends: another worker has taken this name" in said) or not told
             for _ in range(20):
-                assert processes[1].pid in [w["pid"] for w in client.health()["workers"]]
+                assert serves(processes[1].pid)
                 time.sleep(0.05)
     finally:
         for process in processes:
             process.terminate()
             process.communicate()
+
+
+def test_a_worker_whose_name_was_taken_is_not_started_again(folder):
+    """Else the two would take it from each other for ever."""
+    with stack_of(config(folder, 2)) as running, Client(running._client_address) as client:
+        (child,) = (child for child in running._children if child.name == "worker-0")
+        with wire.Link(running._worker_address, b"other") as link:
+            about = {"model": folder.name, "max_model_len": 64, "page_size": 1, "total_pages": 64, "max_running": 1}
+            link.send(wire.encode(Register(name="worker-0", pid=1, **about)))
+            wait_for(lambda: not child.alive)
+            running._bury(child)
+            assert child.process.returncode == 0 and running._lives["worker-0"].due is None
+            time.sleep(0.1)
+            assert 1 in [w["pid"] for w in client.health()["workers"]]
 
 
 def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):

@@ -50,7 +50,7 @@ class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
 class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
     """Stop request `id`; what it computed stays cached. No reply follows, but where one choice of a Generate is named,
     if it has not ended: then its last Delta, with `finish="stop"` and the usage. Of what it generated the first
-    `tokens` are the answer, if that is given."""
+    `tokens` are the answer, by the client's word, and counted."""
 
     id: int
     index: int | None = None

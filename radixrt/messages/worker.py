@@ -178,6 +178,9 @@ class Heartbeat(msgspec.Struct, tag="heartbeat"):
     """From the worker's own thread, so that a long step is not taken for a death."""
 
     name: str
+    pid: int = 0
+    life: int = 0
+    """Of its Register; 0: of any. What the process before says of a name is not heeded."""
 
 
 class Leave(msgspec.Struct, tag="leave"):
@@ -185,6 +188,9 @@ class Leave(msgspec.Struct, tag="leave"):
 
     name: str
     reason: str = ""
+    pid: int = 0
+    life: int = 0
+    """As of a Heartbeat."""
 
 
 ToRouter = Register | StepDone | Heartbeat | Leave

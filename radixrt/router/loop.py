@@ -139,6 +139,8 @@ class RouterServer:
                     self._workers.refuse(identity)
                 else:
                     self._perform(self.core.step(name, message, now()))
+            case Heartbeat() | Leave() if not self.core.members.speaks_for(message.name, message.pid, message.life):
+                pass
             case Heartbeat():
                 self._perform(self.core.heartbeat(message.name, now()))
             case Register() if self.core.members.is_replaced(message):

@@ -44,6 +44,10 @@ class Member:
     def process(self) -> Process:
         return process(self.info)
 
+    def is_process(self, pid: int, life: int) -> bool:
+        """Whether it is the one that says so; 0: any."""
+        return pid in (0, self.info.pid) and life in (0, self.info.life)
+
     def dispatched(self, run: int, uncached: int) -> None:
         self.runs[run] = uncached
         self.unseen_tokens += uncached

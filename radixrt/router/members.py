@@ -113,6 +113,11 @@ class Members:
         self._index.drop_worker(member.number)
         return list(member.runs)
 
+    def speaks_for(self, name: str, pid: int, life: int) -> bool:
+        """Whether a process is the one that is called so, and not one before it."""
+        member = self._serving.get(name) or self._lost.get(name)
+        return member is None or member.is_process(pid, life)
+
     def is_replaced(self, info: Register) -> bool:
         """Whether another process has taken its name since it joined."""
         member = self._serving.get(info.name)

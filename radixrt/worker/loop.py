@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -340,6 +341,6 @@ class Worker:
         try:
             while not self._stopped.wait(HEARTBEAT_SECONDS):
                 with contextlib.suppress(TimeoutError):  # the router does not read, but may again
-                    link.send(_encode(m.Heartbeat(self.identity.name)))
+                    link.send(_encode(m.Heartbeat(self.identity.name, os.getpid(), status.LIFE)))
         finally:
             link.close()

@@ -17,6 +17,7 @@ from radixrt.frontend.responses.history import messages_of
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore
+from radixrt.frontend.responses.tokens import Tokens
 from radixrt.messages import Error, TokenLogprob, Usage
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import odd, sequences
@@ -524,6 +525,45 @@ def test_log_probabilities(model, text, fields, tops):
     streamed, closed, expected = ([(one.token, one.logprob) for one in each] for each in (deltas, done.logprobs, told))
     assert streamed == closed == expected
     assert opened.part.logprobs == [] and events[-1].response.output[0].content[0].logprobs == told
+
+
+def test_log_probabilities_of_a_long_message(model):
+    """Whose text comes all at once."""
+    whole = ask(model, "to be, or not to be; " * 40 + "no", tools=TOOLS, include=INCLUDE).output[0].content[0]
+    assert b"".join(bytes(one.bytes) for one in whole.logprobs).strip() == whole.text.encode()
+
+
+def tokens_of(*texts: bytes) -> tuple[Tokens, list[TokenLogprob]]:
+    return Tokens(SimpleNamespace(token_bytes=texts.__getitem__)), [TokenLogprob(i, 0.0) for i in range(len(texts))]
+
+
+@pytest.mark.parametrize(
+    ("said", "pieces", "told"),
+    [
+        ((b"Yes", b".\n\n", b"The"), ["Yes", ".", "\n\nThe"], [[0], [1], [2]]),
+        ((b" (<", b"b", b">)"), [" (", "<b", ">)"], [[0], [1], [2]]),
+        ((b"a", b".\n", b"x", b"x", b" y"), ["a", ".", "\nx", "x", " y"], [[0], [1], [2], [3], [4]]),
+        ((b"</think>", b"h", b"i"), ["h", "i"], [[1], [2]]),
+        ((b" they",), ["th", "ey"], [[0], []]),
+        ((b"\xff", b"x", b"x"), ["\ufffdx", "x"], [[0, 1], [2]]),
+        ((b"\xc3", b"\xaf", b""), ["\u00ef"], [[0, 1]]),
+        ((b"say", b"<m>", b"{1}", b"on"), ["say", "other", "on"], [[0], [], [3]]),
+        ((b"<aX>X<", b"X"), ["X"], [[1]]),
+        ((b"a\n", b"\n"), ["a", "\n", "\n"], [[0], [], [1]]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_tokens_that_begin_to_say_a_text(said, pieces, told, at_once):
+    if not at_once and len(pieces) != len(said):
+        pytest.skip("it comes as the tokens do")
+    tokens, found = tokens_of(*said)
+    if at_once:
+        tokens.add(found)
+    for i, (piece, expected) in enumerate(zip(pieces, told, strict=True)):
+        if not at_once:
+            tokens.add(found[i : i + 1])
+        assert [one.token for one in tokens.take(piece)] == expected
+    assert not Tokens(None).take("x")
 
 
 def test_tokens_are_told_with_the_text_that_they_say():

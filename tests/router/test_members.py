@@ -81,6 +81,16 @@ def test_who_had_a_name_first_does_not_take_it_back(members):
     assert len(member(members).replaced) == MOST_REPLACED and members.is_replaced(register("w0", life=98))
 
 
+def test_who_speaks_for_a_name(members):
+    members.register(register("w0", pid=1, life=5), 0.0)
+    for _ in range(2):
+        found = [(pid, life) for pid in (0, 1, 2) for life in (0, 5, 6) if members.speaks_for("w0", pid, life)]
+        assert found == [(0, 0), (0, 5), (1, 0), (1, 5)]
+        members.remove("w0", may_return=True)
+    members.remove("w0", may_return=False)
+    assert members.speaks_for("w0", 2, 6), "nobody else does"
+
+
 def test_one_that_is_lost_may_come_back_for_a_time(members):
     members.register(register("w0"), 0.0)
     members.register(register("w1", model="other"), 0.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,13 +14,12 @@ from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import token_json
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
+from radixrt.frontend.responses.tokens import Tokens
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.router.tokens import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 Event = dict[str, Any]
-MOST_UNTOLD = 256
-"""Tokens that are looked at for the text of a message."""
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
@@ -100,40 +97,25 @@ class ResponseReply:
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
         self._sequence = 0
-        self._untold: list[TokenLogprob] = []
-        """Tokens whose text has not come yet."""
+        self._tokens = Tokens(tokenizer)
 
     # ------------------------------------------------------------ pieces
 
     def add(self, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
         """Take in the pieces that tokens were found to say, and the tokens, if they are told; the events that tell of
         them. Tokens of thoughts, of calls and of marks are not told."""
-        self._untold += logprobs
-        del self._untold[:-MOST_UNTOLD]
+        self._tokens.add(logprobs)
         return [event for piece in pieces for event in self._add(piece)]
 
     def _add(self, piece: Piece) -> list[Event]:
         if isinstance(piece, CallStart):
             return self._open("function_call", piece)
-        told = self._tokens_of(piece.text) if self._untold else []
+        told = [token_json(self._tokenizer, one) for one in self._tokens.take(piece.text)]
         if isinstance(piece, CallArguments):
             return [self._items[-1].add(piece.text)]
         kind = "message" if isinstance(piece, Content) else "reasoning"
         opening = [] if self._items and self._items[-1].kind == kind else self._open(kind)
         return [*opening, self._items[-1].add(piece.text, told)]
-
-    def _tokens_of(self, text: str) -> list[dict[str, Any]]:
-        """Those that say a text; what is before them says none."""
-        if self._tokenizer is None:
-            return []
-        said = [self._tokenizer.token_bytes(one.token) for one in self._untold]
-        ends, whole, sought = list(itertools.accumulate(map(len, said))), b"".join(said), text.encode()
-        begin = next((at for at in (0, *ends) if whole.startswith(sought, at)), whole.find(sought))
-        if begin < 0:  # it was told with a token that says it and what went before
-            return []
-        first, last = bisect.bisect_right(ends, begin), bisect.bisect_left(ends, begin + len(sought)) + 1
-        told, self._untold = self._untold[first:last], self._untold[last:]
-        return [token_json(self._tokenizer, one) for one in told]
 
     def _open(self, kind: str, call: CallStart | None = None) -> list[Event]:
         closing = self._close("completed")

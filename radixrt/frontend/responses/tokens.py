@@ -1,0 +1,71 @@
+"""Which tokens say a text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from radixrt.messages import TokenLogprob
+from radixrt.router.tokens import Tokenizer
+
+TRIES = 8
+"""Places of a text among what tokens say, of which one where a token begins is taken."""
+
+
+class Tokens:
+    """The tokens of an answer, until the text has come that they say.
+
+    tokens   |Yes|.\\n\\n|The| cat|</think>|            a parser gives texts in other pieces than tokens, and later,
+    texts    |Yes.   |\\n\\nThe cat|                    and marks not at all
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._waiting: deque[tuple[int, int, TokenLogprob]] = deque()
+        """Where the bytes of each begin and end in all that was said."""
+        self._said = b""
+        """Bytes that no text has come of yet; they begin at `_at`."""
+        self._at = 0
+
+    def add(self, tokens: Iterable[TokenLogprob]) -> None:
+        """Tokens that are said next. Nothing is known of them without a tokenizer."""
+        if self._tokenizer is None:
+            return
+        texts = []
+        begin = self._at + len(self._said)
+        for token in tokens:
+            texts.append(self._tokenizer.token_bytes(token.token))
+            self._waiting.append((begin, begin + len(texts[-1]), token))
+            begin += len(texts[-1])
+        self._said += b"".join(texts)
+
+    def take(self, text: str) -> list[TokenLogprob]:
+        """Those that begin to say the next text. What is said before it says none."""
+        if not self._waiting:
+            return []
+        sure = max(text.split("\ufffd"), key=len).encode()  # U+FFFD stands for bytes that are no character
+        place = self._place(sure)
+        if place < 0:
+            return []
+        begin, end = self._at + place, self._at + place + len(sure)
+        told = []
+        while self._waiting and self._waiting[0][0] < end:
+            _, last, token = self._waiting.popleft()
+            if last > begin or "\ufffd" in text:
+                told.append(token)
+        self._said, self._at = self._said[place + len(sure) :], end
+        return told
+
+    def _place(self, text: bytes) -> int:
+        """Where the text stands: where it goes on, else where a token begins, else anywhere; -1 if nowhere."""
+        first = place = self._said.find(text)
+        if first <= 0:
+            return first
+        begins = {begin - self._at for begin, _, _ in self._waiting}
+        for _ in range(TRIES):
+            if place in begins:
+                return place
+            place = self._said.find(text, place + 1)
+            if place < 0:
+                break
+        return first
