@@ -537,33 +537,34 @@ def tokens_of(*texts: bytes) -> tuple[Tokens, list[TokenLogprob]]:
     return Tokens(SimpleNamespace(token_bytes=texts.__getitem__)), [TokenLogprob(i, 0.0) for i in range(len(texts))]
 
 
-@pytest.mark.parametrize(
-    ("said", "pieces", "told"),
-    [
-        ((b"Yes", b".\n\n", b"The"), ["Yes", ".", "\n\nThe"], [[0], [1], [2]]),
-        ((b" (<", b"b", b">)"), [" (", "<b", ">)"], [[0], [1], [2]]),
-        ((b"a", b".\n", b"x", b"x", b" y"), ["a", ".", "\nx", "x", " y"], [[0], [1], [2], [3], [4]]),
-        ((b"</think>", b"h", b"i"), ["h", "i"], [[1], [2]]),
-        ((b" they",), ["th", "ey"], [[0], []]),
-        ((b"\xff", b"x", b"x"), ["\ufffdx", "x"], [[0, 1], [2]]),
-        ((b"\xc3", b"\xaf", b""), ["\u00ef"], [[0, 1]]),
-        ((b"say", b"<m>", b"{1}", b"on"), ["say", "other", "on"], [[0], [], [3]]),
-        ((b"<aX>X<", b"X"), ["X"], [[1]]),
-        ((b"a\n", b"\n"), ["a", "\n", "\n"], [[0], [], [1]]),
-    ],
-)
-@pytest.mark.parametrize("at_once", [True, False])
-def test_tokens_that_begin_to_say_a_text(said, pieces, told, at_once):
-    if not at_once and len(pieces) != len(said):
-        pytest.skip("it comes as the tokens do")
+SAID = [  # tokens, texts, which tokens begin to say each
+    ((b"Yes", b".\n\n", b"The"), ["Yes", ".", "\n\nThe"], [[0], [1], [2]]),
+    ((b" (<", b"b", b">)"), [" (", "<b", ">)"], [[0], [1], [2]]),
+    ((b"a", b".\n", b"x", b"x", b" y"), ["a", ".", "\nx", "x", " y"], [[0], [1], [2], [3], [4]]),
+    ((b"</think>", b"h", b"i"), ["h", "i"], [[1], [2]]),
+    ((b" they",), ["th", "ey"], [[0], []]),
+    ((b"\xff", b"x", b"x"), ["\ufffdx", "x"], [[0, 1], [2]]),
+    ((b"\xc3", b"\xaf", b""), ["\u00ef"], [[0, 1]]),
+    ((b"say", b"<m>", b"{1}", b"on"), ["say", "other", "on"], [[0], [], [3]]),
+    ((b"<aX>X<", b"X"), ["X"], [[1]]),
+    ((b"a\n", b"\n"), ["a", "\n", "\n"], [[0], [], [1]]),
+]
+
+
+@pytest.mark.parametrize(("said", "texts", "told"), SAID)
+def test_tokens_that_begin_to_say_a_text(said, texts, told):
     tokens, found = tokens_of(*said)
-    if at_once:
-        tokens.add(found)
-    for i, (piece, expected) in enumerate(zip(pieces, told, strict=True)):
-        if not at_once:
-            tokens.add(found[i : i + 1])
-        assert [one.token for one in tokens.take(piece)] == expected
+    tokens.add(found)
+    assert [[one.token for one in tokens.take(text)] for text in texts] == told
     assert not Tokens(None).take("x")
+
+
+@pytest.mark.parametrize(("said", "texts", "told"), [case for case in SAID if len(case[0]) == len(case[1])])
+def test_tokens_that_come_with_their_texts(said, texts, told):
+    tokens, found = tokens_of(*said)
+    for token, text, expected in zip(found, texts, told, strict=True):
+        tokens.add([token])
+        assert [one.token for one in tokens.take(text)] == expected
 
 
 def test_tokens_are_told_with_the_text_that_they_say():
