@@ -36,9 +36,11 @@ gpu-wheels:
 	python3 -m pip install --quiet --no-deps --no-index --target $@ .gpu/whl/*.whl
 	@touch $@
 
+# All families: make gpu-test MARKS='slow or not slow'
+gpu-test: MARKS ?= not slow
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider tests/gpu \
+	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider -m '$(MARKS)' tests/gpu \
 	  $(addprefix tests/worker/cuda/test_,kernels.py experts.py latent.py full_heads.py sampler.py scaled.py)
 
 gpu-bench: .gpu/site

@@ -77,7 +77,9 @@ def run_role(role: str, config: Any) -> None:
             _serve(worker)
             if worker.dismissed:  # it has ended well for who would start it again
                 log.error("worker %s ends: %s", config.name, worker.dismissed)
-            say_leave(config.router, config.name, "stopped", os.getpid())
+            from radixrt.worker.status import LIFE
+
+            say_leave(config.router, config.name, "stopped", os.getpid(), LIFE)
 
 
 def _serve(worker: Worker) -> None:
@@ -168,8 +170,8 @@ def fake_vocab_size(folder: str) -> int:
     return msgspec.json.decode(path.read_bytes()).get("vocab_size", FAKE_VOCAB) if path.is_file() else FAKE_VOCAB
 
 
-def say_leave(router: str, name: str, reason: str, pid: int | None) -> None:
-    """Tell the router that worker `name` is gone, if that is process `pid` (None: if it is any)."""
+def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0) -> None:
+    """Tell the router that worker `name` is gone, if that is process `pid` (None: any) of a `life` (0: any)."""
     with wire.Link(router) as link:
-        link.send(wire.encode(Leave(name, reason, pid or 0)))
+        link.send(wire.encode(Leave(name, reason, pid or 0, life)))
         link.close(linger=1.0)

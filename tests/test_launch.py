@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 
-from radixrt import cli, launch
+from radixrt import cli, launch, roles, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig
+from radixrt.messages import Leave, ToRouter
+from radixrt.worker.status import LIFE
 
 
 def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, int]]:
@@ -63,3 +67,24 @@ def test_a_free_address_is_given_to_nobody_else():
     assert len(given) == 50 and not given & others
     for port in given:
         socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
+    """In another container one of its name may have its pid."""
+    said = []
+
+    class Link(contextlib.nullcontext):
+        def __enter__(self) -> Link:
+            return self
+
+        def close(self, linger: float) -> None: ...
+
+        def send(self, payload: bytes) -> None:
+            said.append(wire.Decoder(ToRouter).decode(payload))
+
+    monkeypatch.setattr(wire, "Link", Link)
+    monkeypatch.setattr(roles, "make_worker", lambda config: SimpleNamespace(run=lambda: None, dismissed=""))
+    monkeypatch.setattr(roles, "settle", lambda: None)
+    monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
+    roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
+    assert said == [Leave("w", "stopped", os.getpid(), LIFE)] and LIFE

@@ -128,7 +128,7 @@ def test_the_router_draws_a_missing_seed_and_the_room_left():
     assert run.sampling.max_tokens == 96
 
 
-@pytest.mark.parametrize(("said", "counted"), [(None, 3), (2, 2), (3, 3), (9, 3), (0, 0), (-4, 0)])
+@pytest.mark.parametrize(("said", "counted"), [(None, 3), (2, 2), (3, 3), (4, 3), (9, 3), (0, 0), (-4, 0)])
 def test_tokens_behind_what_ends_a_choice_are_not_counted(said, counted):
     core = core_with(register("w0"))
     _, run = only_run(core.submit(b"c", generate(), 1.0))

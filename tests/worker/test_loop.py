@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -29,6 +30,7 @@ from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
+from radixrt.worker.status import LIFE
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToRouter).decode
@@ -289,6 +291,8 @@ def test_a_router_that_does_not_read_for_long(monkeypatch):
 
 def test_stop_ends_the_loop():
     with worker() as (router, serving):
+        first = router.hear(len)[0]
+        assert isinstance(first, Register) and (first.pid, first.life) == (os.getpid(), LIFE)
         router.tell(Stop())
         deadline = time.monotonic() + 5
         while not serving._stopped.is_set():
@@ -337,6 +341,7 @@ def test_a_long_step_does_not_stop_the_heart(monkeypatch):
         router.tell(run(1, [5, 6, 7]))
         time.sleep(0.35)
         beats = [m for m in list(router.outbox.queue) if isinstance(m, Heartbeat)]
+        assert all((m.pid, m.life) == (os.getpid(), LIFE) for m in beats)
         assert len(beats) >= 3
 
 

@@ -12,9 +12,9 @@ import msgspec
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import token_json
+from radixrt.frontend.responses.logprobs import Tokens
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
-from radixrt.frontend.responses.tokens import Tokens
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.router.tokens import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Which tokens say a text."""
+"""Whose log-probabilities go with a text: the tokens that say it."""
 
 from __future__ import annotations
 
