@@ -322,7 +322,7 @@ def test_a_tool_pauses_the_session_and_its_prefix_stays(folder, keeps, transport
         assert paused == 1 and cached == (known if keeps else 0)
         pauses = other.report()["pauses"]
         assert (pauses["now"], pauses["ended"], pauses["tokens"]) == (0, 1, known + 1)
-        assert pauses["kept_tokens"] == cached and 0.03 < pauses["seconds"] < 30
+        assert pauses["kept_tokens"] == cached and 0 < pauses["seconds"] < 30
         other.generate([5, 6], SHORT)
         worker = other.health()["workers"][0]
         assert worker["free_pages"] + worker["evictable_pages"] == worker["total_pages"], "nothing is pinned any more"
