@@ -49,6 +49,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --deterministic
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --grammars
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
+	PYTHONPATH=.gpu/site:. python3 -m bench.early
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --drafts
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gpt-oss-20b --attention-backend triton

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda import kernels, latent
+from radixrt.worker.cuda import latent
+from radixrt.worker.cuda.launching import Again, launch, wait
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
 
@@ -116,8 +117,9 @@ def _attend_kernel(
     stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr,
-    STAGES: tl.constexpr, SINGLE: tl.constexpr,
+    STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     # The heads of an item run side by side: they read neighbouring bytes of the same slots.
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -141,8 +143,9 @@ def _attend_kernel(
 def _merge_kernel(
     merges_ptr, entries_ptr, partial_ptr, lse_ptr, more_ptr, more_lse_ptr, sinks_ptr, out_ptr, HEADS: tl.constexpr,
     DIM: tl.constexpr, MORE: tl.constexpr, SINKS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    MERGE: tl.constexpr,
+    MERGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     merge = merges_ptr + tl.program_id(0) * MERGE
     head = tl.program_id(1)
     query = tl.load(merge).to(tl.int64)
@@ -232,7 +235,7 @@ def attend(
     causal: bool = True,
     scales: tuple[float, float] = (1.0, 1.0),
     sinks: torch.Tensor | None = None,
-    again: kernels.Again | None = None,
+    again: Again | None = None,
 ) -> Any:
     """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`; of a
     latent's shape over keys alone, into out[T, heads, width of V].
@@ -267,7 +270,7 @@ def attend(
 
         assert starts is not None and not window
         return hopper.launch(grid, again, given, kinds, variant)
-    return kernels.launch(
+    return launch(
         _attend_kernel, grid, again, *given, window or 0, *kinds, variant.rows, variant.keys,
         triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages, starts is None,
         num_warps=variant.warps,
@@ -310,13 +313,13 @@ def best_tiling(
 
 def merge(
     partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
-    more: Partials | None = None, sinks: torch.Tensor | None = None, again: kernels.Again | None = None,
+    more: Partials | None = None, sinks: torch.Tensor | None = None, again: Again | None = None,
 ) -> None:  # fmt: skip
     """Partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (one without parts does
     nothing) and int32 entries, those from MORE on of `more`; `sinks` float32[heads] count."""
     if len(merges):
         second = more or partials
-        kernels.launch(
+        launch(
             _merge_kernel, (len(merges), shape.heads, 1), again,
             merges, entries, *partials, *second, partials[1] if sinks is None else sinks, out, shape.heads,
             shape.value_dim, MORE if more else 0, sinks is not None, 8, triton.next_power_of_2(shape.value_dim),

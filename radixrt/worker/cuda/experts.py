@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from radixrt.worker.cuda import kernels, routing, scaled_experts
 from radixrt.worker.cuda.invariant import Tile
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import Rounded, Rounding
@@ -42,8 +43,9 @@ def tile_for(rows: float) -> Tile | None:
 def _product_kernel(
     x_ptr, rows_ptr, tiles_ptr, weight_ptr, bias_ptr, out_ptr, columns, depth, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, FIELDS: tl.constexpr,
+    DEPTH: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     tile = tiles_ptr + tl.program_id(0) * FIELDS
     count = tl.load(tile + 2)
     if count == 0:
@@ -101,7 +103,8 @@ def _product(
     halves = 1 if activation is None else 2
     columns, depth, across = weight.shape[1] // halves, weight.shape[2], tile.columns // halves
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
-    _product_kernel[(len(order.tiles), triton.cdiv(columns, across))](
+    launch(
+        _product_kernel, (len(order.tiles), triton.cdiv(columns, across)), None,
         x, order.tokens, order.tiles, weight, weight if bias is None else bias, out, columns, depth,
         ACTIVATIONS.get(activation or "", 0), activation is not None, bias is not None, depth % tile.depth == 0,
         tile.rows, across, tile.depth, TILE_FIELDS,
@@ -114,7 +117,10 @@ def _product(
 
 
 @triton.jit
-def _spread_kernel(x_ptr, places_ptr, out_ptr, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _spread_kernel(
+    x_ptr, places_ptr, out_ptr, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token * size + i, mask=i < size, other=0.0)
@@ -128,14 +134,17 @@ def spread(x: torch.Tensor, order: Order) -> torch.Tensor:
     size, (tokens, chosen) = x.shape[1], order.places.shape
     out = torch.empty((tokens * chosen, size), dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(size))
-    _spread_kernel[(tokens, triton.cdiv(size, block))](x, order.places, out, size, chosen, block, num_warps=4)
+    grid = tokens, triton.cdiv(size, block)
+    launch(_spread_kernel, grid, None, x, order.places, out, size, chosen, block, num_warps=4)
     return out
 
 
 @triton.jit
 def _biased_gate_kernel(
-    x_ptr, bias_ptr, ends_ptr, out_ptr, size, count, ACTIVATION: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, bias_ptr, ends_ptr, out_ptr, size, count, ACTIVATION: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -155,7 +164,8 @@ def biased_gate(x: torch.Tensor, bias: torch.Tensor, order: Order, activation: s
     """`kernels.gate` of rows by expert, x[T * chosen, 2 I], plus bias[E, 2 I]: [T * chosen, I]."""
     rows, size = x.shape[0], x.shape[1] // 2
     out, block = torch.empty((rows, size), dtype=x.dtype, device=x.device), min(1024, triton.next_power_of_2(size))
-    _biased_gate_kernel[(rows, triton.cdiv(size, block))](
+    launch(
+        _biased_gate_kernel, (rows, triton.cdiv(size, block)), None,
         x, bias, order.ends, out, size, len(bias), ACTIVATIONS[activation], triton.next_power_of_2(len(bias)), block,
         num_warps=4,
     )  # fmt: skip
@@ -165,8 +175,9 @@ def biased_gate(x: torch.Tensor, bias: torch.Tensor, order: Order, activation: s
 @triton.jit
 def _combine_kernel(
     rows_ptr, weights_ptr, places_ptr, experts_ptr, bias_ptr, residual_ptr, size, CHOSEN: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -191,7 +202,8 @@ def combine(
     given, times its weights[T, chosen]."""
     tokens, size = residual.shape
     block = min(1024, triton.next_power_of_2(size))
-    _combine_kernel[(tokens, triton.cdiv(size, block))](
+    launch(
+        _combine_kernel, (tokens, triton.cdiv(size, block)), None,
         rows, weights, order.places, order.experts, rows if bias is None else bias, residual, size, weights.shape[1],
         bias is not None, block, num_warps=4,
     )  # fmt: skip

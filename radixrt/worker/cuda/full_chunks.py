@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixrt.worker.cuda import attend, full_heads, kernels, variants
+from radixrt.worker.cuda import attend, full_heads, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.full_heads import ALIGN, Keys
+from radixrt.worker.cuda.launching import Again
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items, Tiling, make_items, make_merges, sequence_tiles
@@ -100,7 +101,7 @@ class FullHeads:
         if q.is_cuda:
             torch.cuda.synchronize(q.device)
 
-    def again(self) -> kernels.Again | None:
+    def again(self) -> Again | None:
         """See `Shape.again`: here what lies in the workspace counts as well."""
         widths = self.latent.nope_dim, self.latent.rope_dim, self.latent.value_dim, self.latent.rank
         return {} if all(width % 16 == 0 for width in widths) else None

@@ -19,9 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda import attend, kernels
+from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import LOG2_E, Scratch, half_type
 from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.launching import Again, launch, wait
 from radixrt.worker.cuda.variants import Variant
 from radixrt.worker.cuda.work import FIELDS
 from radixrt.worker.model.spec import LatentSpec
@@ -52,8 +53,9 @@ def find_specialised(
 @triton.jit(do_not_specialize=["stride"])
 def _gather_latents_kernel(
     k_ptr, table_ptr, sequences_ptr, out_ptr, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    PAGE: tl.constexpr, ALIGN: tl.constexpr,
+    PAGE: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     sequence = sequences_ptr + tl.program_id(1) * 3
     row = tl.load(sequence).to(tl.int64)
     count = tl.load(sequence + 1)
@@ -72,7 +74,7 @@ def _gather_latents_kernel(
 
 def gather(
     pages: Pages, page_size: int, sequences: torch.Tensor, longest: int, out: torch.Tensor,
-    again: kernels.Again | None = None,
+    again: Again | None = None,
 ) -> None:  # fmt: skip
     """Keys of sequences, as they are stored, in `out` [S, D], zeros after them up to a multiple of ALIGN.
 
@@ -81,7 +83,7 @@ def gather(
     block = triton.next_power_of_2(dim)
     tokens = max(1, min(16, 8192 // block))
     grid = triton.cdiv(triton.cdiv(longest, ALIGN) * ALIGN, tokens), len(sequences), 1
-    kernels.launch(
+    launch(
         _gather_latents_kernel, grid, again, pages.keys, pages.table, sequences, out, pages.table.stride(0), dim, block,
         tokens, page_size, ALIGN, num_warps=8,
     )  # fmt: skip
@@ -137,8 +139,9 @@ def _attend_full_kernel(
     q_ptr, k_ptr, latent_ptr, v_ptr, items_ptr, out_ptr, partial_ptr, lse_ptr, first, k_stride, v_stride, scale,
     v_scale, HEADS: tl.constexpr, DIM: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     own = tl.program_id(0)
     head = first + own
     item = items_ptr + tl.program_id(1) * ITEM
@@ -212,7 +215,7 @@ class Keys:
 
 def attend_full(
     q: torch.Tensor, keys: Keys, items: attend.Work, out: torch.Tensor, scratch: Scratch, variant: Variant, first: int,
-    scale: float, scales: tuple[float, float], again: kernels.Again | None = None,
+    scale: float, scales: tuple[float, float], again: Again | None = None,
 ) -> Any:  # fmt: skip
     """Attention of the heads from `first` on, whose `keys` are given, to out[T, heads, width] or `scratch`; of q[T,
     heads, nope + rope]. `items` are work.Items with the place of a sequence's first key in the row's place; K and V are
@@ -238,7 +241,7 @@ def attend_full(
             variant,
         )
     widths = (max(16, triton.next_power_of_2(n)) for n in (nope, rope, width))
-    return kernels.launch(
+    return launch(
         _attend_full_kernel, (count, len(list), 1), again, q, k, latents, v, list, *results, first, k.stride(0),
         v.stride(0), *numbers, q.shape[1], latents.shape[1], nope, rope, width, variant.rows, variant.keys, *widths,
         FIELDS, half_type(k.dtype), variant.stages, num_warps=variant.warps,

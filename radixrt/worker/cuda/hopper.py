@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from radixrt.worker.cuda import attend, kernels, variants, warpgroups
+from radixrt.worker.cuda import attend, launching, variants, warpgroups
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.warpgroups import KEYS, ROWS, STAGES, attend_blocks, barriers, count_blocks, store_results
@@ -208,8 +208,9 @@ def _attend_specialised(
     stride, scale, v_scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     CAUSAL: gl.constexpr, ORDERED: gl.constexpr, SINKS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
     ITEM: gl.constexpr, STAGES: gl.constexpr, FEEDERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    launching.wait(EARLY, NEXT=False)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     k_smem = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, DIM], layout)
     v_smem = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, DIM], layout)
@@ -242,13 +243,13 @@ def _attend_specialised(
 
 def launch(
     grid: tuple[int, int, int],
-    again: kernels.Again | None,
+    again: launching.Again | None,
     given: tuple[Any, ...],
     kinds: tuple[Any, ...],
     variant: Variant,
 ) -> Any:
     """As `attend.attend`, which makes the arguments that both kernels have. Items have `starts`."""
-    return kernels.launch(
+    return launching.launch(
         _attend_specialised, grid, again, *given, *kinds, variant.keys, FIELDS, variant.stages, FEEDERS,
         MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=variant.warps,
     )  # fmt: skip

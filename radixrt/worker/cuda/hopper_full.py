@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from radixrt.worker.cuda import full_heads, kernels, warpgroups
+from radixrt.worker.cuda import full_heads, launching, warpgroups
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.warpgroups import KEYS, ROWS, STAGES, attend_blocks, barriers, count_blocks, store_results
@@ -110,8 +110,9 @@ def _attend_full_specialised(
     q_ptr, k_there, r_there, v_there, items_ptr, starts_ptr, out_ptr, partial_ptr, lse_ptr, first_head, scale,
     v_scale, HEADS: gl.constexpr, RANK: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr,
     VALUE: gl.constexpr, KEYS: gl.constexpr, ITEM: gl.constexpr, STAGES: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    launching.wait(EARLY, NEXT=False)
     TYPE: gl.constexpr = k_there.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     k_smem = gl.allocate_shared_memory(TYPE, [STAGES, KEYS, NOPE], layout)
@@ -154,10 +155,10 @@ def described(k: torch.Tensor, v: torch.Tensor, latents: torch.Tensor) -> tuple[
 
 
 def launch(
-    count: int, again: kernels.Again | None, given: tuple[Any, ...], programs: int, variant: Variant
+    count: int, again: launching.Again | None, given: tuple[Any, ...], programs: int, variant: Variant
 ) -> Any:  # fmt: skip
     """Of so many heads; see `full_heads.attend_full`."""
-    return kernels.launch(
+    return launching.launch(
         _attend_full_specialised, (count, programs, 1), again, *given, variant.keys, FIELDS, variant.stages,
         MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=variant.warps,
     )  # fmt: skip

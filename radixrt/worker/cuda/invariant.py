@@ -19,6 +19,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.attend import Scratch
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import make_items, sequence_tiles
 
@@ -50,8 +51,9 @@ TILES = (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4), REFERENCE, Tile(64,
 def _product_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, columns, depth,
     BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     across = tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // (GROUP * across)
     within = tl.program_id(0) % (GROUP * across)
@@ -91,7 +93,8 @@ def _product(
     (rows, depth), columns = x.shape, len(weight)
     out = torch.empty((rows, columns), dtype=dtype, device=x.device)
     if rows:
-        _product_kernel[(triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows),)](
+        launch(
+            _product_kernel, (triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows),), None,
             x, weight, x if bias is None else bias, out, rows, columns, depth, bias is not None,
             depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, GROUP,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -141,8 +144,9 @@ def agreeing(device: torch.device, dtype: torch.dtype) -> frozenset[Tile]:
 @triton.jit(do_not_specialize=["rows", "x_stride", "out_stride"])
 def _head_product_kernel(
     x_ptr, weight_ptr, out_ptr, rows, x_stride, out_stride, x_heads, out_heads, columns, depth, heads_apart,
-    columns_apart, depth_apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    columns_apart, depth_apart, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     head = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -163,7 +167,8 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
     """See `linear.HeadLinear.put`; one tile computes all products, whatever their number."""
     (rows, heads, depth), columns, tile = x.shape, weight.shape[1], REFERENCE
     if rows:
-        _head_product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), heads)](
+        launch(
+            _head_product_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns), heads), None,
             x, weight, out, rows, x.stride(0), out.stride(0), x.stride(1), out.stride(1), columns, depth,
             *weight.stride(), tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.launching import Again, launch, wait
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
-Again = dict[str, Any]
-"""Kernels that a step has launched already, by name, when it launches them for every layer with tensors and numbers of
-the same kinds: without asking what kinds they are (10 to 20 µs each time), they cost a third."""
-
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 CLAMP, ALPHA = (tl.constexpr(x) for x in CLAMPED_SWIGLU)
-
-
-def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: Any, **options: Any) -> Any:
-    """A kernel over `grid`; see Again. Gives the compiled kernel; None where it is interpreted."""
-    known = again.get(kernel.__name__) if again is not None else None
-    if known is not None:
-        known[grid](*args)
-        return known
-    compiled = kernel[grid](*args, **options)
-    if again is not None and compiled is not None:  # the interpreter compiles nothing
-        again[kernel.__name__] = compiled
-    return compiled
 
 
 # ---------------------------------------------------------------- norm
@@ -38,14 +21,15 @@ def launch(kernel: Any, grid: tuple[int, int, int], again: Again | None, *args: 
 @triton.jit(do_not_specialize=["stride"])
 def _norm_kernel(
     x_ptr, weight_ptr, out_ptr, scales_ptr, eps, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < size
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    wait(EARLY)
     x = tl.load(x_ptr + row * size + i, mask=inside, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     x = (x.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight).to(dtype)
     if GROUP > 0:
@@ -59,12 +43,12 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding |
     rows, size = x.shape
     group, block, warps = launch_sizes(size, rounding)
     if rounding is None:
-        out = torch.empty_like(x)
-        _norm_kernel[(rows,)](x, weight, out, out, eps, size, 0, group, LIMIT, block, num_warps=warps)
-        return out
-    found = room(rows, size, rounding, x.device)
-    values, scales = found.values, found.scales
-    _norm_kernel[(rows,)](x, weight, values, scales, eps, size, scales.stride(1), group, LIMIT, block, num_warps=warps)
+        found, values, scales, stride = (values := torch.empty_like(x)), values, values, 0
+    else:
+        found = room(rows, size, rounding, x.device)
+        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+    launch(_norm_kernel, (rows,), None, x, weight, values, scales, eps, size, stride, group, LIMIT, block,
+           num_warps=warps)  # fmt: skip
     return found
 
 
@@ -103,8 +87,9 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["stride"])
 def _gate_kernel(
     x_ptr, out_ptr, scales_ptr, size, stride, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -121,18 +106,16 @@ def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> 
     """act(first half) * second half of x[T, 2 I]: [T, I]; rounded to FP8, if asked for."""
     rows, size = x.shape[0], x.shape[1] // 2
     if rounding is None:
-        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-        block = min(2048, triton.next_power_of_2(size))
-        _gate_kernel[(rows, triton.cdiv(size, block))](
-            x, out, out, size, 0, ACTIVATIONS[activation], 0, LIMIT, block, num_warps=4
-        )
-        return out
-    found = room(rows, size, rounding, x.device)
-    values, scales = found.values, found.scales
-    group, block, warps = launch_sizes(size, rounding)
-    _gate_kernel[(rows, 1)](
-        x, values, scales, size, scales.stride(1), ACTIVATIONS[activation], group, LIMIT, block, num_warps=warps
-    )
+        group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
+        found, values, scales, stride = (values := x.new_empty((rows, size))), values, values, 0
+    else:
+        group, block, warps = launch_sizes(size, rounding)
+        found = room(rows, size, rounding, x.device)
+        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+    launch(
+        _gate_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, ACTIVATIONS[activation],
+        group, LIMIT, block, num_warps=warps,
+    )  # fmt: skip
     return found
 
 
@@ -141,8 +124,10 @@ def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> 
 
 @triton.jit
 def _means_kernel(
-    qkv_ptr, out_ptr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+    qkv_ptr, out_ptr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)  # 0: of q
     begin = (token * (HEADS + 2 * KV_HEADS) + k * HEADS) * DIM
@@ -157,7 +142,8 @@ def means(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
     tokens, _, dim = qkv.shape
     out = torch.empty((tokens, 2), dtype=torch.float32, device=qkv.device)
     block = triton.next_power_of_2(max(num_heads, kv_heads) * dim)
-    _means_kernel[(tokens, 2)](qkv, out, num_heads, kv_heads, dim, block, num_warps=8 if block > 2048 else 4)
+    warps = 8 if block > 2048 else 4
+    launch(_means_kernel, (tokens, 2), None, qkv, out, num_heads, kv_heads, dim, block, num_warps=warps)
     return out
 
 
@@ -165,8 +151,9 @@ def means(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
 def _append_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, means_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, eps, k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, NORM: tl.constexpr, RANKS: tl.constexpr, LIMIT: tl.constexpr,
+    GROUP: tl.constexpr, NORM: tl.constexpr, RANKS: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
@@ -272,7 +259,8 @@ def append(
     q_norm, k_norm = norms or (cos, cos)
     group = 16 if dim <= 128 else 8
     all_heads = qkv.shape[1]
-    _append_kernel[(tokens, triton.cdiv(all_heads, group))](
+    launch(
+        _append_kernel, (tokens, triton.cdiv(all_heads, group)), None,
         qkv, cos, sin, q_norm, k_norm, cos if means is None else means, slots, q, keys, values, eps, *scales,
         heads, keys.shape[1], dim // 2, cos.shape[-1], triton.next_power_of_2(dim // 2), group, norms is not None,
         0 if means is None else means.shape[1], limit, num_warps=4,
@@ -325,7 +313,9 @@ def resolve(tokens: torch.Tensor, rows: torch.Tensor, drawn: torch.Tensor) -> to
 def _gather_kernel(
     k_ptr, v_ptr, table_ptr, sequences_ptr, k_out_ptr, v_out_ptr, stride, k_scale, v_scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.load(sequences_ptr + tl.program_id(1) * 4).to(tl.int64)
     first = tl.load(sequences_ptr + tl.program_id(1) * 4 + 1)
     count = tl.load(sequences_ptr + tl.program_id(1) * 4 + 2)

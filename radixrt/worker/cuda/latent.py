@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import launching
 from radixrt.worker.cuda.kernels import saturated
+from radixrt.worker.cuda.launching import wait
 from radixrt.worker.model.latent import LatentHeads
 
 if TYPE_CHECKING:
@@ -135,8 +136,9 @@ def _attend_latent_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, ORDERED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PART: tl.constexpr, REST: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
-    SINGLE: tl.constexpr,
+    SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     # The heads of an item run side by side: they read the same keys.
     block = tl.program_id(0)
     program = tl.program_id(1)
@@ -157,7 +159,7 @@ def _attend_latent_kernel(
 
 
 def launch(
-    grid: tuple[int, int, int], again: kernels.Again | None, given: tuple[Any, ...], sizes: tuple[int, ...],
+    grid: tuple[int, int, int], again: launching.Again | None, given: tuple[Any, ...], sizes: tuple[int, ...],
     kinds: tuple[bool, bool, int], tile: tuple[int, int, int, int], fields: int, half: Any, single: bool,
 ) -> Any:  # fmt: skip
     """See `attend.attend`: tensors and numbers; heads, those of a tile, widths of K and V, page size; whether items are
@@ -165,7 +167,7 @@ def launch(
     rows, keys, warps, stages = tile
     _, _, dim, rank, _ = sizes
     part, rest = (max(16, triton.next_power_of_2(n)) for n in (-(-rank // 2), dim - rank))
-    return kernels.launch(
+    return launching.launch(
         _attend_latent_kernel, grid, again, *given, *sizes, *kinds, rows, keys, part, rest, fields, half, stages,
         single, num_warps=warps,
     )  # fmt: skip
@@ -190,8 +192,9 @@ def _append_latent_kernel(
     q_ptr, absorbed_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, slots_ptr, out_ptr, full_ptr, k_ptr, eps, scale,
     q_stride, latent_stride, count, HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
-    ANOTHER: tl.constexpr, PLAIN: tl.constexpr, FULL: tl.constexpr,
+    ANOTHER: tl.constexpr, PLAIN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     DIM: tl.constexpr = RANK + 2 * HALF
     i = tl.arange(0, TURNED)
@@ -270,7 +273,8 @@ def append(
         heads.ups.k.put(plain, q[..., : heads.rank])
     half, group = heads.rope_dim // 2, min(16, triton.next_power_of_2(count))
     limit = torch.finfo(pages.keys.dtype).max if pages.keys.dtype.itemsize == 1 else 0.0
-    _append_latent_kernel[(tokens, 1 + triton.cdiv(count, group))](
+    launching.launch(
+        _append_latent_kernel, (tokens, 1 + triton.cdiv(count, group)), None,
         heads.q, absorbed, heads.latent, heads.cos, heads.sin, heads.norm, slots, q, q if full is None else full,
         pages.keys, heads.eps, pages.scales[0], heads.q.stride(0), heads.latent.stride(0), len(q), count,
         width - heads.rope_dim, heads.rank, half, triton.next_power_of_2(heads.rank), triton.next_power_of_2(half),

@@ -17,8 +17,8 @@ small call there are fewer programs.
 
 Nobody waits at the end of a call until the others have read its buffer. Instead there are two buffers, which take
 turns. A rank writes into the buffer of call k again for call k + 2, after its own kernel of call k + 1 (all is in one
-stream). That kernel ended, so it has heard at least one program of each other rank's kernel of call k + 1; which began,
-in the stream of that rank, when its kernel of call k was over, and with it all its reading.
+stream). That kernel ended, so it has heard at least one program of each other rank's kernel of call k + 1; which told
+nothing before its kernel of call k was over, launched early or not, and with it all its reading.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.kernels import norm
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
 
@@ -154,8 +155,9 @@ def _sum(buffers, residual_ptr, at, inside, RANKS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _add_kernel(
     buffers, flags, residual_ptr, rows, SIZE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SHARES: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    SHARES: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     value = _met(flags, RANK, RANKS) + 1
     _meet(flags, value, RANK, RANKS, PTX)
     dtype = residual_ptr.dtype.element_ty
@@ -185,12 +187,14 @@ def _add_kernel(
 def _add_norm_kernel(
     buffers, flags, residual_ptr, weight_ptr, out_ptr, scales_ptr, eps, rows, size, stride, RANK: tl.constexpr,
     RANKS: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     dtype = residual_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
     inside = i < size
-    value = _met(flags, RANK, RANKS) + 1
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)  # arrives while others are waited for
+    wait(EARLY)
+    value = _met(flags, RANK, RANKS) + 1
     _meet(flags, value, RANK, RANKS, PTX)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         total = _sum(buffers, residual_ptr, row * size + i, inside, RANKS).to(dtype)
@@ -291,7 +295,8 @@ class Peers:
         if tile is None:
             tile = TILE if not shares else FEW_TILE if rows * self._bytes < MANY_BYTES else MANY_TILE
         groups = triton.cdiv(rows * self.hidden, tile * (self.ranks if shares else 1))
-        _add_kernel[(min(groups, programs),)](
+        launch(
+            _add_kernel, (min(groups, programs),), None,
             self._buffers[turn], self._flags, residual, rows, self.hidden, self.rank, self.ranks, shares, tile,
             self._ptx, num_warps=max(1, min(16, tile // 256)), num_stages=1,
         )  # fmt: skip
@@ -316,7 +321,8 @@ class Peers:
         else:
             found = room(rows, self.hidden, rounding, residual.device)
             out, scales, stride = found.values, found.scales, found.scales.stride(1)
-        _add_norm_kernel[(min(rows, PROGRAMS),)](
+        launch(
+            _add_norm_kernel, (min(rows, PROGRAMS),), None,
             self._buffers[turn], self._flags, residual, weight, out, scales, eps, rows, self.hidden, stride, self.rank,
             self.ranks, group, LIMIT, block, self._ptx, num_warps=warps, num_stages=1,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding
 
 PADDED = 4
@@ -31,8 +32,10 @@ def store_rounded(
 
 @triton.jit(do_not_specialize=["stride"])
 def _quantize_kernel(
-    x_ptr, out_ptr, scales_ptr, size, stride, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, size, stride, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ALL)
     x = tl.load(x_ptr + row * size + i, mask=i < size, other=0.0).to(tl.float32)
@@ -66,7 +69,8 @@ def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:
     rows, size = x.shape
     out = room(rows, size, rounding, x.device)
     group, block, warps = launch_sizes(size, rounding)
-    _quantize_kernel[(rows,)](
-        x, out.values, out.scales, size, out.scales.stride(1), LIMIT, group, block, num_warps=warps
+    stride = out.scales.stride(1)
+    launch(
+        _quantize_kernel, (rows,), None, x, out.values, out.scales, size, stride, LIMIT, group, block, num_warps=warps
     )
     return out

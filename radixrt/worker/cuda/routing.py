@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
@@ -92,8 +93,9 @@ def _route(
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, FACTOR: tl.constexpr,
+    KEPT: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     _route(
         logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID, SIZE,
@@ -118,7 +120,8 @@ def route(
     tokens, count = logits.shape
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
     experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
-    _route_kernel[(tokens,)](
+    launch(
+        _route_kernel, (tokens,), None,
         logits, logits if bias is None else bias, weights, experts, count, chosen, normalized,
         triton.next_power_of_2(count), triton.next_power_of_2(chosen), *_ways(routing, count), num_warps=1,
     )  # fmt: skip
@@ -129,7 +132,9 @@ def route(
 def _sort_kernel(
     experts_ptr, places_ptr, tokens_ptr, ends_ptr, tiles_ptr, entries, most, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     mine = tl.program_id(0)
     last = tl.num_programs(0) - 1
     i = tl.arange(0, BLOCK)
@@ -198,7 +203,8 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
     sizes = entries, entries, count, most * TILE_FIELDS
     places, tokens, ends, tiles = _pieces(sizes, experts.device)
     block = next((size for size in SORTED if size >= entries), SORTED[-1])
-    _sort_kernel[(count,)](
+    launch(
+        _sort_kernel, (count,), None,
         experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,
         TILE_FIELDS, 128, num_warps=4 if block < SORTED[-1] else 8,
     )  # fmt: skip
@@ -211,7 +217,9 @@ def _begin_kernel(
     count, size, stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr,
     FIELDS: tl.constexpr, SINGLE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         experts = _route(
@@ -245,7 +253,8 @@ def begin(
     known = room(tokens, size, rounding, x.device) if rounding else None
     values, scales, stride = (known.values, known.scales, known.scales.stride(1)) if known else (x, x, 0)
     group, block, _ = launch_sizes(size, rounding)
-    _begin_kernel[(tokens, 2 if known else 1)](
+    launch(
+        _begin_kernel, (tokens, 2 if known else 1), None,
         logits, logits if bias is None else bias, weights, experts, places, of_tokens, tiles, x, values, scales, count,
         size, stride, chosen, normalized, triton.next_power_of_2(count), triton.next_power_of_2(chosen),
         *_ways(routing, count), TILE_FIELDS, tokens == 1, LIMIT, group, block,

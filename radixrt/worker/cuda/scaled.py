@@ -14,6 +14,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from radixrt.worker.cuda.invariant import Tile
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding, Scaled
 
@@ -37,7 +38,9 @@ def _product_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, columns, depth, x_stride, stride,
     BLOCKS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) * COLUMNS
     n = first + tl.arange(0, COLUMNS)
@@ -82,7 +85,8 @@ def product(
     rows, (columns, depth) = len(x), weight.values.shape
     blocks = weight.rounding is Rounding.BLOCKS
     at_once = blocks_at_once(tile, depth, shared_memory(weight.values.device)) if blocks else 1
-    _product_kernel[(triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows))](
+    launch(
+        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)), None,
         x.values, x.scales, weight.values, weight.scales, out if bias is None else bias, out, rows, columns, depth,
         x.scales.stride(1), weight.scales.stride(0), blocks, bias is not None, add, depth % tile.depth == 0,
         tile.rows, tile.columns, tile.depth, at_once, BLOCK, num_warps=tile.warps, num_stages=tile.stages,

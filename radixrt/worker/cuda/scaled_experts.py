@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.invariant import GROUP, Tile
+from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.model.moe import ScaledStack
 from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding
 
@@ -34,7 +35,9 @@ def _product_kernel(
     x_ptr, x_scales_ptr, rows_ptr, tiles_ptr, weight_ptr, scales_ptr, out_ptr, tiles, columns, depth, x_stride, stride,
     BLOCKS: tl.constexpr, OF_TOKENS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     # Tensor cores of Hopper take FP8 by 64 rows of what is on the left: few rows are on the right.
     FLIPPED: tl.constexpr = ROWS < 64
     across = tl.cdiv(columns, COLUMNS)
@@ -100,7 +103,8 @@ def product(
     [T, K] `of_tokens`. The order has tiles of so many rows; with scales of blocks a tile has their depth."""
     _, columns, depth = weight.values.shape
     out = torch.empty((len(order.tokens), columns), dtype=dtype, device=x.values.device)
-    _product_kernel[(len(order.tiles) * triton.cdiv(columns, tile.columns),)](
+    launch(
+        _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
         x.values, x.scales, order.tokens, order.tiles, weight.values, weight.scales, out, len(order.tiles), columns,
         depth, x.scales.stride(1), weight.scales.stride(1), weight.rounding is Rounding.BLOCKS, of_tokens,
         depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, order.tiles.shape[1], BLOCK, GROUP,

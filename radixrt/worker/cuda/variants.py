@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from radixrt.worker.cuda.kernels import Again
+from radixrt.worker.cuda.launching import Again
 from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.model.spec import ModelSpec
 
@@ -84,7 +84,8 @@ class Variant:
 
 
 def decode_variant(shape: Shape, itemsize: int) -> Variant:
-    """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep)."""
+    """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep
+    --heads)."""
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
@@ -92,7 +93,9 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
         return Variant(rows, 32, 4, 2)
     if shape.head_dim > 128:
         return Variant(rows, 32, 1, 3) if itemsize == 1 else Variant(rows, 32, 4, 2)
-    return Variant(rows, 64, 1, 2) if itemsize == 1 else Variant(rows, 64, 2, 3)
+    if itemsize == 1:
+        return Variant(rows, 64, 1, 2)
+    return Variant(rows, 64, 2, 3) if shape.head_dim > 64 else Variant(rows, 64, 4, 2)
 
 
 def shared_variant(shape: Shape, itemsize: int) -> Variant:

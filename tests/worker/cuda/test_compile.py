@@ -24,6 +24,8 @@ fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
 
 
 def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000):
+    if "EARLY" in kernel.arg_names:
+        constants = {"EARLY": target.arch >= 90} | constants
     types = dict(zip((n for n in kernel.arg_names if n.endswith("_ptr")), pointers, strict=True)) | numbers
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -32,6 +34,14 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
     aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
     built = compile(ASTSource(kernel, signature, fixed, aligned), target=target, options=options)
     assert built.metadata.shared < room, (kernel, constants, built.metadata.shared)
+    if constants.get("EARLY"):
+        waits_first(built, reads=kernel is kernels._norm_kernel)
+
+
+def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
+    before, wait, _ = built.asm["ptx"].partition(".entry")[2].partition("griddepcontrol.wait")
+    assert wait and "st.global" not in before, built.name
+    assert reads == ("ld.global" in before), built.name
 
 
 f, i = "fp32", "i32"
@@ -174,6 +184,7 @@ if int(sys.argv[1]) == 90:
         fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
         assert built.metadata.shared < 230_000
+        waits_first(built)
 
     kernel = hopper._attend_specialised
     for causal in (False, True) if every else (True,):
@@ -181,7 +192,7 @@ if int(sys.argv[1]) == 90:
             HEADS=32, KV_HEADS=8, DIM=128, PAGE=1, CAUSAL=causal, ORDERED=not causal, SINKS=causal, QUERIES=32,
             KEYS=hopper.KEYS,
             ITEM=8, STAGES=hopper.STAGES, FEEDERS=hopper.FEEDERS, MULTIPLY_REGISTERS=hopper.MULTIPLY_REGISTERS,
-            FEED_REGISTERS=hopper.FEED_REGISTERS,
+            FEED_REGISTERS=hopper.FEED_REGISTERS, EARLY=True,
         )
         pointers = ["*bf16", fp8, fp8, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         types = dict(zip((n for n in kernel.arg_names if n.endswith("_ptr")), pointers, strict=True))
@@ -195,7 +206,7 @@ if int(sys.argv[1]) == 90:
     types |= {"k_there": described(128), "r_there": described(64), "v_there": described(128)}
     constants = dict(
         HEADS=16, RANK=512, NOPE=128, ROPE=64, VALUE=128, KEYS=full.KEYS, ITEM=8, STAGES=full.STAGES,
-        MULTIPLY_REGISTERS=full.MULTIPLY_REGISTERS, FEED_REGISTERS=full.FEED_REGISTERS,
+        MULTIPLY_REGISTERS=full.MULTIPLY_REGISTERS, FEED_REGISTERS=full.FEED_REGISTERS, EARLY=True,
     )
     types |= {"first_head": i, "scale": f, "v_scale": f}
     build_specialised(full._attend_full_specialised, types, constants)
@@ -219,6 +230,7 @@ tiles = scaled.FEW_BLOCKS, scaled.SOME_BLOCKS
 for tile, capability, room in [(tile, *gpu) for tile in tiles for gpu in ((89, 101_376), (90, 232_448))]:
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "BLOCKS": True}
     constants |= {"BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": scaled.blocks_at_once(tile, depth, room)}
+    constants["EARLY"] = capability >= 90
     types = dict.fromkeys(constants, "constexpr") | pointers
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

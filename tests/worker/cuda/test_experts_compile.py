@@ -22,6 +22,7 @@ HALVES = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr", "out_ptr"), "*b
 
 
 def build(kernel, x, constants, whole, warps, stages=3):
+    constants = constants | {"EARLY": capability >= 90}
     pointers = INTEGERS | FP8 | SCALES | HALVES | {"x_ptr": x}
     types = dict.fromkeys(constants, "constexpr") | pointers
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -31,6 +32,7 @@ def build(kernel, x, constants, whole, warps, stages=3):
     options = {"num_warps": warps, "num_stages": stages}
     built = compile(ASTSource(kernel, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options)
     assert built.metadata.shared <= room, (constants, built.metadata.shared)
+    assert ("griddepcontrol.wait" in built.asm["ptx"]) == (capability >= 90)
     return built.asm["ptx"]
 
 

@@ -26,6 +26,7 @@ from radixrt.worker.cuda import peers
 
 
 def build(capability, kernel, types, constants, ranks=4, warps=8):
+    constants = constants | {"EARLY": capability >= 90}
     tuples = {"buffers": ("*bf16",) * ranks, "flags": ("*i32",) * ranks}
     signature = {name: "constexpr" if name in constants else (tuples | types)[name] for name in kernel.arg_names}
     number = {name: n for n, name in enumerate(kernel.arg_names)}
@@ -35,6 +36,9 @@ def build(capability, kernel, types, constants, ranks=4, warps=8):
     aligned = {path: [["tt.divisibility", 16]] for path in pointers}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": 1}
     text = compile(ASTSource(kernel, signature, fixed, aligned), target=target, options=options).asm["ptx"]
+    before, waits, _ = text.partition("griddepcontrol.wait")
+    assert bool(waits) == (capability >= 90)
+    assert not waits or not ("st." in before or ".cg" in before), "a buffer, or a flag, before what is ahead has ended"
     assert "st.release.sys.global" in text and "ld.acquire.sys.global" in text
     assert text.count("ld.global.cg.v4.b32") >= ranks, "16 bytes of each peer at a time"
 
