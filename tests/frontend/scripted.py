@@ -121,6 +121,17 @@ MINIMAX = (
     + "{% endfor %}"
     + _NEXT
 )
+OLMO = (
+    "{% if tools %}Output any function calls within <function_calls></function_calls> XML tags."
+    + _TOOLS
+    + "{% endif %}"
+    "{% for m in messages %}" + _TURN + "{% if m.tool_calls %}<function_calls>{% for call in m.tool_calls %}"
+    "{{ call.function.name }}({% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}){{ '\n' if not loop.last }}{% endfor %}</function_calls>{% endif %}"
+    + _END
+    + "{% endfor %}"
+    + _NEXT
+)
 GRANITE = (
     "{% if tools %}Answer only with <|tool_call|> followed by a JSON list of tools used.\n" + _TOOLS + "{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}" + _NEXT
@@ -173,6 +184,7 @@ FAMILIES = {
     "glm": (GLM, GLM_MARKS),
     "glm47": (GLM_47, ()),
     "minimax": (MINIMAX, MINIMAX_MARKS),
+    "olmo": (OLMO, ()),
     "granite": (GRANITE, ("<|tool_call|>",)),
     "phi": (PHI, ("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>")),
     "seed": (SEED, ("<seed:tool_call>", "</seed:tool_call>")),

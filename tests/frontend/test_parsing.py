@@ -31,6 +31,7 @@ from radixrt.frontend.parsing.hermes import Hermes
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
+from radixrt.frontend.parsing.olmo import Olmo
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
 from radixrt.frontend.tools import Tool, ToolUse
@@ -41,7 +42,7 @@ from tests.frontend.scripted import joined, make_family
 
 FORMATS = {"hermes": Hermes(), "llama": Llama(), "mistral": Mistral()}
 FORMATS |= {"deepseek": DeepSeek(), "deepseek_v3": DeepSeek(fenced=True), "kimi": Kimi(), "qwen_coder": QwenCoder()}
-FORMATS |= {"glm": Glm(), "glm47": Glm(lines=False), "minimax": MiniMax()}
+FORMATS |= {"glm": Glm(), "glm47": Glm(lines=False), "minimax": MiniMax(), "olmo": Olmo()}
 FORMATS |= {"seed": QwenCoder(SEED, lines=False), "mistral_v11": Mistral(opening=None, names_calls=True)}
 FORMATS |= {"granite": Array(GRANITE), "phi": Array(PHI), "nemotron": Array(NEMOTRON)}
 KNOWN = {
@@ -230,7 +231,45 @@ FOUND += [
     ("minimax", SECTION + '<invoke name="f"><parameter name="te', call(0, "f", "")[:1]),
     ("minimax", SECTION + '<invoke name="f"><parameter name="text">lo', call(0, "f", '{"text": "lo')),
 ]
+OLMO, OLMO_END = "<function_calls>", "</function_calls>"
+FOUND += [
+    ("olmo", f"{OLMO}f(a=1){OLMO_END}", F_CALL),
+    (
+        "olmo",
+        f"Well.\n{OLMO}f(a=1)\ng(){OLMO_END} so",
+        [Content("Well."), *F_CALL, *call(1, "g", "{}"), Content(" so")],
+    ),
+    ("olmo", f"{OLMO}\n f( a = 1 , ) {OLMO_END}", F_CALL),
+    ("olmo", f'{OLMO}x.y(s="a, (b) \\" c")', call(0, "x.y", '{"s": "a, (b) \\" c"}')),
+    ("olmo", f"{OLMO}f(s='it\\'s, \"so\"')", call(0, "f", '{"s": "it\'s, \\"so\\""}')),
+    (
+        "olmo",
+        f'{OLMO}f(l=[1, {{"k": null}}], d={{\'k\': True, "n": false}})',
+        call(0, "f", '{"l": [1, {"k": null}], "d": {"k": true, "n": false}}'),
+    ),
+    (
+        "olmo",
+        f"{OLMO}f(a=true, b=None, c=-1.5, d=NaN, e=some words, f=007)",
+        call(0, "f", '{"a": true, "b": null, "c": -1.5, "d": "NaN", "e": "some words", "f": "007"}'),
+    ),
+    ("olmo", f'{OLMO}f(s="two\nlines", t="\\d")', call(0, "f", '{"s": "two\\nlines", "t": "\\\\d"}')),
+    ("olmo", f"{OLMO}f(x, None, a=2)", call(0, "f", '{"text": "x", "maybe": null, "a": 2}')),
+    ("olmo", f"{OLMO}f(list=[1,\nNone])", call(0, "f", '{"list": [1, null]}')),
+    ("olmo", f'{OLMO}f(s="a\\/b\nc")', call(0, "f", '{"s": "a/b\\nc"}')),
+    ("olmo", f"{OLMO}nobody(7)", call(0, "nobody", "{}")),
+    ("olmo", f"{OLMO}f(a=1", call(0, "f", "")[:1]),
+    ("olmo", f"{OLMO}f(a=1, te", call(0, "f", '{"a": 1')),
+    ("olmo", f'{OLMO}f(a=1, text="lo', call(0, "f", '{"a": 1')),
+    ("olmo", f"{OLMO}f(a=1)</function_ca", F_CALL),
+    ("olmo", f"{OLMO}f(a=1) oh{OLMO_END}", [*F_CALL, Content("oh" + OLMO_END)]),
+    ("olmo", f"{OLMO}f(a=1] oh", [*F_CALL, Content("] oh")]),
+]
 MALFORMED = [
+    ("olmo", f"{OLMO}nothing{OLMO_END}"),
+    ("olmo", f"{OLMO}{OLMO_END}"),
+    ("olmo", f"{OLMO}(a=1)"),
+    ("olmo", "f(a=1)"),
+    ("olmo", "<function_calls"),
     ("glm", "<tool_call>nothing of this kind</tool_call>"),
     ("glm", '<tool_call>{"name": "f"}</tool_call>'),
     ("glm", "<tool_call>f"),
@@ -297,6 +336,7 @@ def test_marks_that_are_special_tokens_never_show():
     assert parse("llama", "<|python_tag|>print(1)<|python_tag|>", hidden=hidden) == [Content("print(1)")]
     hidden = frozenset(Mistral.marks)
     assert parse("mistral", "[TOOL_CALLS] no way [ARGS]{}", hidden=hidden) == [Content(" no way {}")]
+    assert parse("olmo", f"{OLMO}none{OLMO_END}", hidden=frozenset(Olmo.marks)) == [Content("none")]
     assert parse("mistral", f"[ARGS] [{F}]", hidden=hidden) == [Content(f" [{F}]")]
 
 
@@ -371,7 +411,7 @@ PARTS = [
     F, G, "<tool_call>", "</tool_call>", "<tool_call", "[TOOL_CALLS]", " [", "]", "f[ARGS]", "[CALL_ID]", "[ARGS", ", ",
     "; ", "<|python_tag|>", '{"name": "g", "parameters": {"x": {}}}', '{"name": "f"', "{", "}", '"', "\\", "\n", "  ",
     "<arg_key>text</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="f">', "</invoke>",
-    '<parameter name="text">', "</minimax:tool_call>",
+    '<parameter name="text">', "</minimax:tool_call>", "<function_calls>", "f(", "a=", ")", "</function_calls>", "'",
     "<function=f>", "<parameter=text>\n", "<parameter=a>", "</parameter>", "</function>", "1",
     CALLS, CALLS_END, CALL, SEP, CALL_END, "f", "```json", "```", K_CALLS, K_CALL, K_ARGS, K_CALL_END, "functions.g:1",
     "text", "<think>", "</think>", "é", '{"arguments": {"k": "v"}, "name": "f"}',
@@ -428,6 +468,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
         ("glm", Glm, False),
         ("glm47", Glm, False),
         ("minimax", MiniMax, False),
+        ("olmo", Olmo, False),
         ("seed", QwenCoder, False),
     ],
 )
@@ -479,6 +520,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "glm": "<tool_call>%s\n%s</tool_call>",
         "glm47": "<tool_call>%s%s</tool_call>",
         "minimax": '<invoke name="%s">\n%s</invoke>',
+        "olmo": "%s(%s)",
     }.get(kind, f'{{"name": "%s", "{key}": %s}}')
     arguments = '{"a": 1}', "{}"
     arguments = {
@@ -487,6 +529,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "glm": ("<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", ""),
         "glm47": ("<arg_key>a</arg_key><arg_value>1</arg_value>", ""),
         "minimax": ('<parameter name="a">1</parameter>\n', ""),
+        "olmo": ("a=1", ""),
     }.get(kind, arguments)
     one, other = (pattern % both for both in zip("fg", arguments, strict=True))
     wrap = {
@@ -497,6 +540,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "glm": lambda *calls: "\n".join(calls),
         "glm47": lambda *calls: "".join(calls),
         "minimax": lambda *calls: SECTION + "\n".join(calls) + SECTION_END,
+        "olmo": lambda *calls: OLMO + "\n".join(calls) + OLMO_END,
         "kimi": lambda *calls: K_CALLS + "".join(calls) + K_CALLS_END,
         "hermes": lambda *calls: "\n".join(f"<tool_call>\n{c}\n</tool_call>" for c in calls),
         "llama": lambda *calls: "; ".join(calls),
@@ -512,7 +556,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
     )
     for grammar in (forced, free):
         assert accepts(grammar, wrap(one)) and accepts(grammar, wrap(other))
-        other_type = one.replace("1}", '"x"}').replace("\n1", '\n"x"').replace(">1<", ">x<")
+        other_type = one.replace("1}", '"x"}').replace("\n1", '\n"x"').replace(">1<", ">x<").replace("=1)", '="x")')
         assert other_type != one and not accepts(grammar, wrap(other_type))
         if kind != "llama" or grammar is forced:  # bare JSON: what follows a call may be text as well
             assert accepts(grammar, wrap(one, other)) == parallel
@@ -520,6 +564,49 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
     pieces = parse(kind, wrap(one, other))
     found = [(p.name, q.text) for p, q in zip(pieces[::2], pieces[1::2], strict=True)]
     assert found == [("f", '{"a": 1}'), ("g", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"required": ["c", "a"]}, ['a=1, c="x"', 'a=1, c="x", b=2'], ['c="x", a=1', "a=1"]),
+        ({"required": ["b"]}, ["b=2", "b=2, a=1", 'b=2, c="x"', 'b=2, a=1, c="x"'], ["", "a=1", "a=1, b=2", "b=x"]),
+        (
+            {},
+            ["", "a=1", "b=2", 'c="x"', "a=1, b=2", 'b=2, c="x"'],
+            ["b=2, a=1", "a=1, a=1", "d=1", ", a=1", "a=1,b=2"],
+        ),
+        ({"properties": {}}, ["", "x=1", "x=[1, {}], _y2=null"], ["1", "x=", "x=y", "2x=1"]),
+        ({"properties": {}, "additionalProperties": False}, [""], ["x=1"]),
+    ],
+)
+def test_olmo_s_arguments_follow_their_schema(schema, right, wrong):
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    number, properties = {"type": "integer"}, {"a": {"$ref": "#/$defs/n"}, "b": {"type": "integer"}}
+    whole = {"type": "object", "properties": properties | {"c": {"type": "string"}}, "$defs": {"n": number}} | schema
+    form = Olmo().forced([Function("f", whole)], False)
+    grammar = xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": form})
+    assert all(accepts(grammar, f"{OLMO}f({arguments}){OLMO_END}") for arguments in right)
+    assert not any(accepts(grammar, f"{OLMO}f({arguments}){OLMO_END}") for arguments in wrong)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), JSON, max_size=4), st.sampled_from([json.dumps, repr])
+)
+def test_olmo_s_values_are_json_s_or_python_s(arguments, write):
+    written = ", ".join(f"{name}={write(value)}" for name, value in arguments.items())
+    start, found = parse("olmo", f"{OLMO}f({written}){OLMO_END}")
+    assert start.name == "f" and json.loads(found.text) == arguments
 
 
 def test_mistral_s_newer_form_is_forced_as_well():

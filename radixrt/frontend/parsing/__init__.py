@@ -7,6 +7,7 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
            qwen_coder, glm, minimax   calls whose arguments are no JSON, but between tags
            tagged             such arguments, the core of these three
            sections           DeepSeek's and Kimi K2's calls
+           olmo               OLMo 3's calls, which are as in Python
            arrays             Granite 3's, Phi-4-mini's and Nemotron's calls
            calls              a call as a JSON object, the core of the first three
            reader             text in cuts as if it were whole

@@ -14,6 +14,7 @@ from radixrt.frontend.parsing.hermes import Hermes
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
+from radixrt.frontend.parsing.olmo import Olmo
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
 from radixrt.frontend.parsing.thoughts import ReasoningFormat
@@ -43,6 +44,7 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "granite": partial(Array, GRANITE),
     "phi4_mini_json": partial(Array, PHI),
     "nemotron_json": partial(Array, NEMOTRON),
+    "olmo3": Olmo,
 }
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
@@ -53,6 +55,7 @@ REASONING_FORMATS = {
     "minimax_m2": THINK,
     "minimax": THINK,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "olmo3": THINK,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>"),
 }
 """By the names of vLLM and SGLang."""
@@ -83,6 +86,7 @@ _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(function<｜tool▁sep｜>)
 _KIMI = re.compile(r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>")
 _GLM = re.compile(r"<tool_call>probe_tool(\n?)\s*<arg_key>")
 _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
+_OLMO = re.compile(r"<function_calls>probe_tool\(")
 _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     Hermes: re.compile(r'<tool_call>\s*\{"name":\s*<'),
     partial(Array, NEMOTRON): re.compile(r"<TOOLCALL>\["),
@@ -126,6 +130,8 @@ def _seen(rendered: str) -> ToolFormat | None:
         return Glm(lines=bool(found[1]))
     if _MINIMAX.search(rendered):
         return MiniMax()
+    if _OLMO.search(rendered):
+        return Olmo()
     if _LLAMA.search(rendered):
         return Llama()
     return next((form() for form, told in _TOLD.items() if told.search(rendered)), None)

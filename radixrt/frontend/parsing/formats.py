@@ -55,6 +55,10 @@ def one_after_another(tags: list[dict[str, Any]], separator: str, parallel: bool
     }
 
 
+def constant(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
 def json_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 

@@ -19,6 +19,8 @@ Steps = Generator[None, None, T]
 _SPACE = re.compile(r"\s*")
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
+_QUOTED = {"": re.compile(r"""["',()\[\]{}]"""), '"': _INSIDE, "'": re.compile(r"['\\]")}
+"""By the quote that has been opened."""
 
 
 class Reader:
@@ -132,6 +134,23 @@ class Reader:
                 pass_on(self._text)
                 self._text, self.at = "", 0
             yield
+
+    def literal(self) -> Steps[str]:
+        """What stands before the comma or the closing bracket that ends it, neither in quotes nor between brackets of
+        its own; it is read. All that is left where the text ends before."""
+        start, depth, quote = self.at, 0, ""
+        while found := (yield from self._next(_QUOTED[quote])):
+            if not quote and not depth and found in ",)]}":
+                break
+            self.at += 1
+            if found == "\\":
+                if (yield from self.peek()):
+                    self.at += 1
+            elif found in "\"'":
+                quote = "" if quote else found
+            elif found != ",":
+                depth += 1 if found in "([{" else -1
+        return self._text[start : self.at]
 
     # ------------------------------------------------------------ marks
 

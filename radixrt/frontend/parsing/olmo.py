@@ -1,0 +1,193 @@
+"""Calls as OLMo 3 writes them, as Python does, one a line, all of a turn in one section:
+
+    <function_calls>f(a="what is meant", b=[1, 2])
+    g()</function_calls>
+
+Values are JSON, or literals of Python; what is neither is a string. An argument without a name is the next that the
+function has.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.formats import (
+    Function,
+    Functions,
+    Schema,
+    constant,
+    json_schema,
+    one_after_another,
+    sequence,
+    tag,
+)
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+OPEN, CLOSE = "<function_calls>", "</function_calls>"
+_NAME = re.compile(r"[\w.-]")
+_KEY = re.compile(r"""[^\s=,()\[\]{}"']""")
+KEY = "[a-zA-Z_][a-zA-Z0-9_]*"
+"""Of an argument that a schema does not name."""
+_DEFINITIONS = ("$defs", "definitions")
+_UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+class Olmo:
+    """See `formats.ToolFormat`."""
+
+    marks = (OPEN, CLOSE)
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        begins = marks((OPEN,), hidden)
+        while mark := (yield from reader.until(begins, sink.content)):
+            start = reader.at
+            if (yield from self._call(reader, sink, functions)):
+                while (yield from self._call(reader, sink, functions)):
+                    pass
+                if not (yield from reader.take(CLOSE)):
+                    reader.ends_within((CLOSE,))
+            else:
+                reader.at = start
+                sink.content("" if mark in hidden else mark)
+
+    def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
+        """Whether a call comes next; then it is read to its end, else the space before it."""
+        yield from reader.space()
+        start = reader.at
+        name = yield from reader.word(_NAME)
+        if not name or not (yield from reader.take("(")):
+            reader.at = start
+            return False
+        sink.call(name)
+        yield from _arguments(reader, sink, functions.get(name, True))
+        return True
+
+    # ------------------------------------------------------------ writing
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        calls = [tag(f"{function.name}(", _written(function.schema), ")") for function in functions]
+        return tag(OPEN, one_after_another(calls, "\n", parallel), CLOSE)
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        section = self.forced(functions, parallel)
+        return {"type": "triggered_tags", "triggers": [OPEN], "tags": [section], "stop_after_first": True}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _arguments(reader: Reader, sink: Sink, schema: Schema) -> Steps[None]:
+    """Read a call's arguments and the bracket behind them; they go to the sink as a JSON object, value by value, which
+    is closed unless the text ends within."""
+    names, before = iter(_properties(schema)), "{"
+    while not (yield from _closed(reader)):
+        name = (yield from _key(reader)) or next(names, "")
+        value = yield from reader.literal()
+        ended = not (yield from reader.peek())
+        if ended or not name or not value.strip():
+            if not ended:
+                yield from reader.take(")")
+                break
+            return
+        sink.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: {_as_json(value)}")
+        before = ", "
+        if not (yield from reader.take(",")) and (yield from reader.peek()) != ")":
+            break
+    sink.arguments("{}" if before == "{" else "}")
+
+
+def _closed(reader: Reader) -> Steps[bool]:
+    yield from reader.space()
+    return (yield from reader.take(")"))
+
+
+def _key(reader: Reader) -> Steps[str]:
+    """Read what stands before a value, `name=`; "" where that does not come next."""
+    start = reader.at
+    name = yield from reader.word(_KEY)
+    yield from reader.space()
+    if name and (yield from reader.take("=")):
+        return name
+    reader.at = start
+    return ""
+
+
+def _as_json(written: str) -> str:
+    """The JSON that a value stands for; a string where it is neither JSON nor Python."""
+    plain = written.strip()
+    with contextlib.suppress(*_UNREADABLE):
+        json.loads(plain, parse_constant=_refused)
+        return plain
+    lines = plain.replace("\n", "\\n")  # as they may stand within quotes
+    for read, text in ((json.loads, lines), (_of_python, plain), (_of_python, lines)):
+        with contextlib.suppress(*_UNREADABLE):
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain, ensure_ascii=False)
+
+
+def _of_python(text: str) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # of what is no escape of Python's
+        tree = ast.parse(text, mode="eval")
+    return ast.literal_eval(_Constants().visit(tree))
+
+
+def _refused(_constant: str) -> None:
+    raise ValueError("NaN and Infinity are no JSON")
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's constants in what is Python else."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _written(schema: Schema) -> dict[str, Any]:
+    """A structural tag's format: arguments by name, those that must be there first, in the order of the schema."""
+    values = dict(_named_values(schema))
+    if not values:
+        closed = isinstance(schema, dict) and schema.get("additionalProperties") is False
+        return constant("") if closed else _anything()
+    required = [name for name in values if isinstance(schema, dict) and name in schema.get("required", ())]
+    others = [{"type": "optional", "content": sequence(constant(", "), values[x])} for x in values if x not in required]
+    first = [part for name in required for part in (constant(", "), values[name])][1:]
+    if required:
+        return sequence(*first, *others)
+    # Any of them may be the first.
+    begins = [sequence(value, *others[n + 1 :]) for n, value in enumerate(values.values())]
+    return {"type": "optional", "content": {"type": "or", "elements": begins}}
+
+
+def _named_values(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`name=value` of each argument that the schema names."""
+    shared = {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
+    for name, part in _properties(schema).items():
+        value = part | shared if isinstance(part, dict) else part
+        yield name, sequence(constant(f"{name}="), json_schema(value))
+
+
+def _anything() -> dict[str, Any]:
+    one = sequence({"type": "regex", "pattern": f"{KEY}="}, json_schema(True))
+    more = {"type": "star", "content": sequence(constant(", "), one)}
+    return {"type": "optional", "content": sequence(one, more)}
+
+
+def _properties(schema: Schema) -> dict[str, Schema]:
+    return schema.get("properties") or {} if isinstance(schema, dict) else {}
