@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import functools
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-import radixrt
 from radixrt.client import AsyncClient, ServerError, token_bytes, token_list
 from radixrt.config import FrontendConfig
 from radixrt.frontend import schema
+from radixrt.frontend.about import About
 from radixrt.frontend.answer import Exchange, NativeExchange, StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.caching import breakpoints, pinned
 from radixrt.frontend.anthropic.errors import AnthropicError
@@ -28,10 +28,21 @@ from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.defaults import sampling_defaults
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.guard import MESSAGES_PATH, Application, api_error, for_pages, header, key_of, origin_of
+from radixrt.frontend.guard import (
+    MESSAGES_PATH,
+    Application,
+    Handler,
+    KeyedHandler,
+    api_error,
+    for_pages,
+    header,
+    json_response,
+    key_of,
+    origin_of,
+)
 from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.peers import Peers
-from radixrt.frontend.replies import ChatReply, Reply, encode, model_json, models_json, native_line, session_json
+from radixrt.frontend.replies import ChatReply, Reply, native_line, session_json
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.responses.schema import Asked
 from radixrt.frontend.structured import Constraint
@@ -47,7 +58,6 @@ from radixrt.messages import (
     TextPrompt,
     TokenPrompt,
 )
-from radixrt.report import to_html
 from radixrt.router.conversations import Conversations, facts
 from radixrt.router.errors import FieldError, too_long
 from radixrt.router.tokens import Encoded, TextService
@@ -56,9 +66,6 @@ from radixrt.transports import NATIVE_PATH, Here, HereTransport, ZmqTransport
 
 ROUTER_SECONDS = 5.0
 """Time that the router has to answer a question about itself."""
-REFRESH_SECONDS = 10
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Of the report's page, in which callers' names and texts stand."""
 
 _chat = msgspec.json.Decoder(schema.Chat)
 _messages = msgspec.json.Decoder(Messages)
@@ -67,10 +74,6 @@ _tokenize = msgspec.json.Decoder(schema.TokenizeBody)
 _detokenize = msgspec.json.Decoder(schema.DetokenizeBody)
 _native = msgspec.json.Decoder(ClientRequest)
 POLL_SECONDS = 0.02
-
-
-def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode(data), status, headers, "application/json")
 
 
 def _too_large(limit: int) -> ApiError:
@@ -107,13 +110,7 @@ class Frontend:
         others = [
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
-            Route("/v1/models", self._guarded(self.models)),
-            Route("/v1/models/{model:path}", self._guarded(self.model)),
-            Route("/v1/report", self._guarded(self.report)),
-            Route("/metrics", self._guarded(self.metrics)),
-            Route("/health", self.health),
-            Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/version", self.version),
+            *About(self._ask).routes(self._guarded),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 
@@ -140,9 +137,9 @@ class Frontend:
 
     def _guarded(
         self,
-        handler: Callable[[Request, str], Awaitable[Any]],
+        handler: KeyedHandler,
         told: Callable[[ApiError], ApiError] = lambda error: error,
-    ) -> Callable[[Request], Awaitable[Any]]:
+    ) -> Handler:
         """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's, or as
         `told`."""
 
@@ -338,21 +335,6 @@ class Frontend:
             return []
         return await asyncio.to_thread(pinned, self._text.tokenizer, body, use, ids)
 
-    # ------------------------------------------------------------ models
-
-    async def models(self, request: Request, key: str) -> Response:
-        return json_response(models_json(await self._models(key)))
-
-    async def model(self, request: Request, key: str) -> Response:
-        wanted = request.path_params["model"]
-        for model in await self._models(key):
-            if model["id"] == wanted:
-                return json_response(model)
-        raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
-
-    async def _models(self, key: str) -> list[dict[str, Any]]:
-        return [model_json(model["id"], model["max_model_len"]) for model in await self._ask(key).models()]
-
     # ------------------------------------------------------------ the native API
 
     async def native(self, request: Request) -> StreamAnswer:
@@ -386,31 +368,7 @@ class Frontend:
     async def _max_model_len(self, key: str) -> int:
         return self._config.max_model_len or (await self._ask(key).health())["max_model_len"]
 
-    # ------------------------------------------------------------ about the server
-
     def _ask(self, key: str) -> AsyncClient:
+        """A client for questions to the router."""
         self._require_router()
         return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)
-
-    async def report(self, request: Request, key: str) -> Response:
-        """JSON; for browsers a page that comes anew every REFRESH_SECONDS."""
-        report = await self._ask(key).report()
-        if "text/html" not in request.headers.get("accept", ""):
-            return json_response(report)
-        return HTMLResponse(to_html(report, REFRESH_SECONDS), headers={"content-security-policy": PAGE_POLICY})
-
-    async def metrics(self, request: Request, key: str) -> Response:
-        return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")
-
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": radixrt.__version__})
-
-    async def health(self, request: Request) -> Response:
-        """200 while a worker serves, else 503 with the reason."""
-        try:
-            health = await self._ask("").health()
-        except (ApiError, ServerError) as problem:
-            return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
-        if not health["serving"]:
-            return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
-        return json_response({"status": "ok", "workers": len(health["workers"])})

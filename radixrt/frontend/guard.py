@@ -1,4 +1,4 @@
-"""What every route of the application shares: keys and origins in headers, and errors in the format of its API."""
+"""What routes share: keys and origins in headers, JSON, and errors in the format of their API."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from radixrt.client import ServerError
 from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.replies import encode
 from radixrt.messages import Error, Origin
 from radixrt.router.errors import FieldError
 
@@ -24,6 +25,12 @@ MESSAGES_PATH = "/v1/messages"
 DEPTH_DIGITS = 9
 Handler = Callable[[Request], Awaitable[Any]]
 """Answers with what is an ASGI application itself."""
+KeyedHandler = Callable[[Request, str], Awaitable[Any]]
+"""One that is also told the caller's API key."""
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(data), status, headers, "application/json")
 
 
 def header(request: Request, name: bytes) -> str:

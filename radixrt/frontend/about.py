@@ -1,0 +1,76 @@
+"""What a server says of itself: its models, report, metrics, health and version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+import radixrt
+from radixrt.client import AsyncClient, ServerError
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.guard import Handler, KeyedHandler, json_response
+from radixrt.frontend.replies import model_json, models_json
+from radixrt.report import to_html
+
+REFRESH_SECONDS = 10
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Of the report's page, in which callers' names and texts stand."""
+
+
+class About:
+    """`ask` gives a client with an API key; ApiError (503) where the router cannot be reached."""
+
+    def __init__(self, ask: Callable[[str], AsyncClient]) -> None:
+        self._ask = ask
+
+    def routes(self, guarded: Callable[[KeyedHandler], Handler]) -> list[Route]:
+        """Those that `guarded` makes of handlers with a key, and those for everybody."""
+        return [
+            Route("/v1/models", guarded(self.models)),
+            Route("/v1/models/{model:path}", guarded(self.model)),
+            Route("/v1/report", guarded(self.report)),
+            Route("/metrics", guarded(self.metrics)),
+            Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version),
+        ]
+
+    async def models(self, request: Request, key: str) -> Response:
+        return json_response(models_json(await self._models(key)))
+
+    async def model(self, request: Request, key: str) -> Response:
+        wanted = request.path_params["model"]
+        for model in await self._models(key):
+            if model["id"] == wanted:
+                return json_response(model)
+        raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
+
+    async def _models(self, key: str) -> list[dict[str, Any]]:
+        return [model_json(model["id"], model["max_model_len"]) for model in await self._ask(key).models()]
+
+    async def report(self, request: Request, key: str) -> Response:
+        """JSON; for browsers a page that comes anew every REFRESH_SECONDS."""
+        report = await self._ask(key).report()
+        if "text/html" not in request.headers.get("accept", ""):
+            return json_response(report)
+        return HTMLResponse(to_html(report, REFRESH_SECONDS), headers={"content-security-policy": PAGE_POLICY})
+
+    async def metrics(self, request: Request, key: str) -> Response:
+        return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": radixrt.__version__})
+
+    async def health(self, request: Request) -> Response:
+        """200 while a worker serves, else 503 with the reason."""
+        try:
+            health = await self._ask("").health()
+        except (ApiError, ServerError) as problem:
+            return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
+        if not health["serving"]:
+            return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
+        return json_response({"status": "ok", "workers": len(health["workers"])})
