@@ -1,12 +1,13 @@
-"""What a format of tool calls is, and the parts of xgrammar's structural tags that say how it is written."""
+"""What a format of tool calls is, how several are read, and the parts of xgrammar's structural tags that say how one is
+written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
 Schema = dict[str, Any] | bool
 Functions = Mapping[str, Schema]
@@ -38,6 +39,25 @@ class ToolFormat(Protocol):
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         """The same for any text with such calls in it."""
+
+
+def read_section(
+    reader: Reader, sink: Sink, around: tuple[str, str], hidden: frozenset[str], read: Callable[[], Steps[bool]],
+    begins: tuple[str, ...] = (),
+) -> Steps[None]:  # fmt: skip
+    """Read an answer whose calls are in sections between these two marks. `read` reads a call, which begins with one of
+    `begins`, and says whether one came next."""
+    opening, closing = around
+    while mark := (yield from reader.until(marks((opening,), hidden), sink.content)):
+        start = reader.at
+        if (yield from read()):
+            while (yield from read()):
+                pass
+            if not (yield from reader.take(closing)):
+                reader.ends_within((*begins, closing))
+        else:
+            reader.at = start
+            sink.content("" if mark in hidden else mark)
 
 
 def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, tag
+from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, read_section, tag
 from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.frontend.parsing.reader import Reader, Steps
 from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -40,17 +41,8 @@ class MiniMax:
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        begins = marks((OPEN,), hidden)
-        while mark := (yield from reader.until(begins, sink.content)):
-            start = reader.at
-            if (yield from self._call(reader, sink, functions)):
-                while (yield from self._call(reader, sink, functions)):
-                    pass
-                if not (yield from reader.take(CLOSE)):
-                    reader.ends_within((INVOKE, CLOSE))
-            else:
-                reader.at = start
-                sink.content("" if mark in hidden else mark)
+        call = partial(self._call, reader, sink, functions)
+        yield from read_section(reader, sink, self.marks, hidden, call, (INVOKE,))
 
     def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
         """Whether a call comes next; then it is read to its end, else the space before it."""

@@ -16,6 +16,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from radixrt.frontend.parsing.formats import (
@@ -25,11 +26,12 @@ from radixrt.frontend.parsing.formats import (
     constant,
     json_schema,
     one_after_another,
+    read_section,
     sequence,
     tag,
 )
 from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.frontend.parsing.reader import Reader, Steps
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 _NAME = re.compile(r"[\w.-]")
@@ -52,17 +54,8 @@ class Olmo:
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        begins = marks((OPEN,), hidden)
-        while mark := (yield from reader.until(begins, sink.content)):
-            start = reader.at
-            if (yield from self._call(reader, sink, functions)):
-                while (yield from self._call(reader, sink, functions)):
-                    pass
-                if not (yield from reader.take(CLOSE)):
-                    reader.ends_within((CLOSE,))
-            else:
-                reader.at = start
-                sink.content("" if mark in hidden else mark)
+        call = partial(self._call, reader, sink, functions)
+        yield from read_section(reader, sink, self.marks, hidden, call)
 
     def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
         """Whether a call comes next; then it is read to its end, else the space before it."""
