@@ -26,7 +26,7 @@ class Session:
         self._numbers = itertools.count(1)
         self._used = False
         self._untaken: set[asyncio.Future[None]] = set()
-        """Pauses that the server may not have read yet."""
+        """Forks and pauses that the server may not have read yet."""
 
     def number(self) -> int:
         """A number for a state to come."""
@@ -35,23 +35,26 @@ class Session:
 
     def fork(self, prompt: StatePrompt, count: int) -> asyncio.Future[None]:
         """`count` branches go on from a prompt; done when they may begin."""
-        return self._client.tell(Fork(id=0, prompt=prompt, count=count))
+        return self._tell(Fork(id=0, prompt=prompt, count=count))
 
     def pause(self, state: int, seconds: float | None) -> asyncio.Future[None]:
         """Nothing will be asked of a state for a while; done when something may be."""
-        taken = self._client.tell(Pause(id=0, scope=self.scope, state=state, seconds=seconds))
-        self._untaken.add(taken)
-        taken.add_done_callback(self._untaken.discard)
-        return taken
+        return self._tell(Pause(id=0, scope=self.scope, state=state, seconds=seconds))
 
     def end(self) -> None:
         """The run is over: the server need not keep anything of it."""
         if not self._used:
             return
-        if self._untaken:
+        if self._untaken:  # another front end may be faster
             asyncio.gather(*self._untaken).add_done_callback(lambda _: self._forget())
         else:
             self._forget()
+
+    def _tell(self, message: Fork | Pause) -> asyncio.Future[None]:
+        taken = self._client.tell(message)
+        self._untaken.add(taken)
+        taken.add_done_callback(self._untaken.discard)
+        return asyncio.shield(taken)  # who waits may be cancelled
 
     def _forget(self) -> None:
         self._client.tell(Forget(id=0, scope=self.scope))

@@ -236,7 +236,7 @@ class RouterCore:
                 delta = Delta(request.id, run.index, _pack_token(tokens[0]), logprobs=output.logprobs)
                 deltas.setdefault(request.client, []).append(delta)
             else:
-                self._take(run, output, deltas, others)
+                self._take(run, output, deltas, others, now)
         member.update(message.load)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
@@ -262,7 +262,9 @@ class RouterCore:
 
     # ------------------------------------------------------------ runs
 
-    def _take(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
+    def _take(
+        self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect], now: float
+    ) -> None:
         """Apply one output: a Delta for a stream, the whole at the end for the rest."""
         request = run.request
         if not run.started:
@@ -279,6 +281,9 @@ class RouterCore:
         if not request.stream and output.logprobs is not None:
             run.logprobs = (run.logprobs or []) + output.logprobs
         finish = output.finish
+        if finish == "length" and (moved := self._dispatcher.move(run, now)) is not None:
+            finish = None
+            others += moved
         if finish is None:
             if request.stream and tokens:
                 delta = Delta(request.id, run.index, array("i", tokens).tobytes(), logprobs=output.logprobs)

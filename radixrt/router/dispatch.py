@@ -1,6 +1,7 @@
 """Which worker computes a run: the best one now; or none fits, and the run waits until one joins.
 
     send -> a worker fits: in flight there, under an id of its own --take_back, when the worker was lost--> send
+                                                                   --move, when it has no more room there--> send
          -> none does: it waits until a worker joins               --send_waiting--> send
 
 `drop` ends it, wherever it is.
@@ -38,13 +39,13 @@ class Dispatcher:
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
         tokens = len(ids) // 4
-        fits = {m.number: m for m in self._members.serving(request.model).members if tokens <= m.token_limit}
+        fits = self._fitting(run, tokens)
         if not fits:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
             self._waiting[run] = None
             return []
         member, hit, best_hit = self._choose(run, ids, tokens, fits)
-        if run.losses == 0:
+        if run.losses == 0 and not run.emitted:
             run.hit, run.best_hit = hit, best_hit
         self._last_id += 1
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
@@ -52,6 +53,26 @@ class Dispatcher:
         member.dispatched(run.id, tokens - hit)
         self._index.computing(member.number, request.namespace, run.prompt)
         return [Order(member.name, run.order(ids))]
+
+    def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
+        """By number: workers with room for all that was asked for, else those where it can go on at all."""
+        members = self._members.serving(run.request.model).members
+        if run.request.bounded:
+            roomy = {m.number: m for m in members if tokens + run.missing <= m.token_limit}
+            if roomy:
+                return roomy
+        return {m.number: m for m in members if tokens + min(1, run.missing) <= m.token_limit}
+
+    def move(self, run: RunState, now: float) -> list[Effect] | None:
+        """Send a run that has filled its worker's room before it has all its tokens to one with more; None if it has
+        not, or nobody has more."""
+        tokens = run.prompt_len + len(run.emitted)
+        most = self._members.serving(run.request.model).token_limit
+        if run.member is None or run.missing <= 0 or not run.member.token_limit <= tokens < most:
+            return None
+        self.drop(run)
+        run.member, run.counts_hits = None, False
+        return self.send(run, now)
 
     def _choose(self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member]) -> tuple[Member, int, int]:
         """The worker, the hit expected there, and the best hit of any worker, in tokens."""

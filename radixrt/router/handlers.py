@@ -97,7 +97,7 @@ class Handlers:
                 case Pause():
                     self._pause(client, message)
                 case Forget():
-                    self._start(self._forget, client, message)
+                    self._tasks.start(self._forget, client, message, always=True)
                 case Share():
                     tenant = self._core.tenant(message.api_key)
                     for key, value in message.entries:

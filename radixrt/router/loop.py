@@ -175,7 +175,7 @@ class RouterServer:
                 message = decoded
             elif isinstance(message, Scored):
                 self._streams.scored(client, message.id)
-            elif isinstance(message, Error) and message.id is not None:
+            elif isinstance(message, Error) and message.id is not None and not self.core.serves(client, message.id):
                 self._streams.forget(client, message.id)
             if not self._clients.send(client, message, functools.partial(self._handlers.in_flight, client)):
                 work.extend(self._handlers.drop(client))

@@ -21,6 +21,7 @@ class Request:
     """One client request: `runs` are its choices, `open` of which are not finished."""
 
     __slots__ = (
+        "bounded",
         "client",
         "group",
         "id",
@@ -56,6 +57,8 @@ class Request:
         self.model = model
         self.stream = stream
         self.scores = scores
+        self.bounded = False
+        """The client has said how many tokens it wants at most."""
         self.pin: list[tuple[int, float]] = []
         """(tokens, seconds): prefixes of the prompt that its worker is to keep."""
         self.group: Group | None = None
@@ -137,6 +140,11 @@ class RunState:
     def reusable(self) -> int:
         """Prompt tokens whose KV may come from a cache: all but the last, and those whose logits are to be scored."""
         return (self.prompt_len if self.score_from is None else min(self.prompt_len, self.score_from)) - 1
+
+    @property
+    def missing(self) -> int:
+        """Tokens that it may yet emit."""
+        return self.sampling.max_tokens - len(self.emitted)
 
     @property
     def scored(self) -> bool:

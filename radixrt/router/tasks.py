@@ -51,12 +51,14 @@ class Tasks:
         if (client, request_id) in self._tasks or self._core.serves(client, request_id):
             raise Refused("id", f"request id {request_id} is in flight already")
 
-    def start(self, work: Work, client: bytes, message: Any, paused: Key | None = None) -> None:
+    def start(
+        self, work: Work, client: bytes, message: Any, paused: Key | None = None, *, always: bool = False
+    ) -> None:
         """Do `work` in a task that answers with an Error if it fails. `paused` is the state in which a pause is over
-        with the message, also where that is Refused."""
+        with the message, also where that is Refused. `always`: also beyond the limit, for what frees something."""
         try:
             self.check_id(client, message.id)
-            if self._core.runs_in_flight + len(self._tasks) >= self._limit:
+            if not always and self._core.runs_in_flight + len(self._tasks) >= self._limit:
                 raise Refused("", "too many requests in flight", 429, retry_after=1.0)
         except Refused:
             if paused:

@@ -403,6 +403,87 @@ def test_a_worker_that_registers_again_has_dropped_its_runs_and_kept_its_cache()
     assert dispatched.message.ids == run.ids + ids(9)
 
 
+def uneven(**load) -> RouterCore:
+    """A worker that takes 10 tokens, and one that takes 100 and has more to do."""
+    core = core_with(register("small", max_model_len=10), register("big", max_model_len=100))
+    core.step("big", step(load=Load(running=1, queued_tokens=5000, free_pages=100, total_pages=100)), 0.5)
+    return core
+
+
+def test_what_is_asked_for_must_fit_where_it_can():
+    core = uneven()
+    for max_tokens, name in ((6, "small"), (7, "big"), (96, "big"), (None, "small"), (0, "small")):
+        request = generate(max_tokens or 1, sampling=Sampling(max_tokens=max_tokens, seed=3))
+        found, run = only_run(core.submit(str(max_tokens).encode(), request, 1.0))
+        assert (found, run.sampling.max_tokens) == (name, 96 if max_tokens is None else max_tokens)
+    core.leave("big", 1.0)
+    found, run = only_run(core.submit(b"all that there is", generate(9), 1.0))
+    assert (found, run.sampling.max_tokens) == ("small", 4)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_run_that_fills_its_worker_goes_on_where_there_is_more_room(stream):
+    core = uneven()
+    request = generate(stream=stream, sampling=Sampling(max_tokens=None, seed=3, logprobs=0))
+    name, run = only_run(core.submit(b"c", request, 1.0))
+    core.step("small", step(Output(run.id, [20], None, 2, logprobs=[TokenLogprob(20, -1.0)])), 1.1)
+    last = Output(run.id, [21, 22, 23, 24, 25], "length", 2, logprobs=[TokenLogprob(i, -1.0) for i in range(21, 26)])
+    effects = core.step("small", step(last), 1.2)
+    replies, orders = effects[:-1], effects[-1:]
+    name, again = only_run(orders)
+    assert (name, again.ids, again.prompt_len) == ("big", PROMPT + ids(20, 21, 22, 23, 24, 25), 4)
+    assert again.sampling == run.sampling and again.id != run.id
+    if stream:
+        (delta,) = replies[0].message.items
+        assert (delta.ids, delta.finish, delta.usage) == (ids(21, 22, 23, 24, 25), None, None)
+    assert len(replies) == stream
+    assert core.step("small", step(Output(run.id, [99])), 1.3) == []
+    (reply,) = core.step("big", step(Output(again.id, [26], "stop", 9, logprobs=[TokenLogprob(26, -1.0)])), 1.4)
+    (delta,) = reply.message.items
+    assert (delta.usage.completion_tokens, delta.usage.cached_tokens, delta.usage.worker) == (7, 2, "big")
+    assert len(delta.logprobs) == (1 if stream else 7) and delta.finish == "stop"
+    assert core.runs_in_flight == 0 and core.counters.redispatched == 0
+
+
+def test_an_answer_that_nobody_has_more_room_for_ends():
+    core = core_with(register("small", max_model_len=10), register("other", max_model_len=10))
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=None, seed=3)), 1.0))
+    name = "small"
+    (reply,) = core.step(name, step(Output(run.id, [20] * 6, "length")), 1.1)
+    assert reply.message.items[0].finish == "length"
+
+
+def test_an_answer_that_has_all_its_tokens_ends_where_it_is():
+    core = uneven()
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=6, seed=3)), 1.0))
+    (reply,) = core.step("small", step(Output(run.id, [20] * 6, "length")), 1.1)
+    assert reply.message.items[0].finish == "length"
+
+
+def test_an_answer_ends_where_the_roomier_worker_has_left():
+    core = uneven()
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=None, seed=3)), 1.0))
+    core.leave("big", 1.0)
+    (reply,) = core.step("small", step(Output(run.id, [20] * 6, "length")), 1.1)
+    assert reply.message.items[0].finish == "length" and core.runs_in_flight == 0
+
+
+def test_hits_that_were_expected_stay_those_of_the_first_worker():
+    core = uneven()
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=None, seed=3)), 1.0))
+    (state,) = core._requests[b"c"][1].runs
+    core.step("big", step(events=[Stored("default\nm\n", 1, 0, 0, 0, PROMPT)]), 1.0)
+    core.step("small", step(Output(run.id, [20] * 6, "length")), 1.1)
+    assert state.worker == "big" and (state.hit, state.best_hit) == (0, 0)
+
+
+def test_a_worker_that_ends_an_answer_before_it_is_full_is_believed():
+    core = uneven()
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=None, seed=3)), 1.0))
+    (reply,) = core.step("small", step(Output(run.id, [20] * 5, "length")), 1.1)
+    assert reply.message.items[0].finish == "length" and core.runs_in_flight == 0
+
+
 def test_the_last_worker_lost_requests_wait_for_another():
     core = core_with(register("w0"), worker_timeout=5.0)
     _, run = only_run(core.submit(b"c", generate(), 1.0))

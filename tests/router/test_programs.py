@@ -151,6 +151,17 @@ def test_what_is_forgotten_while_it_is_put_together_does_not_come_back(running):
     assert states_of(client) == 0
 
 
+def test_what_frees_something_is_never_refused_for_what_is_in_flight(text):
+    with stack(text, max_queued_requests=1) as (_, _, client):
+        assert ask(client, 1, say("The quick brown fox", save=1)).finish == "length"
+        long = Sampling(max_tokens=4000, ignore_eos=True)
+        client.send(Generate(id=2, prompt=say("again"), sampling=long, stream=False))
+        refused = ask(client, 3, say("and again"))
+        assert refused.code == 429
+        assert isinstance(client.ask(Forget(id=4, scope=SCOPE)), Done)
+        assert states_of(client) == 0
+
+
 def test_nobody_reaches_anothers_state(text):
     with stack(text, api_key=("a:key-a", "b:key-b")) as (_, _, client):
         assert ask(client, 1, say("secret", save=1), api_key="key-a").finish == "length"

@@ -310,6 +310,25 @@ def test_a_stop_string_ends_the_choice_everywhere(service, stream, include, monk
         assert router.server.core.runs_in_flight == 0 and router.server._streams._texts == {}
 
 
+def test_an_id_that_is_taken_does_not_disturb_who_has_it(service, monkeypatch):
+    monkeypatch.setattr("sim_workers.next_token", lambda last, position: position % 50 + 100)
+    whole = service.tokenizer.decode(continuation(PROMPT, 40))
+    stop = whole[20:24]
+    request = Generate(id=1, prompt=TokenPrompt(PROMPT), sampling=Sampling(max_tokens=4000, stop=(stop,)))
+    with stack(service) as (_, _, client):
+        client.send(request, request)
+        said, refused, finish = "", [], None
+        while not finish:
+            message = client.receive()
+            if isinstance(message, Error):
+                refused.append(message.message)
+            else:
+                said += "".join(delta.text for delta in message.items)
+                finish = message.items[-1].finish
+        assert (said, finish) == (whole[: whole.find(stop)], "stop")
+        assert refused == ["request id 1 is in flight already"]
+
+
 def test_text_is_only_for_those_who_want_it(service, monkeypatch):
     monkeypatch.setattr("sim_workers.next_token", lambda last, position: position % 50 + 100)
     with stack(service) as (_, _, client):

@@ -82,7 +82,11 @@ async def test_no_more_than_the_limit_with_what_the_core_has():
         setup.tasks.start(setup.work, b"c", ASK)
         with pytest.raises(Refused, match="too many") as refused:
             setup.tasks.start(setup.work, b"d", ASK, STATE)
+        setup.tasks.start(setup.work, b"e", ASK, always=True)
+        with pytest.raises(Refused, match="in flight already"):
+            setup.tasks.start(setup.work, b"e", ASK, always=True)
     assert refused.value.code == 429 and not setup.paused and setup.sent
+    setup.tasks.cancel(b"e", 4)
     setup.tasks.start(setup.work, b"d", ASK)
     assert unpinned(await setup.end()) == [Reply(b"c", Done(4)), Reply(b"d", Done(4))]
 
