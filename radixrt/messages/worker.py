@@ -124,6 +124,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Since start: tokens that were guessed by what stood before, and computed."""
     accepted_tokens: int = 0
     """Of them, those that were right."""
+    launched_tokens: int = 0
+    """Of prompts, in the step that has just begun: `queued_tokens` counts them no more."""
+    newest_run: int = 0
+    """Id of the Run that came last; the router draws them in order."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

@@ -44,7 +44,7 @@ class Dispatcher:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
             self._waiting[run] = None
             return []
-        member, hit, best_hit = self._choose(run, ids, tokens, fits)
+        member, hit, best_hit = self._choose(run, ids, tokens, fits, now)
         if run.losses == 0 and not run.emitted:
             run.hit, run.best_hit = hit, best_hit
         self._last_id += 1
@@ -74,7 +74,9 @@ class Dispatcher:
         run.member, run.counts_hits = None, False
         return self.send(run, now)
 
-    def _choose(self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member]) -> tuple[Member, int, int]:
+    def _choose(
+        self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member], now: float
+    ) -> tuple[Member, int, int]:
         """The worker, the hit expected there, and the best hit of any worker, in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
         held = self._index.match(run.request.namespace, ids)
@@ -83,7 +85,7 @@ class Dispatcher:
         if len(fits) == 1 and group is None:  # there is nothing to choose
             ((number, hit),) = hits.items()
             return fits[number], hit, hit
-        candidates = [member.candidate(hits[number]) for number, member in fits.items()]
+        candidates = [member.candidate(hits[number], now) for number, member in fits.items()]
         if group is not None:
             candidates = [group.seen(candidate) for candidate in candidates]
         best, _ = placement.place(tokens, candidates)

@@ -18,7 +18,7 @@ def process(info: Register) -> Process:
 class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
-    __slots__ = ("asked", "heard", "info", "load", "number", "replaced", "runs", "token_limit", "unseen_tokens")
+    __slots__ = ("asked", "heard", "info", "load", "number", "replaced", "runs", "told", "token_limit", "unseen_tokens")
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
         self.number = number
@@ -28,6 +28,8 @@ class Member:
         self.token_limit = min(info.max_model_len, info.total_pages * info.page_size)
         """Tokens the longest sequence may have: by the model, and by what fits the pool."""
         self.heard = now
+        self.told = now
+        """When `load` came."""
         self.asked = now
         """When a snapshot was asked for last."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
@@ -52,21 +54,21 @@ class Member:
         self.runs[run] = uncached
         self.unseen_tokens += uncached
 
-    def update(self, load: Load) -> None:
-        """Take a newer load. Runs beyond those it counts were sent after it was made: the latest ones."""
-        self.load = load
-        unseen = len(self.runs) - load.running - load.waiting
-        if unseen <= 0:
-            self.unseen_tokens = 0
-        else:
-            self.unseen_tokens = sum(itertools.islice(reversed(self.runs.values()), unseen))
+    def update(self, load: Load, now: float) -> None:
+        """Take a newer load, which counts runs up to the newest that the worker had seen."""
+        self.load, self.told = load, now
+        unseen = itertools.takewhile(lambda run: run > load.newest_run, reversed(self.runs))
+        self.unseen_tokens = sum(self.runs[run] for run in unseen)
 
-    def candidate(self, hit_tokens: int) -> Candidate:
+    def candidate(self, hit_tokens: int, now: float) -> Candidate:
+        """As it is now: what it had to compute when it was heard, less what it has computed since."""
         load, info = self.load, self.info
+        computed = int((now - self.told) * load.prefill_rate)
+        queued = max(0, load.queued_tokens + load.launched_tokens - computed)
         return Candidate(
             worker=self.number,
             hit_tokens=hit_tokens,
-            queued_tokens=load.queued_tokens + self.unseen_tokens,
+            queued_tokens=queued + self.unseen_tokens,
             requests=len(self.runs),
             max_running=max(1, info.max_running),
             free_tokens=(load.free_pages + load.evictable_pages) * info.page_size,

@@ -95,6 +95,7 @@ class Worker:
         self._flight: Flight | None = None
         self._last_done = 0.0
         self._seq = 0
+        self._newest_run = 0
         self._stopped = threading.Event()
         self._last_report = 0.0
         self._refused: list[m.Output] = []
@@ -246,6 +247,7 @@ class Worker:
         """The router started anew: it knows nothing of the requests here, and will learn what is cached."""
         log.warning("the router does not know this worker, or does not read: it joins again")
         self._joined = False
+        self._newest_run = 0
         for id in [*self.scheduler.ids, *self._compiling]:
             self.scheduler.abort(id)
             self.cache.pins.drop(id)
@@ -266,6 +268,7 @@ class Worker:
                 self._join_again()
 
     def _add(self, run: m.Run) -> None:
+        self._newest_run = run.id
         try:
             if run.id in self._compiling:
                 raise ValueError(f"id: request {run.id} exists")
@@ -333,7 +336,8 @@ class Worker:
         self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
 
     def _load(self) -> m.Load:
-        return status.load(self.scheduler, self.cache, self.runner, self._rates)
+        flight = self._flight.plan if self._flight else None
+        return status.load(self.scheduler, self.cache, self.runner, self._rates, flight, self._newest_run)
 
     def _beat(self) -> None:
         """Say that the process lives, also while a step is long."""

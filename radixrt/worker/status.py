@@ -74,8 +74,10 @@ def _prefills(plan: Plan) -> bool:
     return any(start < plan.requests[b].prompt_len for b, start in zip(chunks, plan.starts[chunks], strict=True))
 
 
-def load(scheduler: Scheduler, cache: PageCache, runner: Runner, rates: Rates) -> Load:
-    """Its state now."""
+def load(
+    scheduler: Scheduler, cache: PageCache, runner: Runner, rates: Rates, flight: Plan | None, newest_run: int
+) -> Load:
+    """Its state now, when `flight`, a step, has just begun, if there is one."""
     return Load(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
@@ -94,4 +96,6 @@ def load(scheduler: Scheduler, cache: PageCache, runner: Runner, rates: Rates) -
         forced_tokens=scheduler.forced_tokens,
         drafted_tokens=scheduler.drafter.drafted if scheduler.drafter else 0,
         accepted_tokens=scheduler.drafter.accepted if scheduler.drafter else 0,
+        launched_tokens=0 if flight is None else len(flight.tokens) - len(flight.requests),
+        newest_run=newest_run,
     )

@@ -62,11 +62,13 @@ class SimWorker:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     asked_snapshot: bool = False
     seq: int = 0
+    newest_run: int = 0
 
     def obey(self, order: ToWorker) -> None:
         match order:
             case Run():
                 assert order.id not in self.sequences
+                self.newest_run = order.id
                 self.sequences[order.id] = Sequence(order, list(array("i", order.ids)), self._hit(order))
             case Abort():
                 for run_id in order.ids:
@@ -83,7 +85,8 @@ class SimWorker:
     def step(self, rng: random.Random) -> StepDone:
         """Every sequence gains 0, 1 or 3 tokens, or a part of its scores."""
         outputs = [o for s in list(self.sequences.values()) if (o := self._advance(s, rng)) is not None]
-        load = Load(running=len(self.sequences), prefill_rate=10_000.0, step_seconds=0.01, free_pages=self.pool)
+        rates = {"prefill_rate": 10_000.0, "step_seconds": 0.01}
+        load = Load(running=len(self.sequences), free_pages=self.pool, newest_run=self.newest_run, **rates)
         return self._message(outputs, load)
 
     def _advance(self, sequence: Sequence, rng: random.Random) -> Output | None:

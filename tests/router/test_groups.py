@@ -39,8 +39,10 @@ class Engine:
         self.cache = PageCache(PAGES + 1, 1, 256, 4096)
         self.scheduler = Scheduler(self.cache, Limits(CHUNK, 256))
         self.runner.bind(self.cache.table)
+        self.newest_run = 0
 
     def obey(self, run: Run) -> None:
+        self.newest_run = run.id
         self.scheduler.add(Request(run, run.prompt_len + run.sampling.max_tokens, frozenset()))
 
     def step(self) -> StepDone:
@@ -51,7 +53,9 @@ class Engine:
         self.order += [output.id for output in outputs if output.tokens and output.id not in self.order]
         self.cache.tree.drain_events()
         s = self.scheduler
-        load = Load(s.num_running, s.num_waiting, s.queued_tokens, self.cache.free_pages, 0, PAGES, 10_000.0, 0.01)
+        room = self.cache.free_pages, 0, PAGES
+        counts = s.num_running, s.num_waiting, s.queued_tokens
+        load = Load(*counts, *room, 10_000.0, 0.01, newest_run=self.newest_run)
         return StepDone(outputs, load)
 
 

@@ -10,6 +10,7 @@ from sim_workers import ids, register
 from radixrt.messages import Abort, Load, Snapshot, StepDone, Stored
 from radixrt.router.effects import Order
 from radixrt.router.index import Index
+from radixrt.router.member import Member
 from radixrt.router.members import FORGET_SECONDS, MOST_REPLACED, SNAPSHOT_SECONDS, Members
 from radixrt.router.record import Counters
 
@@ -33,6 +34,34 @@ def members(index, counters):
 
 def member(members: Members, name: str = "w0"):
     return next(m for m in members if m.name == name)
+
+
+def queued(member: Member, now: float) -> int:
+    return member.candidate(0, now).queued_tokens
+
+
+def test_what_a_worker_has_to_do_is_what_it_was_told_less_what_it_has_computed_since():
+    one = Member(0, register("w0"), 0.0)
+    one.dispatched(1, 300)
+    assert queued(one, 0.5) == 300
+    one.update(Load(running=1, queued_tokens=50, launched_tokens=200, prefill_rate=1000.0, newest_run=1), 1.0)
+    assert [queued(one, now) for now in (1.0, 1.1, 2.0)] == [250, 150, 0]
+    one.dispatched(2, 70)
+    assert [queued(one, now) for now in (1.1, 2.0)] == [220, 70], "nothing is computed of what it has not seen"
+    one.update(Load(running=2, newest_run=2), 3.0)
+    assert queued(one, 3.0) == 0
+
+
+def test_runs_that_were_aborted_hide_no_new_ones():
+    one = Member(0, register("w0"), 0.0)
+    for run in range(1, 5):
+        one.dispatched(run, 10)
+    one.update(Load(running=4, newest_run=4), 1.0)
+    one.runs.clear()
+    one.dispatched(9, 8000)
+    assert queued(one, 1.0) == 8000
+    one.update(Load(running=4, newest_run=4), 1.1)
+    assert queued(one, 1.1) == 8000, "the worker knows nothing of it yet"
 
 
 def test_with_another_pid_nothing_is_left_of_the_life_before(members, index, counters):

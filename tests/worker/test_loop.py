@@ -161,6 +161,22 @@ def test_one_message_a_step():
         assert len(steps) <= serving.scheduler.steps and max(len(s.outputs) for s in steps) > 1
 
 
+def test_its_load_has_what_the_step_under_way_computes(overlaps):
+    """Nothing of a prompt is out of sight: it is queued, or in the step that has just begun."""
+    with worker(FakeRunner(num_pages=800, decode_step=0.002, check=True)) as (router, _):
+        router.tell(run(1, [5, 6, 7], Sampling(max_tokens=200, temperature=0.0, ignore_eos=True)))
+        router.hear(lambda _: router.outputs(1))
+        router.tell(run(2, range(10, 210)))
+        router.finished(2)
+        loads = [m.load for m in router.messages if isinstance(m, StepDone)]
+    assert loads[0].newest_run == 1 and loads[-1].newest_run == 2
+    after = [load for load in loads if load.newest_run == 2]
+    launched = sum(load.launched_tokens for load in after)
+    assert 200 - 2 * len(after) <= launched <= 200 if overlaps else launched == 0
+    first = after[0].queued_tokens + after[0].launched_tokens
+    assert 195 <= first <= 200 if overlaps else first == 137
+
+
 def test_events_are_numbered_without_gaps():
     with worker(FakeRunner(num_pages=40, check=True)) as (router, serving):
         for id in range(1, 12):
@@ -255,6 +271,7 @@ def test_a_router_that_has_started_anew():
         router.hear(lambda _: router.outputs(1) and router.outputs(2))
         router.tell(Unknown())
         router.hear(lambda messages: sum(isinstance(m, Register) for m in messages) == 2)
+        assert serving._newest_run == 0, "its ids begin anew"
         router.messages.clear()
         router.tell(run(1, prompt))
         router.finished(1)
