@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 
 from radixrt.router import placement
 from radixrt.router.effects import Effect, Order
@@ -17,6 +18,13 @@ from radixrt.router.index import Index
 from radixrt.router.member import Member
 from radixrt.router.members import Members
 from radixrt.router.request import Request, RunState
+
+LEAST_SHARED = 256
+"""Tokens: where workers' hits differ by less, nobody is asked who shares them."""
+WINDOW = 16
+"""Tokens that are compared at the end of a part: it is a price, no more."""
+MOST_SHARERS = 64
+"""Runs that are looked at, the latest of those that decode."""
 
 
 class Dispatcher:
@@ -88,10 +96,29 @@ class Dispatcher:
         candidates = [member.candidate(hits[number], now) for number, member in fits.items()]
         if group is not None:
             candidates = [group.seen(candidate) for candidate in candidates]
-        best, _ = placement.place(tokens, candidates)
+        best, _ = placement.place(tokens, candidates, self._sharers(run, ids, hits.values()))
         if group is not None:
             group.placed(best, tokens - best.hit_tokens)
         return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
+
+    def _sharers(self, run: RunState, ids: bytes, hits: Collection[int]) -> list[int]:
+        """For `placement.counted_again`: how many of the latest runs decode behind each part of the longest hit."""
+        best = max(hits)
+        if best - min(hits) < LEAST_SHARED:
+            return []
+        counts = [0] * placement.PARTS
+        ends = [4 * (best * (i + 1) // placement.PARTS) for i in range(placement.PARTS)]
+        parts = [(end - 4 * WINDOW, end, ids[end - 4 * WINDOW : end]) for end in ends]
+        namespace = run.request.namespace
+        decoding = (other for other in reversed(self.in_flight.values()) if other.started)
+        for other in itertools.islice(decoding, MOST_SHARERS):
+            if other.request.namespace == namespace:
+                prompt = other.prompt
+                for i, (begin, end, part) in enumerate(parts):
+                    if prompt[begin:end] != part:
+                        break
+                    counts[i] += 1
+        return counts
 
     def send_waiting(self, now: float) -> list[Effect]:
         """A worker joined: place what waited. What still fits nowhere keeps its place and its patience."""

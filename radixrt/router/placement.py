@@ -13,6 +13,11 @@ TIE_SECONDS = 0.001
 SAME = 1.3
 """Measured rates and steps within this factor of their mean are taken for equal, and those that nobody measured: a
 moment's noise must not have two workers compute one prefix."""
+AGAIN = 2.0
+"""What a token counts for that a busy worker would compute and another one holds: what is there already waits for it,
+and it takes room twice."""
+PARTS = 8
+"""Of the longest hit, for each of which is counted who shares it."""
 TYPICAL_OUTPUT = 128
 """Tokens a running request is expected to generate before its place is free."""
 
@@ -66,10 +71,25 @@ def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float
     return estimate
 
 
-def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
+def counted_again(hit: int, best: int, sharers: Sequence[int]) -> float:
+    """Tokens that hit to `best` of a request count for, which another worker holds, where this one is busy: AGAIN times
+    as many, in equal shares for the request and those that begin likewise. `sharers[i]`: so many others decode behind
+    the first (i + 1) / PARTS of `best` tokens; none are given where nobody was asked.
+
+    What everybody shares is soon everywhere so, and what nobody else needs is not computed twice for a moment's queue.
+    """
+    if not sharers:
+        return AGAIN * (best - hit)
+    ends = [best * (i + 1) // PARTS for i in range(PARTS)]
+    parts = zip([0, *ends], ends, sharers, strict=False)
+    return AGAIN * sum(max(0, end - max(begin, hit)) / (1 + others) for begin, end, others in parts)
+
+
+def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()) -> tuple[Candidate, float]:
     """The worker for a request of `tokens`, and its estimate in seconds. ValueError without workers.
 
-    The smallest estimate wins. Among near ties: most hits (in sixteenths of the request, so that a few tokens that
+    The smallest estimate wins. In those of busy workers, tokens that another one holds are `counted_again`; an idle
+    worker keeps nobody waiting. Among near ties: most hits (in sixteenths of the request, so that a few tokens that
     everything begins with decide nothing), then fewest requests, then most empty slots, then the lowest number, so that
     idle workers fill their caches evenly.
     """
@@ -82,6 +102,11 @@ def place(tokens: int, workers: Sequence[Candidate]) -> tuple[Candidate, float]:
     ]
     if len(workers) == 1:
         return workers[0], estimates[0]
+    best = max(worker.hit_tokens for worker in workers)
+    for i, (worker, rate) in enumerate(zip(workers, rates, strict=True)):
+        if worker.hit_tokens < best and worker.requests:
+            missing = best - worker.hit_tokens
+            estimates[i] += (counted_again(worker.hit_tokens, best, sharers) - missing) / rate
     bar = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
     near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= bar]
 

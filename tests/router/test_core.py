@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest.mock import patch
 
 import pytest
 from sim_workers import continuation, ids, register
@@ -27,6 +28,7 @@ from radixrt.messages import (
     TokenLogprob,
     TokenPrompt,
 )
+from radixrt.router import placement
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order, Reply
 from radixrt.router.request import Request
@@ -557,6 +559,31 @@ def test_prefixes_pull_requests_to_the_worker_that_holds_or_computes_them():
     core.step(other, step(events=[stored]), 1.1)
     name, _ = only_run(core.submit(b"c", generate(3, prompt=ids(*range(5000, 8001))), 1.2))
     assert name == other
+
+
+def test_who_decodes_behind_the_same_beginning_is_counted():
+    """Of the caller's namespace, part by part of what the worker that has most holds."""
+    core = core_with(register("a"), register("b"), api_key=("x:x", "y:y"))
+    trunk = list(range(800))
+    held = Stored("x\nm\n", 1, 0, 0, 0, ids(*trunk))
+    core.step("a", step(events=[held]), 0.0)
+    began = {
+        1: ("x", trunk),
+        2: ("x", trunk[:500] + [7] * 300),
+        3: ("y", trunk),
+        4: ("x", [7, *trunk]),
+        5: ("x", trunk),
+        6: ("x", [7] * 100 + trunk[100:]),
+    }
+    for number, (key, prompt) in began.items():
+        name, run = only_run(core.submit(b"c", generate(number, ids(*prompt, 9), api_key=key), 0.0))
+        if number != 5:  # which waits for its first token
+            core.step(name, step(Output(run.id, [9])), 0.1)
+    with patch.object(placement, "place", wraps=placement.place) as place:
+        core.submit(b"c", generate(9, ids(*trunk, 8), api_key="x"), 0.2)
+        assert place.call_args.args[2] == [2, 2, 2, 2, 2, 1, 1, 1]
+        core.submit(b"c", generate(10, ids(*trunk[:200], 8), api_key="x"), 0.2)
+        assert place.call_args.args[2] == [], "too little to be asked about"
 
 
 def test_only_workers_of_the_model_are_asked():

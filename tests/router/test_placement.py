@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.router.placement import Candidate, place, time_to_first_token
+from radixrt.router.placement import Candidate, counted_again, place, time_to_first_token
 
 
 def worker(
@@ -39,6 +39,34 @@ def worker(
 )
 def test_place(why, tokens, workers, winner):
     assert place(tokens, workers)[0].worker == winner, why
+
+
+@pytest.mark.parametrize(
+    ("why", "requests", "sharers", "winner"),
+    [
+        ("for a moment's queue nobody computes again what another holds", 1, [0] * 8, 0),
+        ("nor where nobody was asked", 1, [], 0),
+        ("an idle worker keeps nobody waiting", 0, [0] * 8, 1),
+        ("what many share is soon everywhere", 1, [9] * 8, 1),
+        ("of which the beginning is not enough", 1, [9] * 2 + [0] * 6, 0),
+    ],
+)
+def test_what_another_holds_counts_twice_for_who_is_busy(why, requests, sharers, winner):
+    holds, has_not = worker(0, hit=2000, queued=3000, requests=4), worker(1, requests=requests)
+    assert place(2100, [holds, has_not], sharers)[0].worker == winner, why
+
+
+def test_a_queue_longer_than_twice_what_is_missing_is_left():
+    for queued, winner in ((3500, 0), (5000, 1)):
+        holds, has_not = worker(0, hit=2000, queued=queued, requests=4), worker(1, requests=1)
+        assert place(2100, [holds, has_not])[0].worker == winner
+
+
+def test_tokens_that_count_again():
+    assert counted_again(100, 900, []) == 1600
+    assert counted_again(100, 900, [0] * 8) == 1600
+    assert counted_again(0, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 2 * (100 / 8 + 100 / 4 + 100 / 2 + 500)
+    assert counted_again(150, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 2 * (50 / 4 + 100 / 2 + 500)
 
 
 def test_estimate_is_the_formula_in_seconds():

@@ -1,0 +1,334 @@
+"""Where requests go, in virtual time: the router's state machine and whole workers on a clock of their own, whose steps
+take what those of an 8B model take on an H200, about. No sockets; what is measured does not depend on the machine.
+
+    python -m bench.placement [--seeds 2] [--quick]
+
+Loads arrive by themselves (Poisson, bursts), at four fifths of what four workers can compute without any cache but what
+they share. Beside the router's choice: most hits, unless that worker has half as many requests again as the mean has
+(as cache-aware routers do), fewest requests, and each in turn. `infinite`: the hits of one cache without an end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from bench.common import save, table
+from radixrt.config import RouterConfig
+from radixrt.messages import Deltas, Generate, Register, Sampling, TokenPrompt
+from radixrt.router import placement
+from radixrt.router.core import RouterCore
+from radixrt.router.effects import Effect, Order
+from radixrt.router.placement import Candidate
+from radixrt.tree import RadixTree
+from radixrt.worker import fake, loop
+from radixrt.worker.fake import FakeRunner
+from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.scheduler import Limits
+
+WORKERS, CACHE, BUDGET, ROWS = 4, 300_000, 8192, 256
+PREFILL_RATE, DECODE_SECONDS = 40_000.0, 0.006
+LINK_SECONDS = 0.0003
+VOCAB = 32_000
+THINK_SECONDS = 2.0
+
+
+class Clock:
+    """In place of `time`, for all workers: the one that runs moves it on."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Box:
+    """A worker's link: messages as they are."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Any] = []
+        self.outbox: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.outbox.append(message)
+
+    def recv(self, timeout: float | None) -> Any:
+        return self.inbox.pop(0) if self.inbox else None
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Asked:
+    """A request, and what became of it."""
+
+    ids: np.ndarray
+    begun: float
+    infinite: int
+    first: float | None = None
+    cached: int = 0
+    said: list[bytes] = field(default_factory=list)
+    then: Callable[[np.ndarray], None] | None = None
+    """Told the prompt and the answer."""
+
+
+class Fleet:
+    """Workers under one router, events in order of time."""
+
+    def __init__(self, clock: Clock, seed: int) -> None:
+        self.clock, self.asked, self.rng = clock, {}, np.random.default_rng(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers, self._ids = itertools.count(), itertools.count(1)
+        self._all = RadixTree(1)
+        self.core = RouterCore(RouterConfig(max_queued_requests=1 << 20, worker_timeout=1e9), rng=random.Random(seed))
+        self._workers = {f"w{n}": self._join(f"w{n}") for n in range(WORKERS)}
+        self._busy = dict.fromkeys(self._workers, False)
+
+    def _join(self, name: str) -> Worker:
+        runner = FakeRunner(CACHE + 1, 1, VOCAB, prefill_rate=PREFILL_RATE, decode_step=DECODE_SECONDS, overlaps=True)
+        worker = Worker(runner, Identity(name, "m"), Box, limits=Limits(BUDGET, ROWS), max_model_len=60_000)
+        worker._link = Box()
+        self.core.register(worker._registration, 0.0)
+        worker._joined = True
+        return worker
+
+    def at(self, when: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), work))
+
+    def run(self) -> None:
+        while self._events:
+            when, _, work = heapq.heappop(self._events)
+            self.clock.now = when
+            work()
+
+    def ask(self, ids: np.ndarray, tokens: int, then: Callable[[np.ndarray], None] | None = None) -> None:
+        known = min(self._all.match("", ids).length, len(ids) - 1)
+        self._all.insert("", ids, ids)
+        number = next(self._ids)
+        self.asked[number] = Asked(ids, self.clock.now, known, then=then)
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        message = Generate(id=number, prompt=TokenPrompt(ids.tobytes()), sampling=sampling, stream=True, text=False)
+        self._perform(self.core.submit("", message, self.clock.now))
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Order):
+                self.at(self.clock.now + LINK_SECONDS, lambda e=effect: self._deliver(e.name, e.message))
+            else:
+                assert isinstance(effect.message, Deltas), effect.message
+                for delta in effect.message.items:
+                    self._hear(delta)
+
+    def _hear(self, delta: Any) -> None:
+        asked = self.asked[delta.id]
+        asked.said.append(delta.ids)
+        if delta.ids and asked.first is None:
+            asked.first = self.clock.now
+        if delta.finish:
+            asked.cached = delta.usage.cached_tokens
+            whole = np.concatenate([asked.ids, np.frombuffer(b"".join(asked.said), np.int32)])
+            self._all.insert("", whole[:-1], whole[:-1])
+            if asked.then is not None:
+                asked.then(whole)
+
+    def _deliver(self, name: str, message: Any) -> None:
+        self._workers[name]._link.inbox.append(message)
+        if not self._busy[name]:
+            self._turn(name)
+
+    def _turn(self, name: str) -> None:
+        """One turn of a worker's loop, which moves the clock to its end."""
+        worker, link = self._workers[name], self._workers[name]._link
+        worker._receive()
+        outputs = worker._step()
+        worker._reply(outputs)
+        for message in link.outbox:
+            assert not isinstance(message, Register)
+            then = self.clock.now + LINK_SECONDS
+            self.at(then, lambda m=message: self._perform(self.core.step(name, m, self.clock.now)))
+        link.outbox.clear()
+        self._busy[name] = bool(worker.scheduler.has_work or worker._flight or link.inbox)
+        if self._busy[name]:
+            self.at(self.clock.now, lambda: self._turn(name))
+
+
+# ---------------------------------------------------------------- loads
+
+
+def tokens(fleet: Fleet, low: int, high: int | None = None) -> np.ndarray:
+    count = low if high is None else int(fleet.rng.integers(low, high))
+    return fleet.rng.integers(3, VOCAB, count, dtype=np.int32)
+
+
+def chats(fleet: Fleet) -> Callable[[], None]:
+    """Conversations of ten turns, more of them than all caches hold."""
+
+    def turn(history: np.ndarray, left: int) -> None:
+        def then(whole: np.ndarray) -> None:
+            if left:
+                think = fleet.rng.exponential(THINK_SECONDS)
+                fleet.at(fleet.clock.now + think, lambda: turn(whole, left - 1))
+
+        new = tokens(fleet, 200, 2000) if len(history) else tokens(fleet, 1000, 4000)
+        fleet.ask(np.concatenate([history, new]), int(fleet.rng.integers(16, 64)), then)
+
+    return lambda: turn(np.empty(0, np.int32), 9)
+
+
+def tenants(fleet: Fleet) -> Callable[[], None]:
+    """Twenty system prompts of 2,000 to 10,000 tokens, some much more in use than others."""
+    prompts = [tokens(fleet, 2000, 10_000) for _ in range(20)]
+    weights = 1 / np.arange(1, 21) ** 1.1
+
+    def one() -> None:
+        prompt = prompts[fleet.rng.choice(20, p=weights / weights.sum())]
+        fleet.ask(np.concatenate([prompt, tokens(fleet, 100, 1200)]), 40)
+
+    return one
+
+
+def trunk(fleet: Fleet) -> Callable[[], None]:
+    """16,000 tokens that everybody shares, with short tails and long ones."""
+    shared = tokens(fleet, 16_000)
+
+    def one() -> None:
+        tail = tokens(fleet, 50, 300) if fleet.rng.random() < 0.7 else tokens(fleet, 1000, 6000)
+        fleet.ask(np.concatenate([shared, tail]), int(fleet.rng.integers(8, 48)))
+
+    return one
+
+
+def trees(fleet: Fleet) -> Callable[[], None]:
+    """Eight branches at once from 6,000 tokens, three levels deep."""
+
+    def fork(prefix: np.ndarray, depth: int) -> None:
+        ended: list[np.ndarray] = []
+
+        def then(whole: np.ndarray) -> None:
+            ended.append(whole)
+            if len(ended) == 8 and depth > 1:
+                fork(ended[fleet.rng.integers(8)], depth - 1)
+
+        for _ in range(8):
+            fleet.ask(np.concatenate([prefix, tokens(fleet, 30, 400)]), int(fleet.rng.integers(32, 96)), then)
+
+    return lambda: fork(tokens(fleet, 6000), 3)
+
+
+def documents(fleet: Fleet) -> Callable[[], None]:
+    """Two of 500 documents of 2,000 tokens behind one instruction."""
+    instruction, known = tokens(fleet, 500), [tokens(fleet, 2000) for _ in range(500)]
+
+    def one() -> None:
+        first, second = fleet.rng.choice(500, 2, replace=False)
+        parts = [instruction, known[first], known[second], tokens(fleet, 100)]
+        fleet.ask(np.concatenate(parts), int(fleet.rng.integers(16, 64)))
+
+    return one
+
+
+def bursts(fleet: Fleet) -> Callable[[], None]:
+    """Sixty-four requests at once that share 8,000 tokens which nobody has seen."""
+
+    def burst() -> None:
+        shared = tokens(fleet, 8000)
+        for _ in range(64):
+            fleet.ask(np.concatenate([shared, tokens(fleet, 128)]), 64)
+
+    return burst
+
+
+LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
+    "chats": (chats, 240, 5.2),
+    "tenants": (tenants, 2400, 85.0),
+    "trunk": (trunk, 2400, 80.0),
+    "trees": (trees, 120, 4.6),
+    "documents": (documents, 1600, 34.0),
+    "bursts": (bursts, 40, 1.0),
+}
+"""By name: what arrives, how many times, how often a second."""
+
+
+# ---------------------------------------------------------------- choices
+
+Choice = Callable[[int, list[Candidate], list[int]], tuple[Candidate, float]]
+
+
+def fewest(_tokens: int, workers: list[Candidate], _sharers: list[int]) -> tuple[Candidate, float]:
+    return min(workers, key=lambda w: (w.requests, w.queued_tokens, w.worker)), 0.0
+
+
+def most_hits(tokens: int, workers: list[Candidate], sharers: list[int]) -> tuple[Candidate, float]:
+    best = max(workers, key=lambda w: (w.hit_tokens, -w.requests))
+    crowded = best.requests > 1.5 * sum(w.requests for w in workers) / len(workers) + 1
+    return fewest(tokens, workers, sharers) if crowded or not best.hit_tokens else (best, 0.0)
+
+
+def in_turn() -> Choice:
+    numbers = itertools.count()
+    return lambda _tokens, workers, _sharers: (workers[next(numbers) % len(workers)], 0.0)
+
+
+CHOICES: dict[str, Callable[[], Choice]] = {
+    "radixrt": lambda: placement.place,
+    "most hits": lambda: most_hits,
+    "fewest requests": lambda: fewest,
+    "in turn": in_turn,
+}
+
+
+def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]:
+    """Of the last three quarters of a load's requests."""
+    clock, (make, times, rate) = Clock(), LOADS[load]
+    plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
+    with plain, patch.object(fake, "time", clock), patch.object(placement, "place", CHOICES[choice]()):
+        fleet = Fleet(clock, seed)
+        one, when = make(fleet), 0.0
+        for _ in range(max(4, int(times * scale))):
+            when += fleet.rng.gamma(0.5, 2 / rate)
+            fleet.at(when, one)
+        fleet.run()
+    found = list(fleet.asked.values())
+    assert all(asked.first is not None for asked in found), "a request was not answered"
+    warm = found[len(found) // 4 :]
+    prompts, waits = sum(len(a.ids) for a in warm), np.array([a.first - a.begun for a in warm]) * 1e3
+    return {
+        "hits": sum(a.cached for a in warm) / prompts,
+        "infinite": sum(a.infinite for a in warm) / prompts,
+        "p50_ms": float(np.quantile(waits, 0.5)),
+        "p99_ms": float(np.quantile(waits, 0.99)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2, help="of each load, whose means are told")
+    parser.add_argument("--quick", action="store_true", help="little of each load, to see that it runs")
+    args = parser.parse_args()
+    rows = []
+    for load, choice in itertools.product(LOADS, CHOICES):
+        seeds = range(1 if args.quick else args.seeds)
+        found = [measure(load, choice, seed, 0.02 if args.quick else 1.0) for seed in seeds]
+        means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+        rows.append({"load": load, "choice": choice} | means)
+        print(rows[-1], flush=True)
+    print(table(rows))
+    if not args.quick:
+        save("placement", rows, workers=WORKERS, cache=CACHE, seeds=args.seeds)
+
+
+if __name__ == "__main__":
+    main()
