@@ -46,7 +46,7 @@ class Session:
         if not self._used:
             return
         if self._untaken:  # another front end may be faster
-            asyncio.gather(*self._untaken).add_done_callback(lambda _: self._forget())
+            asyncio.gather(*self._untaken, return_exceptions=True).add_done_callback(lambda _: self._forget())
         else:
             self._forget()
 

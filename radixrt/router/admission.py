@@ -99,8 +99,8 @@ class Admission:
         validate.check_pins(message.pin, len(prompt) // 4)
         request.pin = message.pin
         room = self._room(serving, len(prompt) // 4, 0 if sampling.max_tokens == 0 else 1)
-        request.bounded = sampling.max_tokens is not None
-        max_tokens = min(sampling.max_tokens, room) if request.bounded else room
+        request.bounded = sampling.max_tokens is not None and sampling.max_tokens <= room
+        max_tokens = sampling.max_tokens if request.bounded else room
         if message.prompt_logprobs and sampling.logprobs is None:
             raise Refused("prompt_logprobs", "only with logprobs")
         score_from = 1 if message.prompt_logprobs else None

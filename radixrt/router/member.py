@@ -7,6 +7,8 @@ import itertools
 from radixrt.messages import Load, Register
 from radixrt.router.placement import Candidate
 
+MOST_SECONDS = 2.0
+"""For which a worker that says nothing is taken to compute: it speaks after each step."""
 Process = tuple[int, int]
 """Which process a worker is."""
 
@@ -63,7 +65,7 @@ class Member:
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
         """As it is now: what it had to compute when it was heard, less what it has computed since."""
         load, info = self.load, self.info
-        computed = int((now - self.told) * load.prefill_rate)
+        computed = int(min(now - self.told, MOST_SECONDS) * load.prefill_rate)
         queued = max(0, load.queued_tokens + load.launched_tokens - computed)
         return Candidate(
             worker=self.number,

@@ -58,7 +58,7 @@ class Request:
         self.stream = stream
         self.scores = scores
         self.bounded = False
-        """The client has said how many tokens it wants at most."""
+        """The client has said how many tokens it wants at most, and there is room for as many."""
         self.pin: list[tuple[int, float]] = []
         """(tokens, seconds): prefixes of the prompt that its worker is to keep."""
         self.group: Group | None = None

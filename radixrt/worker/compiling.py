@@ -29,6 +29,11 @@ class Compiling:
     def __iter__(self) -> Iterator[int]:
         return iter(self._waiting)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of all that wait."""
+        return sum(request.total for request, _, _ in self._waiting.values())
+
     def __contains__(self, id: int) -> bool:
         return id in self._waiting
 

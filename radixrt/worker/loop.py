@@ -337,7 +337,10 @@ class Worker:
 
     def _load(self) -> m.Load:
         flight = self._flight.plan if self._flight else None
-        return status.load(self.scheduler, self.cache, self.runner, self._rates, flight, self._newest_run)
+        told = status.load(self.scheduler, self.cache, self.runner, self._rates, flight, self._newest_run)
+        if not self._compiling:
+            return told
+        return msgspec.structs.replace(told, queued_tokens=told.queued_tokens + self._compiling.queued_tokens)
 
     def _beat(self) -> None:
         """Say that the process lives, also while a step is long."""

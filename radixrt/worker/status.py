@@ -56,7 +56,7 @@ class Rates:
     def add(self, plan: Plan, seconds: float) -> None:
         """Take in one step. A step of chunks counts for the prefill rate, one of decodes for the step time, be it that
         some of them go on by more than a token."""
-        if _prefills(plan):
+        if _prompt_tokens(plan):
             self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
         else:
             self.step = self._mix(self.step, seconds)
@@ -66,12 +66,12 @@ class Rates:
         return 0.9 * old + 0.1 * new if old else new
 
 
-def _prefills(plan: Plan) -> bool:
-    """Whether a step computes more than one token of a prompt."""
+def _prompt_tokens(plan: Plan) -> int:
+    """Tokens of a step in chunks of prompts."""
     if len(plan.tokens) == len(plan.requests):
-        return False
-    chunks = np.flatnonzero(plan.counts > 1)
-    return any(start < plan.requests[b].prompt_len for b, start in zip(chunks, plan.starts[chunks], strict=True))
+        return 0
+    chunks = np.flatnonzero(plan.counts > 1).tolist()
+    return sum(int(plan.counts[b]) for b in chunks if plan.starts[b] < plan.requests[b].prompt_len)
 
 
 def load(
@@ -96,6 +96,6 @@ def load(
         forced_tokens=scheduler.forced_tokens,
         drafted_tokens=scheduler.drafter.drafted if scheduler.drafter else 0,
         accepted_tokens=scheduler.drafter.accepted if scheduler.drafter else 0,
-        launched_tokens=0 if flight is None else len(flight.tokens) - len(flight.requests),
+        launched_tokens=0 if flight is None else _prompt_tokens(flight),
         newest_run=newest_run,
     )

@@ -256,6 +256,9 @@ FOUND += [
     ("olmo", f"{OLMO}f(x, None, a=2)", call(0, "f", '{"text": "x", "maybe": null, "a": 2}')),
     ("olmo", f"{OLMO}f(list=[1,\nNone])", call(0, "f", '{"list": [1, null]}')),
     ("olmo", f'{OLMO}f(s="a\\/b\nc")', call(0, "f", '{"s": "a/b\\nc"}')),
+    ("olmo", f"{OLMO}f(s='\\ud83d\\ude00', t='\\ud83d')", call(0, "f", '{"s": "\\ud83d\\ude00", "t": "\\ud83d"}')),
+    ("olmo", f"{OLMO}f(s=it's, a=1)", call(0, "f", '{"s": "it\'s", "a": 1}')),
+    ("olmo", f"{OLMO}f(a b=1)", call(0, "f", '{"a b": 1}')),
     ("olmo", f"{OLMO}nobody(7)", call(0, "nobody", "{}")),
     ("olmo", f"{OLMO}f(a=1", call(0, "f", "")[:1]),
     ("olmo", f"{OLMO}f(a=1, te", call(0, "f", '{"a": 1')),
@@ -566,6 +569,21 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
     assert found == [("f", '{"a": 1}'), ("g", "{}")]
 
 
+MANY = {f"p{i}": {"type": "integer"} for i in range(20)}
+
+
+def test_olmo_s_tags_are_no_larger_than_what_they_are_for():
+    for many in (
+        {"properties": {f"p{i}": {} for i in range(1000)}},
+        {"properties": {f"p{i}": {} for i in range(16)}, "$defs": {f"d{i}": {} for i in range(1000)}},
+        {
+            "properties": {f"p{i}": {"$ref": "#/$defs/d1"} for i in range(500)},
+            "$defs": {f"d{i}": {} for i in range(500)},
+        },
+    ):
+        assert len(json.dumps(Olmo().forced([Function("f", many)], True))) < 4 << 20
+
+
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
@@ -576,6 +594,8 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
             ["", "a=1", "b=2", 'c="x"', "a=1, b=2", 'b=2, c="x"'],
             ["b=2, a=1", "a=1, a=1", "d=1", ", a=1", "a=1,b=2"],
         ),
+        ({"properties": MANY}, ["", "p0=1", "p19=1, p3=2", "p3=2, p19=1"], ["q=1", "p1=x", "p1=1,p2=2"]),
+        ({"properties": {"a b": {"type": "integer"}}}, ["a b=1", ""], ["a=1"]),
         ({"properties": {}}, ["", "x=1", "x=[1, {}], _y2=null"], ["1", "x=", "x=y", "2x=1"]),
         ({"properties": {}, "additionalProperties": False}, [""], ["x=1"]),
     ],

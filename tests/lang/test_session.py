@@ -50,6 +50,24 @@ def test_it_is_told_to_forget_when_it_has_taken_what_is_to_be_forgotten(kind, ca
     asyncio.run(run())
 
 
+def test_it_is_told_to_forget_after_all_of_it():
+    async def run() -> None:
+        client = Told()
+        session = Session(client)
+        waiting = [session.pause(session.number(), None) for _ in range(2)]
+        session.end()
+        (_, first), (_, second) = client.said
+        first.set_exception(RuntimeError("not taken"))
+        await asyncio.sleep(0.01)
+        assert client.forgets == 0
+        second.set_result(None)
+        await asyncio.sleep(0.01)
+        assert client.forgets == 1
+        assert isinstance(waiting[0].exception(), RuntimeError)
+
+    asyncio.run(run())
+
+
 def test_a_run_that_has_kept_nothing_is_not_to_be_forgotten():
     async def run() -> None:
         client = Told()

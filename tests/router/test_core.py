@@ -414,10 +414,10 @@ def uneven(**load) -> RouterCore:
 
 def test_what_is_asked_for_must_fit_where_it_can():
     core = uneven()
-    for max_tokens, name in ((6, "small"), (7, "big"), (96, "big"), (None, "small"), (0, "small")):
+    for max_tokens, name in ((6, "small"), (7, "big"), (96, "big"), (97, "small"), (None, "small"), (0, "small")):
         request = generate(max_tokens or 1, sampling=Sampling(max_tokens=max_tokens, seed=3))
         found, run = only_run(core.submit(str(max_tokens).encode(), request, 1.0))
-        assert (found, run.sampling.max_tokens) == (name, 96 if max_tokens is None else max_tokens)
+        assert (found, run.sampling.max_tokens) == (name, 96 if max_tokens in (None, 97) else max_tokens)
     core.leave("big", 1.0)
     found, run = only_run(core.submit(b"all that there is", generate(9), 1.0))
     assert (found, run.sampling.max_tokens) == ("small", 4)

@@ -46,6 +46,9 @@ def test_what_a_worker_has_to_do_is_what_it_was_told_less_what_it_has_computed_s
     assert queued(one, 0.5) == 300
     one.update(Load(running=1, queued_tokens=50, launched_tokens=200, prefill_rate=1000.0, newest_run=1), 1.0)
     assert [queued(one, now) for now in (1.0, 1.1, 2.0)] == [250, 150, 0]
+    one.update(Load(running=1, queued_tokens=5000, prefill_rate=1000.0, newest_run=1), 1.0)
+    assert [queued(one, now) for now in (2.0, 3.0, 60.0)] == [4000, 3000, 3000], "nor does it go on for ever unheard"
+    one.update(Load(running=1, queued_tokens=50, launched_tokens=200, prefill_rate=1000.0, newest_run=1), 1.0)
     one.dispatched(2, 70)
     assert [queued(one, now) for now in (1.1, 2.0)] == [220, 70], "nothing is computed of what it has not seen"
     one.update(Load(running=2, newest_run=2), 3.0)

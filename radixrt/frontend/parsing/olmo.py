@@ -35,10 +35,14 @@ from radixrt.frontend.parsing.reader import Reader, Steps
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 _NAME = re.compile(r"[\w.-]")
-_KEY = re.compile(r"""[^\s=,()\[\]{}"']""")
+_KEY = re.compile(r"""[^\n=,()\[\]{}"']""")
 KEY = "[a-zA-Z_][a-zA-Z0-9_]*"
 """Of an argument that a schema does not name."""
 _DEFINITIONS = ("$defs", "definitions")
+MOST_ORDERED = 16
+"""Arguments of which none must be there that are written in the order of the schema: it takes as many squared."""
+MOST_WRITTEN = 1 << 20
+"""Bytes of definitions, those of each argument counted; where there are more, arguments are written as they come."""
 _UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -112,9 +116,8 @@ def _key(reader: Reader) -> Steps[str]:
     """Read what stands before a value, `name=`; "" where that does not come next."""
     start = reader.at
     name = yield from reader.word(_KEY)
-    yield from reader.space()
-    if name and (yield from reader.take("=")):
-        return name
+    if name.strip() and (yield from reader.take("=")):
+        return name.strip()
     reader.at = start
     return ""
 
@@ -128,7 +131,7 @@ def _as_json(written: str) -> str:
     lines = plain.replace("\n", "\\n")  # as they may stand within quotes
     for read, text in ((json.loads, lines), (_of_python, plain), (_of_python, lines)):
         with contextlib.suppress(*_UNREADABLE):
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            return json.dumps(read(text), allow_nan=False)  # ASCII: a half of a pair may stand alone
     return json.dumps(plain, ensure_ascii=False)
 
 
@@ -155,6 +158,8 @@ class _Constants(ast.NodeTransformer):
 def _written(schema: Schema) -> dict[str, Any]:
     """A structural tag's format: arguments by name, those that must be there first, in the order of the schema."""
     values = dict(_named_values(schema))
+    if values and len(values) * len(json.dumps(_shared(schema))) > MOST_WRITTEN:
+        return _anything()
     if not values:
         closed = isinstance(schema, dict) and schema.get("additionalProperties") is False
         return constant("") if closed else _anything()
@@ -163,6 +168,8 @@ def _written(schema: Schema) -> dict[str, Any]:
     first = [part for name in required for part in (constant(", "), values[name])][1:]
     if required:
         return sequence(*first, *others)
+    if len(values) > MOST_ORDERED:
+        return _some({"type": "or", "elements": list(values.values())})
     # Any of them may be the first.
     begins = [sequence(value, *others[n + 1 :]) for n, value in enumerate(values.values())]
     return {"type": "optional", "content": {"type": "or", "elements": begins}}
@@ -170,16 +177,25 @@ def _written(schema: Schema) -> dict[str, Any]:
 
 def _named_values(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
     """`name=value` of each argument that the schema names."""
-    shared = {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
+    shared = _shared(schema)
     for name, part in _properties(schema).items():
         value = part | shared if isinstance(part, dict) else part
         yield name, sequence(constant(f"{name}="), json_schema(value))
 
 
 def _anything() -> dict[str, Any]:
-    one = sequence({"type": "regex", "pattern": f"{KEY}="}, json_schema(True))
+    return _some(sequence({"type": "regex", "pattern": f"{KEY}="}, json_schema(True)))
+
+
+def _some(one: dict[str, Any]) -> dict[str, Any]:
+    """None or more of it."""
     more = {"type": "star", "content": sequence(constant(", "), one)}
     return {"type": "optional", "content": sequence(one, more)}
+
+
+def _shared(schema: Schema) -> dict[str, Any]:
+    """What the arguments' schemas may refer to."""
+    return {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
 
 
 def _properties(schema: Schema) -> dict[str, Schema]:

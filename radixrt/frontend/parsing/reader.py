@@ -147,7 +147,8 @@ class Reader:
                 if (yield from self.peek()):
                     self.at += 1
             elif found in "\"'":
-                quote = "" if quote else found
+                if quote or not self._text[start : self.at - 1][-1:].isalnum():  # an apostrophe opens nothing
+                    quote = "" if quote else found
             elif found != ",":
                 depth += 1 if found in "([{" else -1
         return self._text[start : self.at]
