@@ -9,8 +9,10 @@ import time
 from array import array
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from radixrt.messages import (
@@ -26,7 +28,7 @@ from radixrt.messages import (
     ToRouter,
     Unknown,
 )
-from radixrt.worker import loop
+from radixrt.worker import loop, status
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
@@ -176,6 +178,13 @@ def test_its_load_has_what_the_step_under_way_computes(overlaps):
     assert launched in (199, 200) if overlaps else launched == 0  # the last one alone is no chunk
     first = after[0].queued_tokens + after[0].launched_tokens
     assert 195 <= first <= 200 if overlaps else first == 137
+
+
+def test_drafts_are_no_prompts():
+    requests = [SimpleNamespace(prompt_len=length) for length in (5, 10, 200)]
+    counts, starts = np.array([1, 3, 64]), np.array([10, 20, 0])
+    plan = SimpleNamespace(tokens=np.zeros(68), requests=requests, counts=counts, starts=starts)
+    assert status._prompt_tokens(plan) == 64
 
 
 def test_its_load_has_requests_that_wait_for_their_grammar():
