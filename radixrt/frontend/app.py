@@ -171,6 +171,11 @@ class Frontend:
         if not self._transport.connected:
             raise ApiError(503, "the router cannot be reached", retry_after=1.0)
 
+    def _ask(self, key: str) -> AsyncClient:
+        """A client for questions to the router."""
+        self._require_router()
+        return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)
+
     async def _body(self, request: Request) -> bytes:
         if (coding := header(request, b"content-encoding")) not in ("", "identity"):
             raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
@@ -367,8 +372,3 @@ class Frontend:
 
     async def _max_model_len(self, key: str) -> int:
         return self._config.max_model_len or (await self._ask(key).health())["max_model_len"]
-
-    def _ask(self, key: str) -> AsyncClient:
-        """A client for questions to the router."""
-        self._require_router()
-        return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)

@@ -336,11 +336,15 @@ class Worker:
         self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
 
     def _load(self) -> m.Load:
-        flight = self._flight.plan if self._flight else None
-        told = status.load(self.scheduler, self.cache, self.runner, self._rates, flight, self._newest_run)
-        if not self._compiling:
-            return told
-        return msgspec.structs.replace(told, queued_tokens=told.queued_tokens + self._compiling.queued_tokens)
+        return status.load(
+            self.scheduler,
+            self.cache,
+            self.runner,
+            self._rates,
+            compiling=self._compiling.queued_tokens,
+            flight=self._flight.plan if self._flight else None,
+            newest_run=self._newest_run,
+        )
 
     def _beat(self) -> None:
         """Say that the process lives, also while a step is long."""

@@ -75,13 +75,21 @@ def _prompt_tokens(plan: Plan) -> int:
 
 
 def load(
-    scheduler: Scheduler, cache: PageCache, runner: Runner, rates: Rates, flight: Plan | None, newest_run: int
+    scheduler: Scheduler,
+    cache: PageCache,
+    runner: Runner,
+    rates: Rates,
+    *,
+    compiling: int,
+    flight: Plan | None,
+    newest_run: int,
 ) -> Load:
-    """Its state now, when `flight`, a step, has just begun, if there is one."""
+    """Its state now, when `flight`, a step, has just begun, if there is one, and `compiling` tokens wait for their
+    grammars."""
     return Load(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
-        queued_tokens=scheduler.queued_tokens,
+        queued_tokens=scheduler.queued_tokens + compiling,
         free_pages=cache.free_pages,
         evictable_pages=cache.evictable_pages,
         total_pages=cache.total_pages,

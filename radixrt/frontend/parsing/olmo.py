@@ -35,9 +35,9 @@ from radixrt.frontend.parsing.reader import Reader, Steps
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 _NAME = re.compile(r"[\w.-]")
-_KEY = re.compile(r"""[^\n=,()\[\]{}"']""")
-KEY = "[a-zA-Z_][a-zA-Z0-9_]*"
-"""Of an argument that a schema does not name."""
+_ARGUMENT = re.compile(r"""[^\n=,()\[\]{}"']""")
+_ANY_NAME = "[a-zA-Z_][a-zA-Z0-9_]*"
+"""Of an argument that no schema names, as it is made to be written."""
 _DEFINITIONS = ("$defs", "definitions")
 MOST_ORDERED = 16
 """Arguments of which none must be there that are written in the order of the schema: it takes as many squared."""
@@ -115,7 +115,7 @@ def _closed(reader: Reader) -> Steps[bool]:
 def _key(reader: Reader) -> Steps[str]:
     """Read what stands before a value, `name=`; "" where that does not come next."""
     start = reader.at
-    name = yield from reader.word(_KEY)
+    name = yield from reader.word(_ARGUMENT)
     if name.strip() and (yield from reader.take("=")):
         return name.strip()
     reader.at = start
@@ -184,7 +184,7 @@ def _named_values(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _anything() -> dict[str, Any]:
-    return _some(sequence({"type": "regex", "pattern": f"{KEY}="}, json_schema(True)))
+    return _some(sequence({"type": "regex", "pattern": f"{_ANY_NAME}="}, json_schema(True)))
 
 
 def _some(one: dict[str, Any]) -> dict[str, Any]:
