@@ -3,9 +3,10 @@ take what those of an 8B model take on an H200, about. No sockets; what is measu
 
     python -m bench.placement [--seeds 2] [--quick]
 
-Loads arrive by themselves, unevenly, as often as four workers can bear: they compute for 80 to 100% of the time, in bursts
-for half of it. Beside the router's choice: most hits, unless that worker has half as many requests again as the mean has
-(as cache-aware routers do), fewest requests, and each in turn. `infinite`: the hits of one cache without an end.
+Loads arrive by themselves, unevenly, as often as four workers can bear: they compute for 80 to 100% of the time, in
+bursts for half of it. Beside the router's choice: most hits, unless that worker has half as many requests again as the
+mean has (as cache-aware routers do), fewest requests, and each in turn. `infinite`: the hits of one cache without an
+end.
 """
 
 from __future__ import annotations

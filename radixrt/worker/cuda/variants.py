@@ -84,8 +84,7 @@ class Variant:
 
 
 def decode_variant(shape: Shape, itemsize: int) -> Variant:
-    """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep
-    --heads)."""
+    """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep)."""
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
