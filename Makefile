@@ -57,7 +57,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
-	PYTHONPATH=.gpu/site:. python3 -m bench.scaled
+	PYTHONPATH=.gpu/site:. python3 -m bench.products
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker
 	test $$(python3 -c 'import torch; print(torch.cuda.device_count())') -lt 2 || { \
 	  PYTHONPATH=.gpu/site:. python3 -m bench.peers && \

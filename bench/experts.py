@@ -20,11 +20,11 @@ import torch
 from torch.nn import functional as F
 
 from bench.common import save, table
-from bench.scaled import blocks_of
+from bench.products import blocks_of
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import experts as ours
 from radixrt.worker.cuda import kernels, routing, scaled_experts
-from radixrt.worker.cuda.invariant import Tile
+from radixrt.worker.cuda.products import Tile
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear

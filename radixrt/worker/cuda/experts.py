@@ -20,9 +20,9 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import kernels, routing, scaled_experts
-from radixrt.worker.cuda.invariant import Tile
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.products import Tile
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import Rounded, Rounding

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ import triton.language as tl
 from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.products import FEW, Tile, multiply, processors, streaming
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import make_items, sequence_tiles
 
@@ -29,20 +29,7 @@ GROUP = 8
 """Rows of tiles that are computed side by side, so that the weights they share stay in the L2 cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One compilation: what a program computes, and K's steps."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
 REFERENCE = Tile(64, 128, 64, 4, 4)
-FEW = Tile(16, 64, 128, 4, 4)
-"""For up to 16 rows."""
 TILES = (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4), REFERENCE, Tile(64, 32, 128, 4, 4))
 """The largest first."""
 
@@ -92,7 +79,9 @@ def _product(
     x = x.contiguous()
     (rows, depth), columns = x.shape, len(weight)
     out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    if rows:
+    if rows and tile.rows in FEW:
+        multiply(x, weight, out, tile, bias=bias)
+    elif rows:
         launch(
             _product_kernel, (triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows),), None,
             x, weight, x if bias is None else bias, out, rows, columns, depth, bias is not None,
@@ -107,19 +96,20 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
     if not x.is_cuda:
         return REFERENCE
     tiles = agreeing(x.device, x.dtype)
-    if rows <= FEW.rows and FEW in tiles:
-        return FEW
-    processors = _processors(x.device)
+    for few in FEW:
+        if rows <= few and _streaming(few, x) in tiles:
+            return streaming(few, columns, x.itemsize, x.device)
+    wanted = 0.9 * processors(x.device)
     fitting = [tile for tile in TILES if tile in tiles and (tile.rows < 2 * rows or tile.rows == REFERENCE.rows)]
     for tile in fitting:
-        if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= 0.9 * processors:
+        if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= wanted:
             return tile
     return fitting[-1]
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _streaming(rows: int, x: torch.Tensor) -> Tile:
+    """What stands for all tiles of so many rows: they differ in their stages alone."""
+    return streaming(rows, 1, x.itemsize, x.device)
 
 
 @functools.cache
@@ -128,15 +118,14 @@ def agreeing(device: torch.device, dtype: torch.dtype) -> frozenset[Tile]:
     generator = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(n, 2048, generator=generator, device=device).to(dtype) for n in (300, 500))
     expected = _product(x, w, None, torch.float32, REFERENCE)
-    found = {REFERENCE}
-    for tile in {FEW, *TILES}:
+    found, every = {REFERENCE}, {*(_streaming(rows, x) for rows in FEW), *TILES}
+    for tile in every:
         try:
             if torch.equal(_product(x, w, None, torch.float32, tile), expected):
                 found.add(tile)
         except triton.runtime.errors.OutOfResources:  # a chip with less shared memory
             continue
-    left_out = {FEW, *TILES} - found
-    if left_out:
+    if left_out := every - found:
         log.info("products that do not depend on the batch: tiles left out, for they round otherwise: %s", left_out)
     return frozenset(found)
 

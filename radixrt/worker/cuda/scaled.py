@@ -7,118 +7,62 @@ go to torch's products (cuBLASLt, CUTLASS), which those with scales of blocks ha
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
-import triton.language as tl
 from torch.nn import functional as F
 
-from radixrt.worker.cuda.invariant import Tile
-from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.products import FEW, Tile, multiply, processors, streaming
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding, Scaled
 
-FEW, SOME = Tile(16, 32, 256, 4, 6), Tile(64, 32, 256, 4, 4)
-"""For up to 16 rows and for up to MOST_ROWS, where scales are of rows (bench/scaled.py --sweep)."""
-FEW_BLOCKS, SOME_BLOCKS = Tile(16, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3)
-"""Where they are of blocks."""
-FEW_WIDE, SOME_WIDE = Tile(16, 128, 128, 4, 4), Tile(64, 128, 128, 4, 4)
-"""Of either kind, for weights of at least WIDE rows."""
+MOST_ROWS, MANY_ROWS = 64, 256
+"""Those of tiles below, the second where each program has a multiprocessor of its own."""
+ALONE, SOME, MORE = Tile(64, 32, 256, 4, 6), Tile(32, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6)
+"""For more than 16 rows and scales of rows, where each program has a multiprocessor of its own, and where not: for up
+to 32 rows, and for more (bench/products.py)."""
+MANY = Tile(64, 64, 256, 4, 6), Tile(128, 64, 128, 4, 8)
+"""For more than MOST_ROWS: the first one that leaves each program a multiprocessor."""
+BLOCKS_ALONE, BLOCKS, BLOCKS_WIDE = Tile(64, 32, 128, 4, 3), Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 4)
+"""With scales of blocks: as ALONE, for weights of fewer than WIDE rows, and for others; the latter two are as high as
+there are rows."""
 WIDE = 16384
-MOST_ROWS = 64
-"""That are few."""
-AT_ONCE = 4
-"""Blocks, where the number of them allows it, and the shared memory."""
-ROOMY = 200_000
-"""Bytes of shared memory of a multiprocessor that hold so many; compute capabilities 8.9 and 12.0 have 102,400."""
-
-
-@triton.jit(do_not_specialize=["rows", "x_stride"])
-def _product_kernel(
-    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, columns, depth, x_stride, stride,
-    BLOCKS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    wait(EARLY)
-    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(0) * COLUMNS
-    n = first + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    real = m < rows
-    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
-    x_at = x_ptr + m.to(tl.int64)[:, None] * depth + k[None, :]
-    w_at = weight_ptr + (n % columns).to(tl.int64)[None, :] * depth + k[:, None]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    by_row, by_block = x_scales_ptr + m, scales_ptr + first // BLOCK * stride
-    for begin in range(0, depth, DEPTH * AT_ONCE):
-        for part in tl.static_range(AT_ONCE):
-            at = begin + part * DEPTH
-            if WHOLE:
-                x = tl.load(x_at + at, mask=real[:, None], other=0.0)
-                w = tl.load(w_at + at)
-            else:
-                inside = at + k < depth
-                x = tl.load(x_at + at, mask=real[:, None] & inside[None, :], other=0.0)
-                w = tl.load(w_at + at, mask=inside[:, None], other=0.0)
-            if BLOCKS:
-                of_rows = tl.load(by_row + at // BLOCK * x_stride, mask=real, other=0.0)
-                acc += tl.dot(x, w) * (of_rows * tl.load(by_block + at // BLOCK))[:, None]
-            else:
-                acc = tl.dot(x, w, acc)
-    if not BLOCKS:
-        of_rows = tl.load(by_row, mask=real, other=0.0)
-        acc *= of_rows[:, None] * tl.load(scales_ptr + n % columns)[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
-    stored = real[:, None] & (n < columns)[None, :]
-    if ADD:
-        acc += tl.load(out_at, mask=stored, other=0.0).to(tl.float32)
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def product(
     x: Rounded, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, add: bool = False
 ) -> None:
     """Write the product plus bias[N] to out[T, N], or add it there. With scales of blocks a tile has their depth."""
-    rows, (columns, depth) = len(x), weight.values.shape
-    blocks = weight.rounding is Rounding.BLOCKS
-    at_once = blocks_at_once(tile, depth, shared_memory(weight.values.device)) if blocks else 1
-    launch(
-        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)), None,
-        x.values, x.scales, weight.values, weight.scales, out if bias is None else bias, out, rows, columns, depth,
-        x.scales.stride(1), weight.scales.stride(0), blocks, bias is not None, add, depth % tile.depth == 0,
-        tile.rows, tile.columns, tile.depth, at_once, BLOCK, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-def blocks_at_once(tile: Tile, depth: int, room: int) -> int:
-    """Where programs are few, scales of some blocks are asked for together: each costs a way to memory. `room`: bytes
-    of shared memory of a multiprocessor."""
-    few = tile.columns < BLOCK and room >= ROOMY
-    return AT_ONCE if few and depth % (AT_ONCE * tile.depth) == 0 else 1
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor; ROOMY where there is no GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else ROOMY
+    scales = x.scales, weight.scales
+    multiply(x.values, weight.values, out, tile, bias=bias, add=add, scales=scales, rounding=weight.rounding)
 
 
 def tile_for(rows: int, weight: Scaled) -> Tile | None:
     """None: torch's products are faster."""
     columns, depth = weight.values.shape
-    by_rows = weight.rounding is Rounding.ROWS
-    if rows > MOST_ROWS and weight.values.is_cuda:
-        if by_rows or (columns % BLOCK == depth % BLOCK == 0 and blocks_by_torch(weight.values.device)):
-            return None
-    few = rows <= FEW.rows
-    if columns >= WIDE or rows > MOST_ROWS:
-        return FEW_WIDE if few else SOME_WIDE
-    if by_rows:
-        return FEW if few else SOME
-    return FEW_BLOCKS if few else SOME_BLOCKS
+    device, few = weight.values.device, next((few for few in FEW if rows <= few), MOST_ROWS)
+    beyond = rows > MOST_ROWS and _on_gpu(weight)
+    if weight.rounding is Rounding.ROWS:
+        if beyond:
+            return next((tile for tile in MANY if rows <= MANY_ROWS and _alone(rows, columns, tile, device)), None)
+        if few == FEW[0]:
+            return streaming(few, columns, 1, device)
+        return ALONE if _alone(rows, columns, ALONE, device) else SOME if few == SOME.rows else MORE
+    if beyond and columns % BLOCK == depth % BLOCK == 0 and blocks_by_torch(device):
+        return None
+    if few == FEW[1] and _alone(rows, columns, BLOCKS_ALONE, device):
+        return BLOCKS_ALONE
+    return replace(BLOCKS if columns < WIDE and rows <= MOST_ROWS else BLOCKS_WIDE, rows=few)
+
+
+def _on_gpu(weight: Scaled) -> bool:
+    return weight.values.is_cuda
+
+
+def _alone(rows: int, columns: int, tile: Tile, device: torch.device) -> bool:
+    """Whether each program has a multiprocessor of its own."""
+    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) <= processors(device)
 
 
 @functools.cache

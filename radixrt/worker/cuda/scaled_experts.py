@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.invariant import GROUP, Tile
+from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.products import Tile
 from radixrt.worker.model.moe import ScaledStack
 from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding
 

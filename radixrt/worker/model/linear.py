@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from radixrt.worker.cuda.products import Tile
+
 ROWS = 16
 """Rows of every product when results must not depend on the batch: a product rounds by its shape."""
+FEW = 32
+"""Rows of products that a GPU may have a kernel of its own for (`cuda.products.tile_for`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,11 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.batch_invariant:
-            return F.linear(x, self.weight, self.bias)
+            if (tile := self._tile(x)) is None:
+                return F.linear(x, self.weight, self.bias)
+            out = x.new_empty((len(x), len(self.weight)))
+            self._stream(x, out, tile)
+            return out
         if x.is_cuda and x.dtype.itemsize == 2:
             from radixrt.worker.cuda.invariant import product
 
@@ -35,7 +44,9 @@ class Linear:
 
     def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write the result into `out` [T, out]."""
-        if self.batch_invariant or self.bias is not None:
+        if tile := self._tile(x):
+            self._stream(x, out, tile)
+        elif self.batch_invariant or self.bias is not None:
             out.copy_(self(x))
         else:
             torch.mm(x, self.weight.t(), out=out)
@@ -43,10 +54,25 @@ class Linear:
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
         """Add the result times a factor to residual[T, out], in place: a sum that the product takes on, and that is
         rounded once."""
-        if self.batch_invariant or self.bias is not None:
+        if factor == 1 and (tile := self._tile(x)):
+            self._stream(x, residual, tile, add=True)
+        elif self.batch_invariant or self.bias is not None:
             residual.add_(self(x), alpha=factor)
         else:
             residual.addmm_(x, self.weight.t(), alpha=factor)
+
+    def _tile(self, x: torch.Tensor) -> Tile | None:
+        """Of a GPU's kernel for few rows; None: torch multiplies."""
+        if not x.is_cuda or len(x) > FEW or self.batch_invariant:
+            return None
+        from radixrt.worker.cuda.products import tile_for
+
+        return tile_for(x, self.weight)
+
+    def _stream(self, x: torch.Tensor, out: torch.Tensor, tile: Tile, add: bool = False) -> None:
+        from radixrt.worker.cuda.products import multiply
+
+        multiply(x, self.weight, out, tile, bias=self.bias, add=add)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,16 @@ import pytest
 
 BEGIN = """
 import sys
+from dataclasses import replace
+
+import torch
 import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, rounding, routing
-from radixrt.worker.cuda import sampler, scaled, sinks, variants
+from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
+from radixrt.worker.cuda import routing, sampler, scaled, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -33,7 +36,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
     # What is not aligned is not loaded ahead, and takes no shared memory for it.
     aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
     built = compile(ASTSource(kernel, signature, fixed, aligned), target=target, options=options)
-    assert built.metadata.shared < room, (kernel, constants, built.metadata.shared)
+    assert built.metadata.shared <= room, (kernel, constants, built.metadata.shared)
     if constants.get("EARLY"):
         waits_first(built, reads=kernel is kernels._norm_kernel)
 
@@ -58,14 +61,21 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
     build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
-few, wide = (scaled.FEW, scaled.SOME), (scaled.FEW_WIDE, scaled.SOME_WIDE)
-kinds = [(t, False) for t in few + wide] + [(t, True) for t in (scaled.FEW_BLOCKS, scaled.SOME_BLOCKS, *wide)]
-for t, blocks in (kinds if every else kinds[1::6]) if fp8 == "*fp8e4nv" else ():
-    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128, "BLOCKS": blocks}
-    which = {"AT_ONCE": scaled.AT_ONCE if blocks and t.columns < 128 else 1, "BIAS": True, "ADD": True, "WHOLE": True}
+cpu, wide = torch.device("cpu"), replace(scaled.BLOCKS_WIDE, rows=64)
+rows = [products.streaming(16, 6144, 1, cpu), scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY]
+kinds = [(t, 1) for t in rows] + [(t, 2) for t in (scaled.BLOCKS_ALONE, scaled.BLOCKS, scaled.BLOCKS_WIDE, wide)]
+kinds = [*((products.streaming(rows, 6144, 2, cpu), 0) for rows in products.FEW), *kinds]
+for t, scales in (kinds if every else kinds[1::6]):
+    if scales and fp8 != "*fp8e4nv":
+        continue
+    at_once = products.AT_ONCE if scales == 2 and t.columns < 128 else 1
+    which = {"SCALES": scales, "AT_ONCE": at_once, "BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128}
     numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
-    pointers = [fp8, "*fp32", fp8, "*fp32", "*bf16", "*bf16"]
-    build(scaled._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 230_000)
+    kind, room = fp8 if scales else "*bf16", 232_448 if target.arch >= 90 else 166_912
+    pointers = [kind, "*fp32", kind, "*fp32", "*bf16", "*bf16"]
+    stages = products.stages(t, at_once * (1 if scales else 2), room)
+    build(products._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 scales = {"eps": f, "k_scale": f, "v_scale": f}
 heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16, "NORM": True, "LIMIT": 448.0}
 whole = {"HEADS": 48, "KV_HEADS": 8, "DIM": 128, "BLOCK": 8192}
@@ -96,7 +106,7 @@ build(sampler._note_kernel, ["*i32"] * 2, {"entries": i, "vocab": i}, counts)
 numbers = {"requests": i, "vocab": i, "stride": i}
 build(sampler._penalize_kernel, ["*fp32", "*i32", "*i32"], numbers, counts | {"BLOCK": 4096}, 8)
 numbers = {"rows": i, "columns": i, "depth": i}
-for t in (invariant.FEW, *invariant.TILES) if every else (invariant.FEW, invariant.TILES[0]):
+for t in invariant.TILES if every else invariant.TILES[:1]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BIAS": True, "WHOLE": True, "GROUP": 8}
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
@@ -217,25 +227,26 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, hopper, kernels, scaled
+from radixrt.worker.cuda import attend, hopper, kernels, products, scaled
 
 for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gather_kernel):
     stride = next(parameter for parameter in kernel.params if parameter.name == "stride")
     assert stride.do_not_specialize, "compiled anew for a page table of another width"
 
-kernel, depth = scaled._product_kernel, 4096
+kernel, depth = products._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
 pointers["out_ptr"] = "*bf16"
-tiles = scaled.FEW_BLOCKS, scaled.SOME_BLOCKS
-for tile, capability, room in [(tile, *gpu) for tile in tiles for gpu in ((89, 101_376), (90, 232_448))]:
-    constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "BLOCKS": True}
-    constants |= {"BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": scaled.blocks_at_once(tile, depth, room)}
+tiles = (scaled.BLOCKS, 2), (scaled.BLOCKS_ALONE, 2), (scaled.ALONE, 1)
+for tile, scales, capability, room in [(*tile, *gpu) for tile in tiles for gpu in ((89, 101_376), (90, 232_448))]:
+    at_once = products.blocks_at_once(tile, depth, room) if scales == 2 else 1
+    constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "SCALES": scales}
+    constants |= {"BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": products.AHEAD}
     constants["EARLY"] = capability >= 90
     types = dict.fromkeys(constants, "constexpr") | pointers
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "columns", "depth")}
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": products.stages(tile, at_once, room)}
     built = compile(ASTSource(kernel, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options)
     assert built.metadata.shared <= room, (tile, capability, built.metadata.shared)
 """

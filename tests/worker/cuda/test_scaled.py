@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import kernels, ops, scaled
+from radixrt.worker.cuda.products import streaming
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.cuda.scaled import product, tile_for
 from radixrt.worker.model.layers import Ops, TorchOps
@@ -67,7 +68,7 @@ def test_what_norm_and_gate_round_is_what_they_give(rounding, size, device):
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
 
 
-SHAPES = [(1, 48, 256), (5, 200, 384), (20, 144, 128), (70, 256, 256)]
+SHAPES = [(1, 48, 256), (5, 200, 384), (20, 144, 128), (70, 256, 256), (5, 72, 1024)]
 
 
 @pytest.mark.parametrize("rounding", Rounding)
@@ -113,20 +114,6 @@ def test_nothing_to_multiply(device):
 
 
 @pytest.mark.parametrize(
-    ("tile", "depth", "room", "blocks"),
-    [
-        (scaled.FEW_BLOCKS, 4096, 232_448, scaled.AT_ONCE),
-        (scaled.SOME_BLOCKS, 4096, 232_448, scaled.AT_ONCE),
-        (scaled.FEW_BLOCKS, 4096 + BLOCK, 232_448, 1),  # 33 blocks
-        (scaled.FEW_BLOCKS, 4096, 101_376, 1),
-        (scaled.FEW_WIDE, 4096, 232_448, 1),
-    ],
-)
-def test_blocks_at_once(tile, depth, room, blocks):
-    assert scaled.blocks_at_once(tile, depth, room) == blocks
-
-
-@pytest.mark.parametrize(
     ("cuda", "capability", "found"),
     [("12.8", (9, 0), False), ("12.9", (9, 0), True), ("13.0", (9, 0), True), ("13.0", (8, 9), False)],
 )
@@ -152,3 +139,47 @@ def test_the_reference_has_the_same_face():
 
 def test_limit_is_that_of_fp8():
     assert torch.finfo(FP8).max == LIMIT
+
+
+@pytest.mark.parametrize(
+    ("rounding", "rows", "columns", "tile"),
+    [
+        (Rounding.ROWS, 1, 6144, streaming(16, 6144, 1, torch.device("cpu"))),
+        (Rounding.ROWS, 16, 28672, streaming(16, 28672, 1, torch.device("cpu"))),
+        (Rounding.ROWS, 17, 4096, scaled.ALONE),
+        (Rounding.ROWS, 64, 4224, scaled.ALONE),
+        (Rounding.ROWS, 32, 4225, scaled.SOME),
+        (Rounding.ROWS, 33, 4225, scaled.MORE),
+        (Rounding.BLOCKS, 16, 4096, scaled.BLOCKS),
+        (Rounding.BLOCKS, 17, 4096, scaled.BLOCKS_ALONE),
+        (Rounding.BLOCKS, 17, 6144, dataclasses.replace(scaled.BLOCKS, rows=32)),
+        (Rounding.BLOCKS, 64, 4096, dataclasses.replace(scaled.BLOCKS, rows=64)),
+        (Rounding.BLOCKS, 1, 16384, scaled.BLOCKS_WIDE),
+        (Rounding.BLOCKS, 33, 16384, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),
+        (Rounding.BLOCKS, 65, 128, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),  # where torch has none
+    ],
+)
+def test_tiles(rounding, rows, columns, tile):
+    assert tile_for(rows, weight_like(rounding, columns, "cpu")) == tile
+
+
+def weight_like(rounding: Rounding, columns: int, device: str) -> Scaled:
+    return Scaled(torch.empty(columns, 128, dtype=FP8, device=device), torch.empty(columns, 1, device=device), rounding)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"),
+    [
+        (65, 4096, scaled.MANY[0]),
+        (128, 4224, scaled.MANY[0]),
+        (128, 4225, scaled.MANY[1]),
+        (256, 4096, scaled.MANY[1]),
+        (129, 8192, None),
+        (257, 128, None),
+    ],
+)
+def test_tiles_beside_those_of_torch(rows, columns, tile, monkeypatch):
+    monkeypatch.setattr(scaled, "processors", lambda device: 132)
+    weight = weight_like(Rounding.ROWS, columns, "meta")
+    monkeypatch.setattr(scaled, "_on_gpu", lambda weight: True)
+    assert tile_for(rows, weight) == tile

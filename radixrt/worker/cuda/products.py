@@ -1,0 +1,218 @@
+"""Products of few rows, out[T, N] of x[T, K] and weight[N, K], which take as long as it takes to read the weight.
+
+Tensor cores of Hopper take from shared memory, as they lie there, 64 rows of what is on the left and a multiple of 8 of
+what is on the right. With few tokens the weight is on the left: nothing is multiplied for nothing, and FP8 is not
+widened, by more instructions than there is time for.
+
+    fewer than 64 tokens a tile     out[T, n]' = weight[n, K] x[T, K]'
+    64 and more                     out[T, n] = x[T, K] weight[n, K]'
+
+Where a weight begins is asked for while the kernel ahead still runs: no kernel writes weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.variants import room
+from radixrt.worker.model.scaled import BLOCK, Rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One compilation: what a program computes, and K's steps."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+SCALES = {None: 0, Rounding.ROWS: 1, Rounding.BLOCKS: 2}
+AHEAD = 256
+"""Bytes of each row of a weight that are asked for early."""
+AT_ONCE = 4
+"""Blocks whose scales are asked for together, where the number of blocks allows it, and the shared memory: each costs a
+way to memory."""
+ROOMY = 200_000
+"""Bytes of shared memory of a program that hold so many; compute capabilities 8.9 and 12.0 have 101,376."""
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+@triton.jit
+def _ask(pointers):
+    """For lines of 128 bytes, which will be in the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _part(x_at, w_at, at, k, depth, real, FLIPPED: tl.constexpr, WHOLE: tl.constexpr):
+    """(Left, right) of DEPTH elements from `at` on."""
+    if WHOLE:
+        x = tl.load(x_at + at, mask=real[:, None], other=0.0)
+        w = tl.load(w_at + at)
+    else:
+        inside = (at + k < depth)[None, :]
+        x = tl.load(x_at + at, mask=real[:, None] & inside, other=0.0)
+        w = tl.load(w_at + at, mask=inside, other=0.0)
+    if FLIPPED:
+        return w, tl.trans(x)
+    else:
+        return x, tl.trans(w)
+
+
+@triton.jit
+def _factors(by_row, by_block, at, x_stride, real, FLIPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """What the product of a block is times."""
+    found = tl.load(by_row + at // BLOCK * x_stride, mask=real, other=0.0) * tl.load(by_block + at // BLOCK)
+    return found[None, :] if FLIPPED else found[:, None]
+
+
+@triton.jit(do_not_specialize=["rows", "x_stride"])
+def _product_kernel(
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, columns, depth, x_stride, stride,
+    SCALES: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    FLIPPED: tl.constexpr = ROWS < 64
+    first = tl.program_id(0) * COLUMNS
+    n = first + tl.arange(0, COLUMNS)
+    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    w_row = weight_ptr + (n % columns).to(tl.int64)[:, None] * depth
+    if EARLY and AHEAD > 0:
+        _ask(w_row + (tl.arange(0, AHEAD // 128) * (1024 // weight_ptr.dtype.element_ty.primitive_bitwidth))[None, :])
+    wait(EARLY)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    real = m < rows
+    x_at = x_ptr + m.to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = w_row + k[None, :]
+    acc = tl.zeros([COLUMNS, ROWS] if FLIPPED else [ROWS, COLUMNS], tl.float32)
+    by_row = x_scales_ptr + m
+    if SCALES == 2:
+        # The next blocks' are asked for a turn ahead.
+        by_block = scales_ptr + first // BLOCK * stride
+        a = _factors(by_row, by_block, 0, x_stride, real, FLIPPED, BLOCK)
+        if AT_ONCE == 4:
+            b = _factors(by_row, by_block, DEPTH, x_stride, real, FLIPPED, BLOCK)
+            c = _factors(by_row, by_block, 2 * DEPTH, x_stride, real, FLIPPED, BLOCK)
+            d = _factors(by_row, by_block, 3 * DEPTH, x_stride, real, FLIPPED, BLOCK)
+        for at in range(0, depth, AT_ONCE * DEPTH):
+            after = tl.minimum(at + AT_ONCE * DEPTH, depth - 1)
+            next_a = _factors(by_row, by_block, after, x_stride, real, FLIPPED, BLOCK)
+            left, right = _part(x_at, w_at, at, k, depth, real, FLIPPED, WHOLE)
+            acc += tl.dot(left, right) * a
+            a = next_a
+            if AT_ONCE == 4:
+                after = tl.minimum(at + AT_ONCE * DEPTH, depth - AT_ONCE * DEPTH)
+                next_b = _factors(by_row, by_block, after + DEPTH, x_stride, real, FLIPPED, BLOCK)
+                next_c = _factors(by_row, by_block, after + 2 * DEPTH, x_stride, real, FLIPPED, BLOCK)
+                next_d = _factors(by_row, by_block, after + 3 * DEPTH, x_stride, real, FLIPPED, BLOCK)
+                left, right = _part(x_at, w_at, at + DEPTH, k, depth, real, FLIPPED, WHOLE)
+                acc += tl.dot(left, right) * b
+                left, right = _part(x_at, w_at, at + 2 * DEPTH, k, depth, real, FLIPPED, WHOLE)
+                acc += tl.dot(left, right) * c
+                left, right = _part(x_at, w_at, at + 3 * DEPTH, k, depth, real, FLIPPED, WHOLE)
+                acc += tl.dot(left, right) * d
+                b, c, d = next_b, next_c, next_d
+    else:
+        for at in range(0, depth, DEPTH):
+            left, right = _part(x_at, w_at, at, k, depth, real, FLIPPED, WHOLE)
+            acc = tl.dot(left, right, acc, input_precision="ieee")
+    if FLIPPED:
+        acc = tl.trans(acc)
+    if SCALES == 1:
+        of_rows = tl.load(by_row, mask=real, other=0.0)
+        acc *= of_rows[:, None] * tl.load(scales_ptr + n % columns)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+    out_at = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    stored = real[:, None] & (n < columns)[None, :]
+    if ADD:
+        acc += tl.load(out_at, mask=stored, other=0.0).to(tl.float32)
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, bias: torch.Tensor | None = None,
+    add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None, rounding: Rounding | None = None,
+) -> None:  # fmt: skip
+    """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or add it there; all are contiguous, and
+    sums float32. With a rounding there are `scales` of x and of the weight (see `model.scaled`); those of blocks want a
+    tile of their depth. Such a tile takes as many of its stages as there is shared memory for."""
+    (rows, depth), columns = x.shape, len(weight)
+    of_x, of_weight = (x, weight) if scales is None else scales
+    at_once = blocks_at_once(tile, depth, room()) if rounding is Rounding.BLOCKS else 1
+    launch(
+        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)), None,
+        x, of_x, weight, of_weight, out if bias is None else bias, out, rows, columns, depth, of_x.stride(1),
+        of_weight.stride(0), SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns,
+        tile.depth, at_once, BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
+        num_warps=tile.warps, num_stages=stages(tile, at_once * weight.itemsize, room()),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- tiles
+
+
+def blocks_at_once(tile: Tile, depth: int, room: int) -> int:
+    """Of a tile with scales of blocks, in so many bytes of shared memory."""
+    few = tile.columns < BLOCK and room >= ROOMY
+    return AT_ONCE if few and depth % (AT_ONCE * tile.depth) == 0 else 1
+
+
+def stages(tile: Tile, itemsize: int, room: int) -> int:
+    """That a tile of elements of so many bytes may have in so many bytes of shared memory."""
+    return max(1, min(tile.stages, room // ((tile.rows + tile.columns) * tile.depth * itemsize)))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors; those of an H200 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+FEW = 16, 32
+"""Rows of tiles that stream a weight."""
+COLUMNS, BYTES = 64, 256
+"""Of a weight in such a tile: its rows, and those of each."""
+
+
+def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> Tile:
+    """The tile of FEW rows for a weight [columns, K]: deep where each program has a multiprocessor of its own, half as
+    deep where two or more share one (bench/products.py)."""
+    alone = triton.cdiv(columns, COLUMNS) <= processors(device)
+    return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
+
+
+FEWEST = 3072
+"""Columns that programs enough come of to read a weight at the bandwidth, unless it is short."""
+SHORT = 2048
+
+
+def tile_for(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
+    """For x[T, K] and weight[N, K] in a half type; None where torch's product is faster, or nobody has looked (measured
+    on Hopper: cuBLAS divides K among programs where columns are few and long)."""
+    rows, (columns, depth) = len(x), weight.shape
+    if not 0 < rows <= FEW[-1] or x.dim() != 2 or x.itemsize != 2 or weight.dtype != x.dtype or not of_hopper(x.device):
+        return None
+    if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT or not (x.is_contiguous() and weight.is_contiguous()):
+        return None
+    return streaming(next(few for few in FEW if rows <= few), columns, 2, x.device)
+
+
+@functools.cache
+def of_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
