@@ -2,12 +2,12 @@
 
     python -m bench.products [--shapes] [--sweep]
 
-The norms, the gate and the products of a layer of Llama 3.1 8B, one after the other as in a step, attention left out, in
-bfloat16 and in FP8 with scales of rows and of blocks; of several layers, whose weights lie in the cache of no chip, under
-a CUDA graph. Rows are tokens. `torch` are the same with torch's products alone. The limit is the weights' bytes over the
-bandwidth, or the operations over the rate of products, both of the same run. Each product is compared with float32
-before it is timed. With --shapes also a norm and a product of many other sizes; with --sweep other tiles, one product
-after the other, in place of those that are chosen.
+The norms, the gate and the products of a layer of Llama 3.1 8B, one after the other as in a step, attention left out,
+in bfloat16 and in FP8 with scales of rows and of blocks; of several layers, whose weights lie in the cache of no chip,
+under a CUDA graph. Rows are tokens. `torch` are the same with torch's products alone. The limit is the weights' bytes
+over the bandwidth, or the operations over the rate of products, both of the same run. Each product is compared with
+float32 before it is timed. With --shapes also a norm and a product of many other sizes; with --sweep other tiles, one
+product after the other, in place of those that are chosen.
 """
 
 from __future__ import annotations

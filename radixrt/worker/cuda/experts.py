@@ -39,11 +39,23 @@ def tile_for(rows: float) -> Tile | None:
     return FEW if rows <= 6 else SOME if rows <= 24 else MANY if rows <= 128 else None
 
 
+FEWEST = 0.5
+"""Rows an expert, on average, up to which weights are on the left of products (see `products`)."""
+
+
+@triton.jit
+def _multiplied(x, w, acc, FLIPPED: tl.constexpr):
+    if FLIPPED:
+        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+
+
 @triton.jit
 def _product_kernel(
     x_ptr, rows_ptr, tiles_ptr, weight_ptr, bias_ptr, out_ptr, columns, depth, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, FIELDS: tl.constexpr, FLIPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     tile = tiles_ptr + tl.program_id(0) * FIELDS
@@ -63,10 +75,10 @@ def _product_kernel(
         weight_ptr += expert * 2 * columns * depth
     else:
         weight_ptr += expert * columns * depth
-    w_at = weight_ptr + (n % columns)[None, :] * depth + k[:, None]
+    w_at = weight_ptr + (n % columns)[:, None] * depth + k[None, :]
     u_at = w_at + columns * depth
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc = tl.zeros([COLUMNS, ROWS] if FLIPPED else [ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS] if FLIPPED else [ROWS, COLUMNS], tl.float32)
     for begin in range(0, depth, DEPTH):
         if WHOLE:
             x = tl.load(x_at + begin, mask=real[:, None], other=0.0)
@@ -74,14 +86,16 @@ def _product_kernel(
         else:
             inside = begin + k < depth
             x = tl.load(x_at + begin, mask=real[:, None] & inside[None, :], other=0.0)
-            w = tl.load(w_at + begin, mask=inside[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+            w = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
+        acc = _multiplied(x, w, acc, FLIPPED)
         if GATED:
             if WHOLE:
                 u = tl.load(u_at + begin)
             else:
-                u = tl.load(u_at + begin, mask=(begin + k < depth)[:, None], other=0.0)
-            up = tl.dot(x, u, up, input_precision="ieee")
+                u = tl.load(u_at + begin, mask=(begin + k < depth)[None, :], other=0.0)
+            up = _multiplied(x, u, up, FLIPPED)
+    if FLIPPED:
+        acc, up = tl.trans(acc), tl.trans(up)
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the model rounds
         if BIAS:
@@ -95,11 +109,11 @@ def _product_kernel(
 
 def _product(
     x: torch.Tensor, order: Order, weight: torch.Tensor, tile: Tile, activation: str | None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, flipped: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] of x [T * chosen, K]; with an
     activation x is [T, K], bias[E, N] is added, if given, and the result [T * chosen, N / 2] is `kernels.gated` of both
-    halves."""
+    halves. `flipped`: computed with the weight on the left."""
     halves = 1 if activation is None else 2
     columns, depth, across = weight.shape[1] // halves, weight.shape[2], tile.columns // halves
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
@@ -107,8 +121,7 @@ def _product(
         _product_kernel, (len(order.tiles), triton.cdiv(columns, across)), None,
         x, order.tokens, order.tiles, weight, weight if bias is None else bias, out, columns, depth,
         ACTIVATIONS.get(activation or "", 0), activation is not None, bias is not None, depth % tile.depth == 0,
-        tile.rows, across, tile.depth, TILE_FIELDS,
-        num_warps=tile.warps, num_stages=tile.stages,
+        tile.rows, across, tile.depth, TILE_FIELDS, flipped, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -228,8 +241,9 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     else:
         tile = tile or MANY
         weights, order, _ = _begin(experts, logits, tile.rows, x, None)
-        inner = _product(x, order, experts.gate_up, tile, experts.activation, experts.gate_up_bias)
-        made = _product(inner, order, experts.down, tile, None)
+        flipped = rows <= FEWEST and tile is FEW
+        inner = _product(x, order, experts.gate_up, tile, experts.activation, experts.gate_up_bias, flipped)
+        made = _product(inner, order, experts.down, tile, None, flipped=flipped)
     combine(made, weights, order, residual, experts.down_bias)
 
 

@@ -122,10 +122,10 @@ pointers = ["*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
 build(experts._combine_kernel, pointers, {"size": i}, {"CHOSEN": 8, "BIAS": True, "BLOCK": 1024})
 constants = {"ACTIVATION": 3, "BINS": 32, "BLOCK": 1024}
 build(experts._biased_gate_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i, "count": i}, constants)
-kinds = (experts.FEW, experts.SOME, experts.MANY) if every else (experts.FEW,)
-for t, gated in [(t, gated) for t in kinds for gated in (False, True)]:
+kinds = [(t, False) for t in ((experts.FEW, experts.SOME, experts.MANY) if every else ())] + [(experts.FEW, True)]
+for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, True)]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns // (1 + gated), "DEPTH": t.depth, "FIELDS": 3}
-    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True}
+    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 """

@@ -149,6 +149,21 @@ def test_the_kinds_of_tiles_are_all_tried():
     assert fused.tile_for(1000) is None
 
 
+@pytest.mark.parametrize(("tokens", "flipped"), [(2, True), (3, False)])
+def test_weights_are_on_the_left_where_rows_are_fewest(tokens, flipped, device, monkeypatch):
+    """2 tokens choose 2 of 8 experts each: half a row an expert."""
+    taken, real = [], fused.launch
+    monkeypatch.setattr(
+        fused, "launch", lambda kernel, *args, **more: (taken.append(args), real(kernel, *args, **more))
+    )
+    experts, x = make(8, 2, 32, 24, device), torch.randn(tokens, 32, device=device)
+    fused.add(experts, x, torch.zeros_like(x))
+    assert [args[-1] for args in taken[:2]] == [flipped, flipped]
+    taken.clear()
+    fused.add(make(8, 2, 32, 24, device, batch_invariant=True), x, torch.zeros_like(x))
+    assert [args[-1] for args in taken[:2]] == [False, False]
+
+
 def test_rows_of_several_blocks_are_spread_and_combined(device):
     numbers = torch.tensor([[2, 0], [0, 1], [2, 1]], dtype=torch.int32, device=device)
     order = routing.sort(numbers, 3, 0)

@@ -170,6 +170,7 @@ def weight_like(rounding: Rounding, columns: int, device: str) -> Scaled:
 @pytest.mark.parametrize(
     ("rows", "columns", "tile"),
     [
+        (64, 4096, scaled.ALONE),
         (65, 4096, scaled.MANY[0]),
         (128, 4224, scaled.MANY[0]),
         (128, 4225, scaled.MANY[1]),
