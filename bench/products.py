@@ -34,7 +34,7 @@ KINDS: dict[str, Rounding | None] = {"bfloat16": None, "fp8_rows": Rounding.ROWS
 LAYERS = 4
 CACHE = 400_000_000
 """Bytes of copies of a weight that take turns, beside a layer's."""
-COLUMNS, DEPTHS = (1024, 2048, 3072, 5120, 8192, 14336, 28672, 128256), (2048, 4096, 8192, 14336)
+COLUMNS, DEPTHS = (512, 1024, 2048, 3072, 5120, 8192, 14336, 28672, 128256), (2048, 4096, 8192, 14336)
 
 Weight = torch.Tensor | Scaled
 Inputs = torch.Tensor | Rounded
@@ -77,7 +77,9 @@ def weight_of(rounding: Rounding | None, columns: int, depth: int) -> Weight:
 
 def chosen(x: Inputs, weight: Weight) -> Tile | None:
     """The tile that radixrt takes; None: torch's product."""
-    return scaled.tile_for(len(x), weight) if isinstance(weight, Scaled) else products.tile_for(x, weight)
+    if isinstance(weight, Scaled):
+        return scaled.tile_for(len(x), weight)
+    return products.tile_for(len(x), *weight.shape, weight.device)
 
 
 def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, add: bool = False) -> None:
@@ -208,7 +210,7 @@ def main() -> None:
         sizes = ((c, d) for c, d in every(COLUMNS, DEPTHS) if c * d < 6e8)
         shapes = [
             shape_row(name, tokens, *size, limits)
-            for name, tokens, size in every(("bfloat16", "fp8_rows"), (1, 16), sizes)
+            for name, tokens, size in every(("bfloat16", "fp8_rows"), (1, 16, 32), list(sizes))
         ]
         print(table(shapes), flush=True)
     if not args.sweep:

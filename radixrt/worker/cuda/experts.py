@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from radixrt.worker.cuda import kernels, routing, scaled_experts
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile
+from radixrt.worker.cuda.products import Tile, stages
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
+from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import Rounded, Rounding
 
@@ -121,7 +122,8 @@ def _product(
         _product_kernel, (len(order.tiles), triton.cdiv(columns, across)), None,
         x, order.tokens, order.tiles, weight, weight if bias is None else bias, out, columns, depth,
         ACTIVATIONS.get(activation or "", 0), activation is not None, bias is not None, depth % tile.depth == 0,
-        tile.rows, across, tile.depth, TILE_FIELDS, flipped, num_warps=tile.warps, num_stages=tile.stages,
+        tile.rows, across, tile.depth, TILE_FIELDS, flipped,
+        num_warps=tile.warps, num_stages=stages(tile, weight.itemsize, room()),
     )  # fmt: skip
     return out
 

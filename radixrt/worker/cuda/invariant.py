@@ -19,7 +19,7 @@ import triton.language as tl
 from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import FEW, Tile, multiply, processors, streaming
+from radixrt.worker.cuda.products import STREAMED, Tile, multiply, processors, streaming
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import make_items, sequence_tiles
 
@@ -79,7 +79,7 @@ def _product(
     x = x.contiguous()
     (rows, depth), columns = x.shape, len(weight)
     out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    if rows and tile.rows in FEW:
+    if rows and tile.rows in STREAMED:
         multiply(x, weight, out, tile, bias=bias)
     elif rows:
         launch(
@@ -96,7 +96,7 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
     if not x.is_cuda:
         return REFERENCE
     tiles = agreeing(x.device, x.dtype)
-    for few in FEW:
+    for few in STREAMED:
         if rows <= few and _streaming(few, x) in tiles:
             return streaming(few, columns, x.itemsize, x.device)
     wanted = 0.9 * processors(x.device)
@@ -118,7 +118,7 @@ def agreeing(device: torch.device, dtype: torch.dtype) -> frozenset[Tile]:
     generator = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(n, 2048, generator=generator, device=device).to(dtype) for n in (300, 500))
     expected = _product(x, w, None, torch.float32, REFERENCE)
-    found, every = {REFERENCE}, {*(_streaming(rows, x) for rows in FEW), *TILES}
+    found, every = {REFERENCE}, {*(_streaming(rows, x) for rows in STREAMED), *TILES}
     for tile in every:
         try:
             if torch.equal(_product(x, w, None, torch.float32, tile), expected):

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.launching import Again, launch, wait
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.scaled import BLOCK, Rounding
 
@@ -41,6 +42,8 @@ AHEAD = 256
 AT_ONCE = 4
 """Blocks whose scales are asked for together, where the number of blocks allows it, and the shared memory: each costs a
 way to memory."""
+ALIGNED = 16
+"""Bytes that pointers are multiples of where kernels are compiled for it."""
 ROOMY = 200_000
 """Bytes of shared memory of a program that hold so many; compute capabilities 8.9 and 12.0 have 101,376."""
 
@@ -145,21 +148,34 @@ def _product_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
+_again: dict[tuple[Any, ...], Again] = {}
+"""By all that kernels are compiled for: steps that are no graphs launch them for every layer."""
+
+
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, bias: torch.Tensor | None = None,
     add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None, rounding: Rounding | None = None,
 ) -> None:  # fmt: skip
     """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or add it there; all are contiguous, and
-    sums float32. With a rounding there are `scales` of x and of the weight (see `model.scaled`); those of blocks want a
-    tile of their depth. Such a tile takes as many of its stages as there is shared memory for."""
+    sums float32, but of FP8 as wide as tensor cores have them. With a rounding there are `scales` of x and of the
+    weight (see `model.scaled`); those of blocks want a tile of their depth. A tile gets as many of its stages as
+    fit."""
     (rows, depth), columns = x.shape, len(weight)
     of_x, of_weight = (x, weight) if scales is None else scales
+    more = out if bias is None else bias
     at_once = blocks_at_once(tile, depth, room()) if rounding is Rounding.BLOCKS else 1
+    pointers = x, of_x, weight, of_weight, more, out
+    kinds = (
+        SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, at_once,
+        BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
+    )  # fmt: skip
+    again = None
+    if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
+        given = x.device, x.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
+        again = _again.setdefault((*given, *kinds), {})
     launch(
-        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)), None,
-        x, of_x, weight, of_weight, out if bias is None else bias, out, rows, columns, depth, of_x.stride(1),
-        of_weight.stride(0), SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns,
-        tile.depth, at_once, BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
+        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), 1), again,
+        *pointers, rows, columns, depth, of_x.stride(1), of_weight.stride(0), *kinds,
         num_warps=tile.warps, num_stages=stages(tile, at_once * weight.itemsize, room()),
     )  # fmt: skip
 
@@ -167,15 +183,15 @@ def multiply(
 # ---------------------------------------------------------------- tiles
 
 
-def blocks_at_once(tile: Tile, depth: int, room: int) -> int:
+def blocks_at_once(tile: Tile, depth: int, memory: int) -> int:
     """Of a tile with scales of blocks, in so many bytes of shared memory."""
-    few = tile.columns < BLOCK and room >= ROOMY
+    few = tile.columns < BLOCK and memory >= ROOMY
     return AT_ONCE if few and depth % (AT_ONCE * tile.depth) == 0 else 1
 
 
-def stages(tile: Tile, itemsize: int, room: int) -> int:
-    """That a tile of elements of so many bytes may have in so many bytes of shared memory."""
-    return max(1, min(tile.stages, room // ((tile.rows + tile.columns) * tile.depth * itemsize)))
+def stages(tile: Tile, itemsize: int, memory: int) -> int:
+    """That a tile of elements of so many bytes may have in so many bytes of shared memory, each with a buffer."""
+    return max(1, min(tile.stages, memory // ((tile.rows + tile.columns) * tile.depth * itemsize)))
 
 
 @functools.cache
@@ -184,15 +200,15 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-FEW = 16, 32
+STREAMED = 16, 32
 """Rows of tiles that stream a weight."""
 COLUMNS, BYTES = 64, 256
 """Of a weight in such a tile: its rows, and those of each."""
 
 
 def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> Tile:
-    """The tile of FEW rows for a weight [columns, K]: deep where each program has a multiprocessor of its own, half as
-    deep where two or more share one (bench/products.py)."""
+    """The tile of STREAMED rows for a weight [columns, K]: deep where each program has a multiprocessor of its own,
+    half as deep where two or more share one (bench/products.py)."""
     alone = triton.cdiv(columns, COLUMNS) <= processors(device)
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
@@ -202,17 +218,32 @@ FEWEST = 3072
 SHORT = 2048
 
 
-def tile_for(x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
-    """For x[T, K] and weight[N, K] in a half type; None where torch's product is faster, or nobody has looked (measured
-    on Hopper: cuBLAS divides K among programs where columns are few and long)."""
-    rows, (columns, depth) = len(x), weight.shape
-    if not 0 < rows <= FEW[-1] or x.dim() != 2 or x.itemsize != 2 or weight.dtype != x.dtype or not of_hopper(x.device):
+@functools.cache
+def tile_for(rows: int, columns: int, depth: int, device: torch.device) -> Tile | None:
+    """For x[rows, depth] and weight[columns, depth] in a half type; None where torch's product is faster, or nobody has
+    looked (measured on Hopper: cuBLAS divides K among programs where columns are few and long)."""
+    if not 0 < rows <= STREAMED[-1] or not of_hopper(device):
         return None
-    if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT or not (x.is_contiguous() and weight.is_contiguous()):
+    if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT:
         return None
-    return streaming(next(few for few in FEW if rows <= few), columns, 2, x.device)
+    return streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
 
 
 @functools.cache
 def of_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def few(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None, add: bool = False
+) -> torch.Tensor | None:
+    """See `Ops.few`."""
+    if len(x) > STREAMED[-1] or x.dim() != 2 or x.itemsize != 2 or weight.dtype != x.dtype:
+        return None
+    tile = tile_for(len(x), *weight.shape, x.device)
+    if tile is None or not (x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
+        return None
+    if out is None:
+        out = x.new_empty((len(x), len(weight)))
+    multiply(x, weight, out, tile, bias=bias, add=add)
+    return out

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from radixrt.worker.cuda.products import FEW, Tile, multiply, processors, streaming
+from radixrt.worker.cuda.products import STREAMED, Tile, multiply, of_hopper, processors, streaming
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding, Scaled
 
@@ -23,10 +23,10 @@ ALONE, SOME, MORE = Tile(64, 32, 256, 4, 6), Tile(32, 64, 128, 4, 6), Tile(64, 6
 """For more than 16 rows and scales of rows, where each program has a multiprocessor of its own, and where not: for up
 to 32 rows, and for more (bench/products.py)."""
 MANY = Tile(64, 64, 256, 4, 6), Tile(128, 64, 128, 4, 8)
-"""For more than MOST_ROWS: the first one that leaves each program a multiprocessor."""
+"""For more than MOST_ROWS, on Hopper: the first one that leaves each program a multiprocessor."""
 BLOCKS_ALONE, BLOCKS, BLOCKS_WIDE = Tile(64, 32, 128, 4, 3), Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 4)
-"""With scales of blocks: as ALONE, for weights of fewer than WIDE rows, and for others; the latter two are as high as
-there are rows."""
+"""With scales of blocks: for 17 to 32 rows where each program has a multiprocessor of its own, for weights of fewer
+than WIDE rows, and for others; the latter two are as high as there are rows."""
 WIDE = 16384
 
 
@@ -41,17 +41,18 @@ def product(
 def tile_for(rows: int, weight: Scaled) -> Tile | None:
     """None: torch's products are faster."""
     columns, depth = weight.values.shape
-    device, few = weight.values.device, next((few for few in FEW if rows <= few), MOST_ROWS)
+    device, few = weight.values.device, next((most for most in STREAMED if rows <= most), MOST_ROWS)
     beyond = rows > MOST_ROWS and _on_gpu(weight)
     if weight.rounding is Rounding.ROWS:
         if beyond:
-            return next((tile for tile in MANY if rows <= MANY_ROWS and _alone(rows, columns, tile, device)), None)
-        if few == FEW[0]:
+            fitting = rows <= MANY_ROWS and of_hopper(device)
+            return next((tile for tile in MANY if fitting and _alone(rows, columns, tile, device)), None)
+        if few == STREAMED[0]:
             return streaming(few, columns, 1, device)
         return ALONE if _alone(rows, columns, ALONE, device) else SOME if few == SOME.rows else MORE
     if beyond and columns % BLOCK == depth % BLOCK == 0 and blocks_by_torch(device):
         return None
-    if few == FEW[1] and _alone(rows, columns, BLOCKS_ALONE, device):
+    if few == STREAMED[1] and _alone(rows, columns, BLOCKS_ALONE, device):
         return BLOCKS_ALONE
     return replace(BLOCKS if columns < WIDE and rows <= MOST_ROWS else BLOCKS_WIDE, rows=few)
 

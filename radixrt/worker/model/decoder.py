@@ -139,7 +139,8 @@ class Decoder:
         if out is None:
             out = torch.empty((len(x), self.own_width), dtype=torch.float32, device=x.device)
         # In float32, for rounding to 8 bits makes ties.
-        return torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)
+        few = self._ops.few(x, self._head.weight, None, out)
+        return few if few is not None else torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)
 
 
 class _Positions:

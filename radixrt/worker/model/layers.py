@@ -60,6 +60,17 @@ class Ops(Protocol):
         """x[T, K], which is rounded first if it is not yet, times the weight, plus bias[N], in `dtype`; added to
         residual[T, N] in place, if that is given."""
 
+    def few(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor | None:
+        """x[T, K] times weight[N, K] transposed, plus bias[N], of few rows: a tensor of its own, or written to
+        out[T, N], or added there. None, and nothing done, where torch's product is for them."""
+
     def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add what a mixture of experts makes of x[T, hidden] to residual[T, hidden], in place."""
 
@@ -102,6 +113,16 @@ class TorchOps:
         known = x if isinstance(x, Rounded) else rounded(x, weight.rounding)
         out = F.linear(known.wide(), weight.wide(), None if bias is None else bias.float())
         return out.to(dtype) if residual is None else residual.add_(out)
+
+    @staticmethod
+    def few(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor | None:
+        return None
 
     @staticmethod
     def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:

@@ -9,32 +9,29 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from radixrt.worker.cuda.products import Tile
+    from radixrt.worker.model.layers import Ops
 
 ROWS = 16
 """Rows of every product when results must not depend on the batch: a product rounds by its shape."""
-FEW = 32
-"""Rows of products that a GPU may have a kernel of its own for (`cuda.products.tile_for`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`batch_invariant`: a row's result is the same to the last bit whatever the other rows are."""
+    """`batch_invariant`: a row's result is the same to the last bit whatever the other rows are. `ops` may have another
+    product than torch's for few rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     batch_invariant: bool = False
+    ops: Ops | None = None
 
     rounding: ClassVar[None] = None
     """What it multiplies is not rounded (see `scaled.ScaledLinear`)."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.batch_invariant:
-            if (tile := self._tile(x)) is None:
-                return F.linear(x, self.weight, self.bias)
-            out = x.new_empty((len(x), len(self.weight)))
-            self._stream(x, out, tile)
-            return out
+            few = self._few(x)
+            return F.linear(x, self.weight, self.bias) if few is None else few
         if x.is_cuda and x.dtype.itemsize == 2:
             from radixrt.worker.cuda.invariant import product
 
@@ -44,9 +41,9 @@ class Linear:
 
     def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write the result into `out` [T, out]."""
-        if tile := self._tile(x):
-            self._stream(x, out, tile)
-        elif self.batch_invariant or self.bias is not None:
+        if self._few(x, out) is not None:
+            return
+        if self.batch_invariant or self.bias is not None:
             out.copy_(self(x))
         else:
             torch.mm(x, self.weight.t(), out=out)
@@ -54,25 +51,17 @@ class Linear:
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
         """Add the result times a factor to residual[T, out], in place: a sum that the product takes on, and that is
         rounded once."""
-        if factor == 1 and (tile := self._tile(x)):
-            self._stream(x, residual, tile, add=True)
-        elif self.batch_invariant or self.bias is not None:
+        if factor == 1 and self._few(x, residual, add=True) is not None:
+            return
+        if self.batch_invariant or self.bias is not None:
             residual.add_(self(x), alpha=factor)
         else:
             residual.addmm_(x, self.weight.t(), alpha=factor)
 
-    def _tile(self, x: torch.Tensor) -> Tile | None:
-        """Of a GPU's kernel for few rows; None: torch multiplies."""
-        if not x.is_cuda or len(x) > FEW or self.batch_invariant:
-            return None
-        from radixrt.worker.cuda.products import tile_for
-
-        return tile_for(x, self.weight)
-
-    def _stream(self, x: torch.Tensor, out: torch.Tensor, tile: Tile, add: bool = False) -> None:
-        from radixrt.worker.cuda.products import multiply
-
-        multiply(x, self.weight, out, tile, bias=self.bias, add=add)
+    def _few(self, x: torch.Tensor, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor | None:
+        """See `Ops.few`."""
+        none = self.batch_invariant or self.ops is None
+        return None if none else self.ops.few(x, self.weight, self.bias, out, add)
 
 
 @dataclass(frozen=True, slots=True)

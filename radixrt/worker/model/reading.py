@@ -78,7 +78,7 @@ class Reader:
         if weight := self._scaled(pieces):
             return ScaledLinear(weight, whole, self._weights.dtype, self._ops)
         weight = stack([self._weights.load(f"model.{p.name}.weight", p.shape, p.part) for p in pieces])
-        return Linear(weight, whole, self._batch_invariant)
+        return Linear(weight, whole, self._batch_invariant, self._ops)
 
     def _together(self, name: str, pieces: list[Piece]) -> list[Piece]:
         """Projections whose rows a checkpoint has one after the other, as `name`: of each this rank's part."""

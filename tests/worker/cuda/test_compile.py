@@ -64,7 +64,7 @@ for group in (4096, 128):
 cpu, wide = torch.device("cpu"), replace(scaled.BLOCKS_WIDE, rows=64)
 rows = [products.streaming(16, 6144, 1, cpu), scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY]
 kinds = [(t, 1) for t in rows] + [(t, 2) for t in (scaled.BLOCKS_ALONE, scaled.BLOCKS, scaled.BLOCKS_WIDE, wide)]
-kinds = [*((products.streaming(rows, 6144, 2, cpu), 0) for rows in products.FEW), *kinds]
+kinds = [*((products.streaming(rows, 6144, 2, cpu), 0) for rows in products.STREAMED), *kinds]
 for t, scales in (kinds if every else kinds[1::6]):
     if scales and fp8 != "*fp8e4nv":
         continue
@@ -236,8 +236,11 @@ for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gathe
 kernel, depth = products._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
 pointers["out_ptr"] = "*bf16"
-tiles = (scaled.BLOCKS, 2), (scaled.BLOCKS_ALONE, 2), (scaled.ALONE, 1)
-for tile, scales, capability, room in [(*tile, *gpu) for tile in tiles for gpu in ((89, 101_376), (90, 232_448))]:
+deep = products.Tile(16, 64, 256, 4, 8)
+tiles = [(tile, 1) for tile in (deep, scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY)]
+tiles += [(tile, 2) for tile in (scaled.BLOCKS, scaled.BLOCKS_ALONE, scaled.BLOCKS_WIDE)]
+chips = (89, 101_376), (90, 232_448), (120, 101_376)
+for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip in chips]:
     at_once = products.blocks_at_once(tile, depth, room) if scales == 2 else 1
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "SCALES": scales}
     constants |= {"BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": products.AHEAD}

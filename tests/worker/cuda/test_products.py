@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from radixrt.worker.cuda import products
-from radixrt.worker.cuda.products import AT_ONCE, FEW, Tile, blocks_at_once, multiply, stages, streaming, tile_for
-from radixrt.worker.model.linear import FEW as MOST
+from radixrt.worker.cuda import invariant, ops, products, scaled
+from radixrt.worker.cuda.products import AT_ONCE, Tile, blocks_at_once, multiply, stages, streaming, tile_for
+from radixrt.worker.cuda.rounding import quantize
+from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.scaled import BLOCK
+from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
 
 SMALL, LARGE = 101_376, 232_448
 """Bytes of shared memory of a program: compute capabilities 8.9 and 9.0."""
 CPU = torch.device("cpu")
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="of the sums that tensor cores make")
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -80,31 +85,24 @@ def test_a_program_alone_on_a_multiprocessor_streams_deeper(monkeypatch):
     assert streaming(16, 6400, 1, CPU) == Tile(16, 64, 256, 4, 8)
 
 
-def given(rows: int, columns: int, depth: int, dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(rows, depth, dtype=dtype), torch.empty(columns, depth, dtype=dtype)
-
-
-def test_which_products(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    tile_for.cache_clear()
     monkeypatch.setattr(products, "of_hopper", lambda device: True)
+    yield
+    tile_for.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_products(monkeypatch):
     for rows, high in ((1, 16), (16, 16), (17, 32), (32, 32)):
-        assert tile_for(*given(rows, 4096, 4096)).rows == high
-        assert tile_for(*given(rows, 4096, 4096, torch.float16)).rows == high
-    assert FEW[-1] == MOST
-    for none in (
-        given(0, 4096, 4096),
-        given(33, 4096, 4096),
-        given(1, 4096, 4096, torch.float32),
-        (given(1, 4096, 4096)[0], given(1, 4096, 4096, torch.float16)[1]),
-        given(1, 4096, 4096 + 64),
-        given(1, 3071, 4096),
-        (given(2, 4096, 8192)[0][:, ::2], given(2, 4096, 4096)[1]),
-        (given(2, 4096, 4096)[0], given(2, 4096, 8192)[1][:, :4096]),
-        (given(2, 4096, 4096)[0][None], given(2, 4096, 4096)[1]),
-    ):
-        assert tile_for(*none) is None
-    assert tile_for(*given(1, 3072, 4096)) and tile_for(*given(1, 64, 2048))
+        assert tile_for(rows, 4096, 4096, CPU).rows == high
+    for none in ((0, 4096, 4096), (33, 4096, 4096), (1, 4096, 4096 + 64), (1, 3071, 4096)):
+        assert tile_for(*none, CPU) is None
+    assert tile_for(1, 3072, 4096, CPU) and tile_for(1, 64, 2048, CPU)
+    tile_for.cache_clear()
     monkeypatch.setattr(products, "of_hopper", lambda device: False)
-    assert tile_for(*given(1, 4096, 4096)) is None
+    assert tile_for(1, 4096, 4096, CPU) is None
 
 
 def test_nowhere_but_on_hopper(monkeypatch):
@@ -114,13 +112,33 @@ def test_nowhere_but_on_hopper(monkeypatch):
         assert products.of_hopper.__wrapped__(torch.device("cuda")) is (capability == (9, 0))
 
 
+@pytest.mark.usefixtures("hopper")
+def test_what_is_left_to_torch(half, device):
+    x, weight, out = (torch.randn(n, device=device).to(half) for n in ((3, 128), (72, 128), (3, 72)))
+    wide, twice = torch.randn(3, 256, device=device).to(half), torch.randn(72, 256, device=device).to(half)
+    left = [
+        (x[None], weight),
+        (x.float(), weight),
+        (x.float(), weight.float()),
+        (x.bfloat16(), weight.half()),
+        (wide[:, ::2], weight),
+        (x, twice[:, :128]),
+        (torch.cat([x] * 11), weight),
+        (x[:0], weight),
+        (x, weight, out.t().contiguous().t()),
+    ]
+    assert all(ops.few(x, weight, None, *out) is None for x, weight, *out in left)
+    assert ops.few(x, weight, None, out) is out
+    assert TorchOps.few(x, weight, None) is None
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_take_them(bias, half, device, monkeypatch):
-    monkeypatch.setattr(Linear, "_tile", lambda self, x: Tile(16, 64, 128, 4, 3))
     taken = []
     monkeypatch.setattr(products, "multiply", lambda *args, **more: (taken.append(more), multiply(*args, **more)))
     x, weight = (torch.randn(n, 128, device=device).to(half) for n in (3, 72))
-    linear = Linear(weight, torch.randn(72, device=device).to(half) if bias else None)
+    linear = Linear(weight, torch.randn(72, device=device).to(half) if bias else None, ops=ops)
     expected = x.float() @ weight.float().t() + (linear.bias.float() if bias else 0)
     assert error(linear(x), expected) < 4e-3
     linear.put(x, out := torch.empty_like(expected))
@@ -132,12 +150,71 @@ def test_layers_take_them(bias, half, device, monkeypatch):
     residual = before.clone()
     linear.add(x, residual, 0.5)
     assert error(residual, 0.5 * expected + before.float()) < 8e-3
+    exact = Linear(weight, linear.bias, True, ops)
+    count = len(taken)
+    for again in (exact, Linear(weight, linear.bias)):
+        assert error(again(x), expected) < 4e-3
+        again.put(x, torch.empty_like(residual))
+        again.add(x, residual)
+    assert len(taken) == count
 
 
-def test_on_the_device_at_hand(device):
-    """By whatever multiplies so many rows there."""
-    weight = torch.randn(4096, 1024, device=device).bfloat16()
-    linear = Linear(weight)
+def test_without_kernels_torch_multiplies_on_a_gpu_too():
+    """As where Triton is not to be had: nothing of `cuda` is asked for by a model of plain torch."""
+    found = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None
+import torch
+from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.linear import Linear
+
+x, weight = torch.randn(3, 128), torch.randn(72, 128)
+for ops in (None, TorchOps()):
+    assert torch.allclose(Linear(weight, ops=ops)(x), x @ weight.t(), atol=1e-4)
+assert not any(name.startswith("radixrt.worker.cuda") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (9216, 2048)])
+def test_on_the_device_at_hand(columns, depth, bias, device):
+    """By whatever multiplies so many rows there; the same when it was launched before."""
+    weight = torch.randn(columns, depth, device=device).bfloat16()
+    linear = Linear(weight, torch.randn(columns, device=device).bfloat16() if bias else None, ops=ops)
     for rows in (1, 16, 17, 32, 33):
-        x = torch.randn(rows, 1024, device=device).bfloat16()
-        assert error(linear(x), x.float() @ weight.float().t()) < 4e-3
+        x = torch.randn(rows, depth, device=device).bfloat16()
+        expected = x.float() @ weight.float().t() + (linear.bias.float() if bias else 0)
+        found = linear(x)
+        assert error(found, expected) < 4e-3 and torch.equal(linear(x), found)
+        taken = ops.few(x, weight, linear.bias)
+        assert (taken is not None) == (products.of_hopper(device) and rows <= 32)
+
+
+@ON_GPU
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(500, 2048), (9000, 2000), (6144, 4096)])
+def test_rows_are_the_same_to_the_last_bit_however_many_there_are(columns, depth, bias, device):
+    x, weight = (torch.randn(n, depth, device=device).bfloat16() for n in (70, columns))
+    offset = torch.randn(columns, device=device).bfloat16() if bias else None
+    whole = invariant.product(x, weight, offset)
+    for rows in (1, 16, 17, 32, 33, 64, 65):
+        assert torch.equal(invariant.product(x[:rows], weight, offset), whole[:rows]), rows
+
+
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
+    """Over many terms, some of which are large; the outliers of one row and of one column."""
+    x, wide = torch.randn(rows, 14336, device=device), 0.02 * torch.randn(4096, 14336, device=device)
+    x[:, ::1000] *= 50
+    wide[:, ::777] *= 20
+    weight, known = Scaled.of(wide), quantize(x.bfloat16(), Rounding.ROWS)
+    expected = known.wide() @ weight.wide().t()
+    out = torch.empty(rows, 4096, dtype=torch.bfloat16, device=device)
+    scaled.product(known, weight, None, out, scaled.tile_for(rows, weight))
+    ours, torchs = error(out, expected), error(scaled._by_torch(known, weight, None, torch.bfloat16), expected)
+    assert ours < 1.2 * torchs + 1e-4, (ours, torchs)

@@ -183,4 +183,7 @@ def test_tiles_beside_those_of_torch(rows, columns, tile, monkeypatch):
     monkeypatch.setattr(scaled, "processors", lambda device: 132)
     weight = weight_like(Rounding.ROWS, columns, "meta")
     monkeypatch.setattr(scaled, "_on_gpu", lambda weight: True)
+    monkeypatch.setattr(scaled, "of_hopper", lambda device: True)
     assert tile_for(rows, weight) == tile
+    monkeypatch.setattr(scaled, "of_hopper", lambda device: False)
+    assert rows <= 64 or tile_for(rows, weight) is None  # nobody has looked
