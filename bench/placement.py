@@ -4,9 +4,9 @@ take what those of an 8B model take on an H200, about. No sockets; what is measu
     python -m bench.placement [--seeds 2] [--quick]
 
 Loads arrive by themselves, unevenly, as often as four workers can bear: they compute for 80 to 100% of the time, in
-bursts for half of it. Beside the router's choice: most hits, unless that worker has half as many requests again as the
-mean has (as cache-aware routers do), fewest requests, and each in turn. `infinite`: the hits of one cache without an
-end.
+bursts for half of it. But agents ask again as soon as they have their answer. Beside the router's choice: most hits,
+unless that worker has half as many requests again as the mean has (as cache-aware routers do), fewest requests, and
+each in turn. `infinite`: the hits of one cache without an end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
 
 WORKERS, CACHE, BUDGET, ROWS = 4, 300_000, 8192, 256
-PREFILL_RATE, DECODE_SECONDS = 40_000.0, 0.006
+PREFILL_RATE, DECODE_SECONDS, EACH_SECONDS = 40_000.0, 0.0043, 0.00003
 LINK_SECONDS = 0.0003
 VOCAB = 32_000
 THINK_SECONDS = 2.0
@@ -80,6 +80,7 @@ class Asked:
     begun: float
     infinite: int
     first: float | None = None
+    ended: float = 0.0
     cached: int = 0
     said: list[bytes] = field(default_factory=list)
     then: Callable[[np.ndarray], None] | None = None
@@ -100,6 +101,7 @@ class Fleet:
 
     def _join(self, name: str) -> Worker:
         runner = FakeRunner(CACHE + 1, 1, VOCAB, prefill_rate=PREFILL_RATE, decode_step=DECODE_SECONDS, overlaps=True)
+        runner.decode_each = EACH_SECONDS
         worker = Worker(runner, Identity(name, "m"), Box, limits=Limits(BUDGET, ROWS), max_model_len=60_000)
         worker._link = Box()
         self.core.register(worker._registration, 0.0)
@@ -139,7 +141,7 @@ class Fleet:
         if delta.ids and asked.first is None:
             asked.first = self.clock.now
         if delta.finish:
-            asked.cached = delta.usage.cached_tokens
+            asked.cached, asked.ended = delta.usage.cached_tokens, self.clock.now
             whole = np.concatenate([asked.ids, np.frombuffer(b"".join(asked.said), np.int32)])
             self._all.insert("", whole[:-1], whole[:-1])
             if asked.then is not None:
@@ -252,6 +254,29 @@ def bursts(fleet: Fleet) -> Callable[[], None]:
     return burst
 
 
+def agents(fleet: Fleet) -> Callable[[], None]:
+    """Agents of six kinds, each of eight turns that go on at once: an answer and what a tool gives are appended."""
+    kinds = [tokens(fleet, 6000) for _ in range(6)]
+    numbers = itertools.count()
+
+    def turn(history: np.ndarray, left: int) -> None:
+        if left:
+            fleet.ask(np.concatenate([history, tokens(fleet, 300, 900)]), 96, lambda whole: turn(whole, left - 1))
+
+    return lambda: turn(kinds[next(numbers) % 6], 8)
+
+
+def askers(fleet: Fleet) -> Callable[[], None]:
+    """Who asks five things of one trunk of 16,000 tokens, one after the other, and gets long answers."""
+    shared = tokens(fleet, 16_000)
+
+    def one(left: int) -> None:
+        if left:
+            fleet.ask(np.concatenate([shared, tokens(fleet, 128)]), 256, lambda _whole: one(left - 1))
+
+    return lambda: one(5)
+
+
 LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
     "chats": (chats, 240, 5.2),
     "tenants": (tenants, 2400, 85.0),
@@ -259,28 +284,32 @@ LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
     "trees": (trees, 120, 4.6),
     "documents": (documents, 1600, 34.0),
     "bursts": (bursts, 40, 1.0),
+    "128 agents": (agents, 128, 512.0),
+    "256 agents": (agents, 256, 512.0),
+    "64 askers": (askers, 64, 128.0),
 }
 """By name: what arrives, how many times, how often a second."""
 
 
 # ---------------------------------------------------------------- choices
 
-Choice = Callable[[int, list[Candidate], list[int]], tuple[Candidate, float]]
+Choice = Callable[..., tuple[Candidate, float]]
+"""As `placement.place`."""
 
 
-def fewest(_tokens: int, workers: list[Candidate], _sharers: list[int]) -> tuple[Candidate, float]:
+def fewest(_tokens: int, workers: list[Candidate], *_: Any) -> tuple[Candidate, float]:
     return min(workers, key=lambda w: (w.requests, w.queued_tokens, w.worker)), 0.0
 
 
-def most_hits(tokens: int, workers: list[Candidate], sharers: list[int]) -> tuple[Candidate, float]:
+def most_hits(tokens: int, workers: list[Candidate], *_: Any) -> tuple[Candidate, float]:
     best = max(workers, key=lambda w: (w.hit_tokens, -w.requests))
     crowded = best.requests > 1.5 * sum(w.requests for w in workers) / len(workers) + 1
-    return fewest(tokens, workers, sharers) if crowded or not best.hit_tokens else (best, 0.0)
+    return fewest(tokens, workers) if crowded or not best.hit_tokens else (best, 0.0)
 
 
 def in_turn() -> Choice:
     numbers = itertools.count()
-    return lambda _tokens, workers, _sharers: (workers[next(numbers) % len(workers)], 0.0)
+    return lambda _tokens, workers, *_: (workers[next(numbers) % len(workers)], 0.0)
 
 
 CHOICES: dict[str, Callable[[], Choice]] = {
@@ -306,11 +335,14 @@ def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]
     assert all(asked.first is not None for asked in found), "a request was not answered"
     warm = found[len(found) // 4 :]
     prompts, waits = sum(len(a.ids) for a in warm), np.array([a.first - a.begun for a in warm]) * 1e3
+    answers = sum(len(ids) for a in found for ids in a.said) // 4
     return {
         "hits": sum(a.cached for a in warm) / prompts,
         "infinite": sum(a.infinite for a in warm) / prompts,
         "p50_ms": float(np.quantile(waits, 0.5)),
         "p99_ms": float(np.quantile(waits, 0.99)),
+        "answer_ms": float(np.mean([a.ended - a.begun for a in warm])) * 1e3,
+        "tokens_s": answers / max(a.ended for a in found),
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from radixrt.router import placement
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
-from radixrt.router.member import Member
+from radixrt.router.member import Member, Sent
 from radixrt.router.members import Members
 from radixrt.router.request import Request, RunState
 
@@ -58,7 +58,7 @@ class Dispatcher:
         self._last_id += 1
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
         self.in_flight[run.id] = run
-        member.dispatched(run.id, tokens - hit)
+        member.dispatched(run.id, Sent(tokens, tokens - hit))
         self._index.computing(member.number, request.namespace, run.prompt)
         return [Order(member.name, run.order(ids))]
 
@@ -102,7 +102,7 @@ class Dispatcher:
         return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
 
     def _sharers(self, run: RunState, ids: bytes, hits: Collection[int]) -> list[int]:
-        """For `placement.counted_again`: how many of the latest runs decode behind each part of the longest hit."""
+        """For `placement.shared_out`: how many of the latest runs decode behind each part of the longest hit."""
         best = max(hits)
         if best - min(hits) < LEAST_SHARED:
             return []
@@ -155,4 +155,4 @@ class Dispatcher:
         self.in_flight.pop(run.id, None)
         self._waiting.pop(run, None)
         if run.member is not None:
-            run.member.runs.pop(run.id, None)
+            run.member.ended(run.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 from radixrt.messages import Load, Register
 from radixrt.router.placement import Candidate
@@ -17,10 +18,21 @@ def process(info: Register) -> Process:
     return info.pid, info.life
 
 
+class Sent(NamedTuple):
+    """A run, as it was sent."""
+
+    tokens: int
+    uncached: int
+    """Those that the worker was expected to compute."""
+
+
 class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
-    __slots__ = ("asked", "heard", "info", "load", "number", "replaced", "runs", "told", "token_limit", "unseen_tokens")
+    __slots__ = (
+        "asked", "heard", "info", "load", "number", "replaced", "runs", "told", "token_limit", "unseen_tokens",
+        "wanted_tokens",
+    )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
         self.number = number
@@ -35,8 +47,10 @@ class Member:
         self.asked = now
         """When a snapshot was asked for last."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
-        self.runs: dict[int, int] = {}
-        """Run id -> tokens it was expected to compute, in the order of dispatch."""
+        self.runs: dict[int, Sent] = {}
+        """By id, in the order of dispatch."""
+        self.wanted_tokens = 0
+        """Of all runs."""
         self.unseen_tokens = 0
         """Tokens of dispatched runs that `load` does not count yet."""
 
@@ -52,15 +66,21 @@ class Member:
         """Whether it is the one that says so; 0: any."""
         return pid in (0, self.info.pid) and life in (0, self.info.life)
 
-    def dispatched(self, run: int, uncached: int) -> None:
-        self.runs[run] = uncached
-        self.unseen_tokens += uncached
+    def dispatched(self, run: int, sent: Sent) -> None:
+        self.runs[run] = sent
+        self.unseen_tokens += sent.uncached
+        self.wanted_tokens += sent.tokens
+
+    def ended(self, run: int) -> None:
+        """Nothing, if it is not there."""
+        if sent := self.runs.pop(run, None):
+            self.wanted_tokens -= sent.tokens
 
     def update(self, load: Load, now: float) -> None:
         """Take a newer load, which counts runs up to the newest that the worker had seen."""
         self.load, self.told = load, now
         unseen = itertools.takewhile(lambda run: run > load.newest_run, reversed(self.runs))
-        self.unseen_tokens = sum(self.runs[run] for run in unseen)
+        self.unseen_tokens = sum(self.runs[run].uncached for run in unseen)
 
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
         """As it is now: what it had to compute when it was heard, less what it has computed since."""
@@ -77,4 +97,6 @@ class Member:
             prefill_rate=load.prefill_rate,
             step_seconds=load.step_seconds,
             empty_tokens=load.free_pages * info.page_size,
+            wanted_tokens=self.wanted_tokens,
+            total_tokens=info.total_pages * info.page_size,
         )

@@ -1,4 +1,4 @@
-"""Which worker gets a request: the one expected to give its first token soonest."""
+"""Which worker gets a request: the one expected to give its first token soonest, but for what others lose by it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ moment's noise must not have two workers compute one prefix."""
 AGAIN = 2.0
 """What a token counts for that a busy worker would compute and another one holds: what is there already waits for it,
 and it takes room twice."""
+WAITS = 0.25
+"""What it counts for beyond that, for each request there, where these fill the cache: what makes room for it is soon
+computed again, too, and they wait for both (bench/placement.py)."""
+FILLED = 0.75, 1.25
+"""Of the cache: what the requests there want, where WAITS begins to count and where it counts whole. What they have in
+common is counted for each, and what they will say is not."""
 PARTS = 8
 """Of the longest hit, for each of which is counted who shares it."""
 TYPICAL_OUTPUT = 128
@@ -39,6 +45,10 @@ class Candidate(NamedTuple):
     step_seconds: float = 0.0
     empty_tokens: int = 0
     """Token slots that hold nothing."""
+    wanted_tokens: int = 0
+    """Of all requests there, each by itself."""
+    total_tokens: int = 0
+    """Token slots; 0: nobody knows."""
 
 
 def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
@@ -71,27 +81,37 @@ def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float
     return estimate
 
 
-def counted_again(hit: int, best: int, sharers: Sequence[int]) -> float:
-    """Tokens that hit to `best` of a request count for, which another worker holds, where this one is busy: AGAIN times
-    as many, in equal shares for the request and those that begin likewise. `sharers[i]`: so many others decode behind
-    the first (i + 1) / PARTS of `best` tokens; none are given where nobody was asked.
+def times_again(worker: Candidate) -> float:
+    """What a token counts for that another worker holds: itself for an idle one, AGAIN for a busy one, and up to WAITS
+    more for each request there, as they fill its cache."""
+    if not worker.requests:
+        return 1.0
+    least, most = FILLED
+    filled = worker.wanted_tokens / worker.total_tokens if worker.total_tokens else 0.0
+    return AGAIN + WAITS * worker.requests * min(1.0, max(0.0, (filled - least) / (most - least)))
+
+
+def shared_out(hit: int, best: int, sharers: Sequence[int]) -> float:
+    """Tokens that hit to `best` of a request are in equal shares, for the request and those that begin likewise.
+    `sharers[i]`: so many others decode behind the first (i + 1) / PARTS of `best` tokens; none are given where nobody
+    was asked.
 
     What everybody shares is soon everywhere so, and what nobody else needs is not computed twice for a moment's queue.
     """
     if not sharers:
-        return AGAIN * (best - hit)
+        return best - hit
     ends = [best * (i + 1) // PARTS for i in range(PARTS)]
     parts = zip([0, *ends], ends, sharers, strict=False)
-    return AGAIN * sum(max(0, end - max(begin, hit)) / (1 + others) for begin, end, others in parts)
+    return sum(max(0, end - max(begin, hit)) / (1 + others) for begin, end, others in parts)
 
 
 def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()) -> tuple[Candidate, float]:
     """The worker for a request of `tokens`, and its estimate in seconds. ValueError without workers.
 
-    The smallest estimate wins. In those of busy workers, tokens that another one holds are `counted_again`; an idle
-    worker keeps nobody waiting. Among near ties: most hits (in sixteenths of the request, so that a few tokens that
-    everything begins with decide nothing), then fewest requests, then most empty slots, then the lowest number, so that
-    idle workers fill their caches evenly.
+    The smallest estimate wins. In it tokens that another worker holds are `shared_out`, and count `times_again`: what a
+    worker computes for them keeps others waiting, and serves others later. Among near ties: most hits (in sixteenths of
+    the request, so that a few tokens that everything begins with decide nothing), then fewest requests, then most empty
+    slots, then the lowest number, so that idle workers fill their caches evenly.
     """
     if not workers:
         raise ValueError("no workers")
@@ -104,9 +124,9 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
         return workers[0], estimates[0]
     best = max(worker.hit_tokens for worker in workers)
     for i, (worker, rate) in enumerate(zip(workers, rates, strict=True)):
-        if worker.hit_tokens < best and worker.requests:
+        if worker.hit_tokens < best:
             missing = best - worker.hit_tokens
-            estimates[i] += (counted_again(worker.hit_tokens, best, sharers) - missing) / rate
+            estimates[i] += (times_again(worker) * shared_out(worker.hit_tokens, best, sharers) - missing) / rate
     bar = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
     near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= bar]
 

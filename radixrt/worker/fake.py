@@ -38,7 +38,8 @@ def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 class FakeRunner:
-    """A Runner whose steps take `decode_step` seconds, plus what prefilling takes at `prefill_rate` tokens a second."""
+    """A Runner whose steps take `decode_step` seconds and `decode_each` for each decode, plus what prefilling takes at
+    `prefill_rate` tokens a second."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class FakeRunner:
         max_model_len: int = 1 << 20,
         prefill_rate: float = 0.0,
         decode_step: float = 0.0,
+        decode_each: float = 0.0,
         check: bool = False,
         overlaps: bool = False,
     ) -> None:
@@ -58,6 +60,7 @@ class FakeRunner:
         self.eos_ids = frozenset({EOS})
         self.prefill_rate = prefill_rate
         self.decode_step = decode_step
+        self.decode_each = decode_each
         self.overlaps = overlaps
         self.plain_keys = self.read_keys = 0
         self.busy_seconds = 0.0
@@ -93,10 +96,11 @@ class FakeRunner:
         """Nothing is held."""
 
     def _seconds(self, plan: Plan) -> float:
-        if not self.prefill_rate:
+        if not self.prefill_rate and not self.decode_each:
             return self.decode_step
         decodes = int((plan.counts == 1).sum())
-        return (len(plan.tokens) - decodes) / self.prefill_rate + self.decode_step
+        chunks = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
+        return chunks + self.decode_step + decodes * self.decode_each
 
     def _wait(self, plan: Plan, done_at: float, read: list[np.ndarray] | None) -> Result:
         if (rest := done_at - time.monotonic()) > 0:

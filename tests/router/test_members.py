@@ -10,7 +10,7 @@ from sim_workers import ids, register
 from radixrt.messages import Abort, Load, Snapshot, StepDone, Stored
 from radixrt.router.effects import Order
 from radixrt.router.index import Index
-from radixrt.router.member import Member
+from radixrt.router.member import Member, Sent
 from radixrt.router.members import FORGET_SECONDS, MOST_REPLACED, SNAPSHOT_SECONDS, Members
 from radixrt.router.record import Counters
 
@@ -42,14 +42,14 @@ def queued(member: Member, now: float) -> int:
 
 def test_what_a_worker_has_to_do_is_what_it_was_told_less_what_it_has_computed_since():
     one = Member(0, register("w0"), 0.0)
-    one.dispatched(1, 300)
+    one.dispatched(1, Sent(400, 300))
     assert queued(one, 0.5) == 300
     one.update(Load(running=1, queued_tokens=50, launched_tokens=200, prefill_rate=1000.0, newest_run=1), 1.0)
     assert [queued(one, now) for now in (1.0, 1.1, 2.0)] == [250, 150, 0]
     one.update(Load(running=1, queued_tokens=5000, prefill_rate=1000.0, newest_run=1), 1.0)
     assert [queued(one, now) for now in (2.0, 3.0, 60.0)] == [4000, 3000, 3000], "nor does it go on for ever unheard"
     one.update(Load(running=1, queued_tokens=50, launched_tokens=200, prefill_rate=1000.0, newest_run=1), 1.0)
-    one.dispatched(2, 70)
+    one.dispatched(2, Sent(70, 70))
     assert [queued(one, now) for now in (1.1, 2.0)] == [220, 70], "nothing is computed of what it has not seen"
     one.update(Load(running=2, newest_run=2), 3.0)
     assert queued(one, 3.0) == 0
@@ -58,19 +58,32 @@ def test_what_a_worker_has_to_do_is_what_it_was_told_less_what_it_has_computed_s
 def test_runs_that_were_aborted_hide_no_new_ones():
     one = Member(0, register("w0"), 0.0)
     for run in range(1, 5):
-        one.dispatched(run, 10)
+        one.dispatched(run, Sent(10, 10))
     one.update(Load(running=4, newest_run=4), 1.0)
     one.runs.clear()
-    one.dispatched(9, 8000)
+    one.dispatched(9, Sent(8000, 8000))
     assert queued(one, 1.0) == 8000
     one.update(Load(running=4, newest_run=4), 1.1)
     assert queued(one, 1.1) == 8000, "the worker knows nothing of it yet"
 
 
+def test_what_its_runs_want():
+    one = Member(0, register("w0"), 0.0)
+    one.dispatched(1, Sent(400, 300))
+    one.dispatched(2, Sent(1000, 10))
+    assert one.candidate(0, 0.0).wanted_tokens == 1400
+    one.ended(1)
+    one.ended(1)
+    one.ended(9)
+    found = one.candidate(0, 0.0)
+    assert found.wanted_tokens == 1000 and found.requests == 1
+    assert found.total_tokens == one.info.total_pages * one.info.page_size > 0
+
+
 def test_with_another_pid_nothing_is_left_of_the_life_before(members, index, counters):
     assert members.register(register("w0", pid=1), 0.0) == ([], [])
     assert members.mirror(member(members), HELD, 0.0) == [] and index.tokens == 3
-    member(members).dispatched(7, 10)
+    member(members).dispatched(7, Sent(10, 10))
     assert members.register(register("w0", pid=2), 1.0) == ([7], [])
     assert index.tokens == 0 and not member(members).runs
     assert members.mirror(member(members), HELD, 1.0) == [], "its events begin anew"
@@ -79,7 +92,7 @@ def test_with_another_pid_nothing_is_left_of_the_life_before(members, index, cou
 
 def test_with_the_same_pid_what_it_holds_comes_as_a_snapshot(members, index, counters):
     members.register(register("w0", pid=1), 0.0)
-    member(members).dispatched(7, 10)
+    member(members).dispatched(7, Sent(10, 10))
     orphans, orders = members.register(register("w0", pid=1), 1.0)
     assert orphans == [7] and orders == [Order("w0", Abort([7])), Order("w0", Snapshot())]
     number = member(members).number
@@ -126,7 +139,7 @@ def test_who_speaks_for_a_name(members):
 def test_one_that_is_lost_may_come_back_for_a_time(members):
     members.register(register("w0"), 0.0)
     members.register(register("w1", model="other"), 0.0)
-    member(members).dispatched(7, 10)
+    member(members).dispatched(7, Sent(10, 10))
     assert members.silent(2.0) == [] and members.hear("w1", 4.0) is member(members, "w1")
     assert members.silent(4.4) == [] and members.silent(6.0) == ["w0"]
     assert members.remove("w0", may_return=True) == [7] and members.remove("w0", may_return=True) == []

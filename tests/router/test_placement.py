@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.router.placement import Candidate, counted_again, place, time_to_first_token
+from radixrt.router.placement import AGAIN, WAITS, Candidate, place, shared_out, time_to_first_token, times_again
 
 
 def worker(
-    number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01, empty=0
+    number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01, empty=0, wanted=0
 ) -> Candidate:
-    return Candidate(number, hit, queued, requests, max_running, free, rate, step, empty)
+    return Candidate(number, hit, queued, requests, max_running, free, rate, step, empty, wanted, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def test_place(why, tokens, workers, winner):
         ("for a moment's queue nobody computes again what another holds", 1, [0] * 8, 0),
         ("nor where nobody was asked", 1, [], 0),
         ("an idle worker keeps nobody waiting", 0, [0] * 8, 1),
+        ("nor where nobody was asked", 0, [], 1),
         ("what many share is soon everywhere", 1, [9] * 8, 1),
         ("of which the beginning is not enough", 1, [9] * 2 + [0] * 6, 0),
     ],
@@ -62,11 +63,39 @@ def test_a_queue_longer_than_twice_what_is_missing_is_left():
         assert place(2100, [holds, has_not])[0].worker == winner
 
 
-def test_tokens_that_count_again():
-    assert counted_again(100, 900, []) == 1600
-    assert counted_again(100, 900, [0] * 8) == 1600
-    assert counted_again(0, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 2 * (100 / 8 + 100 / 4 + 100 / 2 + 500)
-    assert counted_again(150, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 2 * (50 / 4 + 100 / 2 + 500)
+def test_tokens_in_shares():
+    assert shared_out(100, 900, []) == shared_out(100, 900, [0] * 8) == 800
+    assert shared_out(0, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 100 / 8 + 100 / 4 + 100 / 2 + 500
+    assert shared_out(150, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 50 / 4 + 100 / 2 + 500
+
+
+@pytest.mark.parametrize(
+    ("requests", "wanted", "times"),
+    [
+        (0, 20_000, 1),
+        (1, 7_500, AGAIN),
+        (40, 0, AGAIN),
+        (40, 7_500, AGAIN),
+        (40, 10_000, AGAIN + 20 * WAITS),
+        (40, 12_500, AGAIN + 40 * WAITS),
+        (40, 99_000, AGAIN + 40 * WAITS),
+    ],
+)
+def test_what_a_token_counts_for(requests, wanted, times):
+    assert times_again(worker(0, requests=requests, wanted=wanted)) == pytest.approx(times)
+    assert times_again(worker(0, requests=requests, wanted=wanted)._replace(total_tokens=0)) == min(times, AGAIN)
+
+
+def test_where_caches_are_full_a_longer_queue_is_waited_for():
+    for wanted, winner in ((5_000, 1), (12_500, 0)):
+        holds, full = worker(0, hit=2000, queued=6000, requests=4), worker(1, requests=4, wanted=wanted)
+        assert place(2100, [holds, full])[0].worker == winner
+
+
+def test_an_idle_worker_computes_what_many_will_ask_of_it():
+    for others, winner in ((0, 0), (1, 0), (9, 1)):
+        holds, idle = worker(0, hit=2000, queued=700, requests=4), worker(1)
+        assert place(2100, [holds, idle], [others] * 8)[0].worker == winner
 
 
 def test_estimate_is_the_formula_in_seconds():
