@@ -3,7 +3,7 @@ take what those of an 8B model take on an H200, about. No sockets; what is measu
 
     python -m bench.placement [--seeds 2] [--quick]
 
-Loads arrive by themselves, unevenly, as often as four workers can bear: they compute for 80 to 100% of the time, in
+Loads arrive by themselves, unevenly, as often as four workers can bear: they compute for 70 to 100% of the time, in
 bursts for half of it. But agents ask again as soon as they have their answer. Beside the router's choice: most hits,
 unless that worker has half as many requests again as the mean has (as cache-aware routers do), fewest requests, and
 each in turn. `infinite`: the hits of one cache without an end.

@@ -146,6 +146,7 @@ class Dispatcher:
         """Its worker has computed its prompt: from now on the worker's events say what is cached of it."""
         run.started = True
         if run.member is not None:
+            run.member.started(run.id)
             self._index.computed(run.member.number, run.request.namespace, run.prompt)
 
     def drop(self, run: RunState) -> None:

@@ -27,6 +27,7 @@ class Ahead(NamedTuple):
 
     tokens: int
     requests: int
+    wanted: int
 
 
 class Group:
@@ -49,11 +50,13 @@ class Group:
         if ahead is None:
             return worker
         tokens, requests = min(ahead.tokens, worker.queued_tokens), min(ahead.requests, worker.requests)
-        return worker._replace(queued_tokens=tokens, requests=requests)
+        wanted = min(ahead.wanted, worker.wanted_tokens)
+        return worker._replace(queued_tokens=tokens, requests=requests, wanted_tokens=wanted)
 
     def placed(self, worker: Candidate, uncached: int) -> None:
         """One of the group went to `worker`, as it was `seen`, to compute so many tokens."""
-        self.ahead[worker.worker] = Ahead(worker.queued_tokens + uncached, worker.requests + 1)
+        wanted = worker.wanted_tokens + uncached
+        self.ahead[worker.worker] = Ahead(worker.queued_tokens + uncached, worker.requests + 1, wanted)
 
 
 class Groups:

@@ -31,7 +31,7 @@ class Member:
 
     __slots__ = (
         "asked", "heard", "info", "load", "number", "replaced", "runs", "told", "token_limit", "unseen_tokens",
-        "wanted_tokens",
+        "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -49,8 +49,8 @@ class Member:
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""
-        self.wanted_tokens = 0
-        """Of all runs."""
+        self.waiting_tokens = 0
+        """Of runs whose first token has not come."""
         self.unseen_tokens = 0
         """Tokens of dispatched runs that `load` does not count yet."""
 
@@ -69,12 +69,16 @@ class Member:
     def dispatched(self, run: int, sent: Sent) -> None:
         self.runs[run] = sent
         self.unseen_tokens += sent.uncached
-        self.wanted_tokens += sent.tokens
+        self.waiting_tokens += sent.tokens
+
+    def started(self, run: int) -> None:
+        """Its first token came."""
+        if sent := self.runs.get(run):
+            self.waiting_tokens -= sent.tokens
 
     def ended(self, run: int) -> None:
-        """Nothing, if it is not there."""
-        if sent := self.runs.pop(run, None):
-            self.wanted_tokens -= sent.tokens
+        """After `started`."""
+        self.runs.pop(run, None)
 
     def update(self, load: Load, now: float) -> None:
         """Take a newer load, which counts runs up to the newest that the worker had seen."""
@@ -97,6 +101,7 @@ class Member:
             prefill_rate=load.prefill_rate,
             step_seconds=load.step_seconds,
             empty_tokens=load.free_pages * info.page_size,
-            wanted_tokens=self.wanted_tokens,
+            wanted_tokens=(load.total_pages - load.free_pages - load.evictable_pages) * info.page_size
+            + self.waiting_tokens,
             total_tokens=info.total_pages * info.page_size,
         )

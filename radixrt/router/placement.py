@@ -19,9 +19,8 @@ and it takes room twice."""
 WAITS = 0.25
 """What it counts for beyond that, for each request there, where these fill the cache: what makes room for it is soon
 computed again, too, and they wait for both (bench/placement.py)."""
-FILLED = 0.75, 1.25
-"""Of the cache: what the requests there want, where WAITS begins to count and where it counts whole. What they have in
-common is counted for each, and what they will say is not."""
+FILLED = 0.5, 1.0
+"""Of the cache: what the requests there want, where WAITS begins to count and where it counts whole."""
 PARTS = 8
 """Of the longest hit, for each of which is counted who shares it."""
 TYPICAL_OUTPUT = 128
@@ -46,7 +45,7 @@ class Candidate(NamedTuple):
     empty_tokens: int = 0
     """Token slots that hold nothing."""
     wanted_tokens: int = 0
-    """Of all requests there, each by itself."""
+    """Those that requests there hold, once each, and those of requests whose first token is still to come."""
     total_tokens: int = 0
     """Token slots; 0: nobody knows."""
 

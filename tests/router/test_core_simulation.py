@@ -172,7 +172,7 @@ def check_nothing_is_left(world: World) -> None:
     core = world.core
     assert core._requests == {} and core.runs_in_flight == 0
     assert core.index._computing.tokens == 0
-    assert all(member.runs == {} and member.wanted_tokens == 0 for member in core.members)
+    assert all(member.runs == {} and member.waiting_tokens == 0 for member in core.members)
     assert all(worker.sequences == {} for worker in world.workers.values())
 
 

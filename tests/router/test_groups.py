@@ -12,7 +12,8 @@ from radixrt.config import RouterConfig
 from radixrt.messages import Generate, Load, Output, Run, Sampling, StepDone, TokenPrompt
 from radixrt.router import groups
 from radixrt.router.core import RouterCore
-from radixrt.router.groups import Groups
+from radixrt.router.groups import Group, Groups
+from radixrt.router.placement import Candidate
 from radixrt.router.states import Key
 from radixrt.worker.cache import PageCache
 from radixrt.worker.fake import FakeRunner
@@ -138,6 +139,15 @@ def test_what_came_after_the_first_branch_sends_no_other_elsewhere():
         names.append(order.name)
         world.core.step(names[0], StepDone([], Load(waiting=400, queued_tokens=40_000, prefill_rate=10_000.0)), 0.1)
     assert names[0] == names[1] != names[2]
+
+
+def test_a_worker_as_a_group_sees_it():
+    group, there = Group(1, 3, 1.0), Candidate(7, 0, 100, 2, 8, 1000, wanted_tokens=500)
+    assert group.seen(there) is there
+    group.placed(there, 60)
+    later = there._replace(queued_tokens=9000, requests=40, wanted_tokens=9500)
+    assert group.seen(later) == there._replace(queued_tokens=160, requests=3, wanted_tokens=560)
+    assert group.seen(there) == there, "nor more than there is"
 
 
 def test_a_group_ends():

@@ -72,12 +72,16 @@ def test_what_its_runs_want():
     one.dispatched(1, Sent(400, 300))
     one.dispatched(2, Sent(1000, 10))
     assert one.candidate(0, 0.0).wanted_tokens == 1400
-    one.ended(1)
-    one.ended(1)
-    one.ended(9)
+    one.started(1)
+    one.started(9)
     found = one.candidate(0, 0.0)
-    assert found.wanted_tokens == 1000 and found.requests == 1
-    assert found.total_tokens == one.info.total_pages * one.info.page_size > 0
+    assert found.wanted_tokens == 1000 and found.requests == 2
+    size = one.info.page_size
+    assert found.total_tokens == one.info.total_pages * size > 0
+    one.update(Load(total_pages=100, free_pages=20, evictable_pages=30), 1.0)
+    assert one.candidate(0, 1.0).wanted_tokens == 50 * size + 1000
+    one.ended(1)
+    assert one.candidate(0, 1.0).requests == 1
 
 
 def test_with_another_pid_nothing_is_left_of_the_life_before(members, index, counters):

@@ -73,11 +73,11 @@ def test_tokens_in_shares():
     ("requests", "wanted", "times"),
     [
         (0, 20_000, 1),
-        (1, 7_500, AGAIN),
+        (1, 5_000, AGAIN),
         (40, 0, AGAIN),
-        (40, 7_500, AGAIN),
-        (40, 10_000, AGAIN + 20 * WAITS),
-        (40, 12_500, AGAIN + 40 * WAITS),
+        (40, 5_000, AGAIN),
+        (40, 7_500, AGAIN + 20 * WAITS),
+        (40, 10_000, AGAIN + 40 * WAITS),
         (40, 99_000, AGAIN + 40 * WAITS),
     ],
 )

@@ -37,7 +37,7 @@ class Asked(TorchOps):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_all_products_of_a_model_may_be_those_of_few_rows(family, tmp_path):
+def test_all_products_of_layers_may_be_those_of_few_rows(family, tmp_path):
     make_model(tmp_path, family)
     weights = SafetensorsWeights(tmp_path, torch.float32, torch.device("cpu"), progress=False)
     asked = Asked()

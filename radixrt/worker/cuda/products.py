@@ -149,7 +149,8 @@ def _product_kernel(
 
 
 _again: dict[tuple[Any, ...], Again] = {}
-"""By all that kernels are compiled for: steps that are no graphs launch them for every layer."""
+"""By all that kernels are compiled for and that two calls may differ in: steps that are no graphs launch them for every
+layer."""
 
 
 def multiply(
@@ -171,7 +172,7 @@ def multiply(
     )  # fmt: skip
     again = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
-        given = x.device, x.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
+        given = x.device, x.dtype, weight.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
         again = _again.setdefault((*given, *kinds), {})
     launch(
         _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), 1), again,
