@@ -100,8 +100,15 @@ class Fleet:
         self._busy = dict.fromkeys(self._workers, False)
 
     def _join(self, name: str) -> Worker:
-        runner = FakeRunner(CACHE + 1, 1, VOCAB, prefill_rate=PREFILL_RATE, decode_step=DECODE_SECONDS, overlaps=True)
-        runner.decode_each = EACH_SECONDS
+        runner = FakeRunner(
+            CACHE + 1,
+            1,
+            VOCAB,
+            prefill_rate=PREFILL_RATE,
+            decode_step=DECODE_SECONDS,
+            decode_each=EACH_SECONDS,
+            overlaps=True,
+        )
         worker = Worker(runner, Identity(name, "m"), Box, limits=Limits(BUDGET, ROWS), max_model_len=60_000)
         worker._link = Box()
         self.core.register(worker._registration, 0.0)

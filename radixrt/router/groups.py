@@ -26,8 +26,10 @@ class Ahead(NamedTuple):
     """What a worker had to do when the first of a group came, and what was sent there of the group since."""
 
     tokens: int
+    """To compute."""
     requests: int
     wanted: int
+    """Tokens, of its cache."""
 
 
 class Group:

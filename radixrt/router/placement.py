@@ -17,7 +17,7 @@ AGAIN = 2.0
 """What a token counts for that a busy worker would compute and another one holds: what is there already waits for it,
 and it takes room twice."""
 WAITS = 0.25
-"""What it counts for beyond that, for each request there, where these fill the cache: what makes room for it is soon
+"""What it counts for beyond that, for each request there, where these fill the cache: what is thrown out for it is soon
 computed again, too, and they wait for both (bench/placement.py)."""
 FILLED = 0.5, 1.0
 """Of the cache: what the requests there want, where WAITS begins to count and where it counts whole."""

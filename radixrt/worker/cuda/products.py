@@ -41,7 +41,7 @@ AHEAD = 256
 """Bytes of each row of a weight that are asked for early."""
 AT_ONCE = 4
 """Blocks whose scales are asked for together, where the number of blocks allows it, and the shared memory: each costs a
-way to memory."""
+way to memory. The kernel is written for so many."""
 ALIGNED = 16
 """Bytes that pointers are multiples of where kernels are compiled for it."""
 ROOMY = 200_000
@@ -90,12 +90,14 @@ def _product_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     FLIPPED: tl.constexpr = ROWS < 64
+    LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    tl.static_assert(AT_ONCE == 1 or AT_ONCE == 4)
     first = tl.program_id(0) * COLUMNS
     n = first + tl.arange(0, COLUMNS)
     # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
     w_row = weight_ptr + (n % columns).to(tl.int64)[:, None] * depth
     if EARLY and AHEAD > 0:
-        _ask(w_row + (tl.arange(0, AHEAD // 128) * (1024 // weight_ptr.dtype.element_ty.primitive_bitwidth))[None, :])
+        _ask(w_row + (tl.arange(0, AHEAD // 128) * LINE)[None, :])
     wait(EARLY)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
