@@ -223,4 +223,7 @@ def _parsed(kind: str, text: str) -> Any:
 def _ebnf_on_one_line(schema: str) -> str:
     import xgrammar
 
-    return str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+    # It writes the characters up to U+00FF as \xNN, and takes all hexadecimal digits that follow for theirs when it
+    # reads them.
+    text = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+    return re.sub(r"\\(?:x([0-9a-f]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)

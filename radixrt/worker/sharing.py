@@ -71,8 +71,11 @@ def path_before(path: Path, position: int) -> Path:
 
 
 def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
-    """Of requests by their paths. Every key before `own` is in exactly one segment of the request."""
-    order = sorted(range(len(paths)), key=lambda i: [name for name, _ in paths[i]])
+    """Of requests by their paths. Every key before `own` is in exactly one segment of the request.
+
+    Sharers follow the first of them, whatever nodes are called: a batch is cut, and rounds, the same way every time."""
+    first = {name: i for i in reversed(range(len(paths))) for name, _ in paths[i]}
+    order = sorted(range(len(paths)), key=lambda i: [first[name] for name, _ in paths[i]])
     own = np.zeros(len(paths), dtype=np.int64)
     segments: list[list[int]] = []
     _descend(paths, order, 0, len(order), 0, 0, -1, segments, own, cost)

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -406,6 +407,24 @@ def test_schemas_of_a_structural_tag_are_on_one_line(by_bytes):
     said = engine.say([9], Sampling(max_tokens=90, grammar=Grammar("structural_tag", json.dumps(tag))))
     text = bytes(t - 3 for t in said[:-1]).decode()
     assert re.fullmatch(r'<call>\{"name": "(Ada|Alan|Grace)", "age": -?\d+\}</call>', text)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), min_size=1, max_size=3))
+@SLOW
+def test_names_and_values_of_a_structural_tag_stay_as_they_are(by_bytes, texts):
+    """Also characters before hexadecimal digits, which EBNF writes as numbers."""
+    texts += [f"ca{texts[0][0]}f0", "größe", "España", "\\xf1a"]
+    schema = {
+        "type": "object",
+        "properties": {text: {"enum": [text]} for text in texts},
+        "required": [*dict.fromkeys(texts)],
+        "additionalProperties": False,
+    }
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    compiled = by_bytes.get(Grammar("structural_tag", json.dumps(tag))).result()
+    matcher = xgrammar.GrammarMatcher(compiled.grammar, override_stop_tokens=[EOS])
+    said = json.dumps({text: text for text in texts}, ensure_ascii=False)
+    assert all(matcher.accept_token(byte + 3) for byte in said.encode())
 
 
 def test_text_that_is_forced_without_end_is_drawn(by_bytes):

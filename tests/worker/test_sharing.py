@@ -76,6 +76,19 @@ def test_every_key_is_in_one_place(batch, cost):
 
 
 @settings(deadline=None, max_examples=100)
+@given(leased_batches(), COST, st.randoms())
+def test_what_nodes_are_called_changes_nothing(batch, cost, random):
+    """They are called by where they lie in memory: what rounds by the order would never be computed again."""
+    paths = [r.lease.path() for r in batch]
+    names = sorted({name for path in paths for name, _ in path})
+    others = dict(zip(names, random.sample(range(1, 1 << 40), len(names)), strict=True))
+    one = find_sharing(paths, cost)
+    other = find_sharing([tuple((others[name], end) for name, end in path) for path in paths], cost)
+    for a, b in ((one.order, other.order), (one.segments, other.segments), (one.own, other.own)):
+        assert a.tolist() == b.tolist()
+
+
+@settings(deadline=None, max_examples=100)
 @given(leased_batches())
 def test_with_no_cost_all_that_is_shared_is_read_once(batch):
     sharing = find_sharing([r.lease.path() for r in batch], Cost(1 << 20, 1, 1 << 20))
