@@ -20,11 +20,21 @@ from radixrt.messages import Grammar
 from radixrt.router.errors import FieldError
 
 MAX_BYTES = 64 << 10
-"""Of a grammar's text."""
+"""Of a grammar's text, less what describes its schemas."""
+MAX_TEXT = 256 << 10
+"""Bytes of all of it."""
 MAX_DEPTH = 64
 """Of objects and arrays within each other in a schema: the time that xgrammar takes grows with the cube of it."""
 MAX_REPEATS = 2000
 """Of all {n} in a schema's patterns together: there the time grows with the square."""
+NOTES = frozenset({"title", "description", "$comment"})
+"""Of a schema: nothing is compiled of them."""
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Of a schema: their keys are names."""
+DATA = frozenset({"const", "enum", "default", "examples"})
+"""Of a schema: their values are no schemas."""
+PATTERNS = frozenset({"pattern", "grammar"})
+"""What is compiled of strings: of a schema, and of a structural tag."""
 REMEMBERED = 256
 
 KINDS = {
@@ -82,20 +92,44 @@ def _problem(grammar: Grammar) -> str:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
         return f"{name} is not Unicode: it holds half of a surrogate pair"
-    if size > MAX_BYTES:
-        return f"{name} has {size} bytes, at most {MAX_BYTES} are served"
+    if size > MAX_TEXT:
+        return f"{name} has {size} bytes, at most {MAX_TEXT} are served"
     if "\0" in grammar.text:
         return f"{name} holds the character U+0000"
+    what = "bytes"
     if grammar.kind in ("json_schema", "structural_tag"):
         try:
-            depth = _depth(msgspec.json.decode(grammar.text))
+            value = msgspec.json.decode(grammar.text)
         except (msgspec.DecodeError, RecursionError) as error:
             return f"{name} is not JSON: {error}"
-        if depth > MAX_DEPTH:
+        if (depth := _depth(value)) > MAX_DEPTH:
             return f"{name} has {depth} objects and arrays within each other, at most {MAX_DEPTH} are served"
-        if (repeats := sum(map(int, REPEAT.findall(grammar.text)))) > MAX_REPEATS:
+        patterns: list[str] = []
+        size, what = len(msgspec.json.encode(_bare(value, patterns))), "bytes without descriptions"
+        if (repeats := sum(int(n) for pattern in patterns for n in REPEAT.findall(pattern))) > MAX_REPEATS:
             return f"{name} has patterns that repeat {repeats} times in all, at most {MAX_REPEATS} are served"
+    if size > MAX_BYTES:
+        return f"{name} has {size} {what}, at most {MAX_BYTES} are served"
     return _parse(grammar)
+
+
+def _bare(value: Any, patterns: list[str], named: bool = False) -> Any:
+    """A schema, or what holds some, without NOTES; the `patterns` in it are added. `named`: its keys are names."""
+    if isinstance(value, list):
+        return [_bare(inner, patterns) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    bare = {}
+    for key, inner in value.items():
+        if not named and isinstance(inner, str):
+            if key in NOTES:
+                continue
+            if key in PATTERNS:
+                patterns.append(inner)
+        if not named and key == "patternProperties" and isinstance(inner, dict):
+            patterns.extend(inner)
+        bare[key] = inner if key in DATA and not named else _bare(inner, patterns, key in NAMED and not named)
+    return bare
 
 
 def _depth(value: Any) -> int:

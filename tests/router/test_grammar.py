@@ -11,7 +11,7 @@ import pytest
 from radixrt.messages import Generate, Grammar, Sampling, TokenPrompt
 from radixrt.router import grammar as module
 from radixrt.router.errors import FieldError
-from radixrt.router.grammar import MAX_BYTES, MAX_DEPTH, check_aside, check_grammar, is_checked
+from radixrt.router.grammar import MAX_BYTES, MAX_DEPTH, MAX_TEXT, check_aside, check_grammar, is_checked
 from radixrt.router.streams import encode, is_encoded
 from radixrt.router.validate import Refused, check_sampling
 
@@ -22,12 +22,23 @@ def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
 
+def tag(schema: dict) -> dict:
+    return {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+
+
 @pytest.mark.parametrize(
     "kind, text",
     [
         ("json", ""),
         ("json_schema", '{"type": "object", "properties": {"größe": {"type": "integer"}}}'),
         ("json_schema", nested(MAX_DEPTH - 1)),
+        (
+            "json_schema",
+            json.dumps({"description": "{99999}" * 9_000, "title": "a" * 50_000, "$comment": "b" * 50_000}),
+        ),
+        ("json_schema", json.dumps({"const": {"pattern": "{99999}"}})),
+        ("json_schema", json.dumps({"properties": {"pattern": {"enum": ["{99999}"]}, "description": {}}})),
+        ("structural_tag", json.dumps(tag({"properties": {"a": {"description": "{99999}" * 15_000}}}))),
         ("regex", r"[a-zäöü]{2,5}(\d|[^a])*"),
         ("regex", ""),
         ("ebnf", 'root ::= "a" root | "b"'),
@@ -50,6 +61,21 @@ def test_what_can_be_compiled_passes(kind, text):
         ("json_schema", nested(MAX_DEPTH), f"{MAX_DEPTH + 1} objects and arrays within each other"),
         ("json_schema", nested(5_000), "is not JSON"),
         ("json_schema", '{"type": "string", "pattern": "a{0,20000}"}', "repeat 20000 times in all"),
+        ("json_schema", json.dumps({"patternProperties": {"a{20000}": {}}}), "repeat 20000 times in all"),
+        ("json_schema", json.dumps({"properties": {"title": {"pattern": "a{20000}"}}}), "repeat 20000 times in all"),
+        ("structural_tag", json.dumps(tag({"items": [{"pattern": "a{20000}"}]})), "repeat 20000 times in all"),
+        (
+            "structural_tag",
+            json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": "root ::= [a]{20000}"}}),
+            "repeat 20000",
+        ),
+        ("json_schema", json.dumps({"const": {"description": "a" * MAX_BYTES}}), "bytes without descriptions"),
+        (
+            "json_schema",
+            json.dumps({"properties": {"title": {"const": "a" * MAX_BYTES}}}),
+            "bytes without descriptions",
+        ),
+        ("json_schema", json.dumps({"description": "a" * MAX_TEXT}), f"at most {MAX_TEXT} are served"),
         ("regex", "(a", "The parenthesis is not closed"),
         ("regex", "(?=a)b", "Lookahead is not supported"),
         ("regex", "(" * 20_000 + ")" * 20_000, "cannot be compiled"),
