@@ -142,7 +142,7 @@ def test_errors_name_the_field(pair):
             ([5] * 3000, GREEDY, "prompt", 400),
             ("x", Sampling(max_tokens=-1), "max_tokens", 400),
             ("x", Sampling(temperature=-1.0), "temperature", 400),
-            ("x", Sampling(top_p=0.0), "top_p", 400),
+            ("x", Sampling(top_p=-0.1), "top_p", 400),
         ):
             with pytest.raises(ServerError) as caught:
                 client.generate(prompt, sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import re
 import sys
 import termios
 from collections.abc import Callable
@@ -14,6 +15,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 LEAVING = "radixrt.leaving"
 """Among a scope's `extensions`: takes what is called if the client leaves before it is answered. To wait for that in
 `receive` takes a task, which costs a short request a tenth of its time."""
+
+
+UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
+NO_UPGRADE = b"ignored"
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The beginning of a request, whose offer to go on in another protocol (Java's client and curl make one, of HTTP/2)
+    is not taken up (RFC 9110, 7.8): the parser would leave the body to that protocol."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return b"".join((UPGRADE.sub(NO_UPGRADE, head), end, rest)) if UPGRADE.search(head) else data
 
 
 class AnswerTransport:
@@ -80,6 +92,8 @@ class PatientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._moved = self.loop.time()
+        if self.cycle is None or not self.cycle.more_body:
+            data = _without_upgrade(data)
         super().data_received(data)
 
     def on_response_complete(self) -> None:

@@ -27,6 +27,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MOST_PROMPTS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Of reasoning."""
+VERBOSITIES = ("low", "medium", "high")
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -211,8 +212,7 @@ class Chat(Common, kw_only=True):
             refuse("modalities", "only text is served")
         if self.function_call not in (None, "none", "auto"):
             refuse("function_call", "is not served; use tool_choice")
-        if self.verbosity not in (None, "medium"):
-            refuse("verbosity", "is not served")
+        check_verbosity(self.verbosity, "verbosity")
         effort = effort_args(self.reasoning_effort, "reasoning_effort")
         return [chat_prompt(self, self.messages, use.shown, effort)]
 
@@ -251,6 +251,12 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
         if self.messages is not None:
             return chat_prompt(self, self.messages, tool_use(self.tools, None, None).shown)
         return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
+
+
+def check_verbosity(value: Any, field: str) -> None:
+    """ApiError (400) unless it is one that OpenAI knows. It is a hint to models that were trained to take it."""
+    if value not in (None, *VERBOSITIES):
+        refuse(field, f"must be one of {', '.join(VERBOSITIES)}, not {value!r}")
 
 
 def effort_args(effort: Any, field: str) -> dict[str, Any]:

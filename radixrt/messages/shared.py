@@ -24,6 +24,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     `seed=None` lets the router draw one, so that a request that moves to another worker goes on
     with the same random numbers: noise depends on (seed, position) alone.
     `min_tokens` bans stop ids and eos until that many tokens were generated.
+    A temperature of 0, and a top_p of 0, choose the likeliest token.
     `logprobs` is the number of alternatives reported a token; 0 reports the chosen one only,
     None reports nothing.
     """

@@ -55,8 +55,8 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
         _refuse("min_tokens", "must not exceed max_tokens")
     if not 0 <= s.temperature < math.inf:
         _refuse("temperature", "must be at least 0 and finite")
-    if not 0 < s.top_p <= 1:
-        _refuse("top_p", "must be in (0, 1]")
+    if not 0 <= s.top_p <= 1:
+        _refuse("top_p", "must be in [0, 1]")
     if not -1 <= s.top_k <= MAX_NUMBER:
         _refuse("top_k", f"must be in [1, {MAX_NUMBER}]; 0 and -1 switch it off")
     if not 0 <= s.min_p <= 1:

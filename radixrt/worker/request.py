@@ -78,7 +78,7 @@ class Request:
         self.next_score = 0 if run.score_from is None else run.score_from
         self.pending = 0
         self.over = False
-        self.draws = run.sampling.temperature >= GREEDY_BELOW
+        self.draws = run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p > 0
         self.matcher: Matcher | None = None
         self.guessing: Guessing | None = None
         self.came = self.said = len(self.tokens)

@@ -404,7 +404,7 @@ BAD = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"extra_body": {"max_tokens": "many"}}, "max_tokens"),
     ({"extra_body": {"temperature": -1}}, "temperature"),
-    ({"extra_body": {"top_p": 0}}, "top_p"),
+    ({"extra_body": {"top_p": 1.5}}, "top_p"),
     ({"extra_body": {"top_k": -7}}, "top_k"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": "x"}, "stop_sequences"),

@@ -261,7 +261,7 @@ BAD = [
     (complete, {"max_tokens": "many"}, 400, "max_tokens"),
     (complete, {"temperature": -0.5}, 400, "temperature"),
     (complete, {"temperature": "hot"}, 400, "temperature"),
-    (complete, {"top_p": 0}, 400, "top_p"),
+    (complete, {"top_p": -0.5}, 400, "top_p"),
     (complete, {"n": 0}, 400, "n"),
     (complete, {"best_of": 3}, 400, "best_of"),
     (complete, {"suffix": "end"}, 400, "suffix"),

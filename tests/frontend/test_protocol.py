@@ -285,6 +285,32 @@ async def test_a_client_that_asks_first_is_told_to_go_on(server: Server) -> None
     writer.close()
 
 
+@pytest.mark.parametrize("cut", [None, 12, -1, -4])
+@pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
+def test_an_offer_of_another_protocol_is_not_taken_up(name, cut):
+    """As Java's client and curl make one: a body that comes with it is read, whatever it says."""
+
+    @served
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        body = b"\r\nUpgrade: h2c\r\n\r\n"
+        sent = head(
+            "/whole", len(body), "Connection: Upgrade, HTTP2-Settings", f"{name}: h2c", "HTTP2-Settings: AAMAAABk"
+        )
+        for _ in range(2):
+            writer.write(sent[:cut])
+            if cut is not None:
+                await asyncio.sleep(PATIENCE / 4)
+                writer.write(sent[cut:])
+            writer.write(body)
+            said = await reader.readuntil(b"\r\n\r\n")
+            assert f"content-length: {len(body) * len(PART)}".encode() in said.lower()
+            await reader.readexactly(len(body) * len(PART))
+        writer.close()
+
+    test()
+
+
 @served
 async def test_an_answer_that_breaks_off(server: Server) -> None:
     """Its head is not kept back: the client sees that there was an answer."""

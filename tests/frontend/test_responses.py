@@ -485,7 +485,7 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
         ("tool_choice.tools[0].name", {"tools": [WEATHER], "tool_choice": ONLY_TIME}),
         ("text.format.type", {"text": {"format": {"type": "xml"}}}),
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
-        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("text.verbosity", {"text": {"verbosity": "short"}}),
         ("truncation", {"truncation": "middle"}),
         ("background", {"background": True}),
         ("conversation", {"conversation": "conv_1"}),
@@ -609,7 +609,7 @@ def test_harmless_fields(model):
     response = ask(
         model, "Hi.", user="u", prompt_cache_key="k", truncation="disabled", background=False, service_tier="auto",
         include=["reasoning.encrypted_content"], safety_identifier="s", reasoning={"summary": "auto"},
-        text={"verbosity": "medium"},
+        text={"verbosity": "low"},
     )  # fmt: skip
     assert response.output_text == "Hi." and response.user == "u" and response.truncation == "disabled"
     assert ask(model, "Hi.", truncation="auto").truncation == "auto"

@@ -338,7 +338,7 @@ def _template(**arguments: bool) -> dict:
 
 @pytest.mark.parametrize("effort", ["none", "low"])
 def test_effort_is_for_the_template(thinking, effort):
-    thinking.chat("Hm.", reasoning_effort=effort, extra_body=_template(opens=True), verbosity="medium")
+    thinking.chat("Hm.", reasoning_effort=effort, extra_body=_template(opens=True), verbosity="low")
     told = {"enable_thinking": effort != "none", "reasoning_effort": effort, "opens": True}
     assert thinking.answers[-1][1].template_args == told
     thinking.chat("Hm.")
@@ -419,7 +419,7 @@ BAD = [
         "tool_choice.allowed_tools.tools[0].function.name",
     ),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-    ({"verbosity": "low"}, "verbosity"),
+    ({"verbosity": "short"}, "verbosity"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"function_call": {"name": "f"}}, "function_call"),
     (turns({"role": "wizard", "content": "x"}), "messages[1].role"),

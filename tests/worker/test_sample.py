@@ -123,6 +123,11 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     assert found.tolist() == [best, expected]
 
 
+def test_a_top_p_of_zero_leaves_the_likeliest_token():
+    found, _ = choose(raw := logits(1), [request(Sampling(top_p=0.0, seed=1))], np.arange(1), [3], TorchSampler())
+    assert found.tolist() == raw.argmax(-1).tolist()
+
+
 def test_drawn_beside_greedy_each_has_its_own_position_and_noise():
     raw = logits(4, seed=2)
     samplings = [

@@ -15,7 +15,7 @@ import msgspec
 from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
-from radixrt.frontend.schema import Int, Seed, effort_args
+from radixrt.frontend.schema import Int, Seed, check_verbosity, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
@@ -87,8 +87,7 @@ class Create(msgspec.Struct, kw_only=True):
         # What 'auto' would leave out of a prompt that is too long is not left out here: such a prompt is refused.
         if self.truncation not in (None, "auto", "disabled"):
             refuse("truncation", f"must be 'auto' or 'disabled', not {self.truncation!r}")
-        if (self.text or {}).get("verbosity") not in (None, "medium"):
-            refuse("text.verbosity", "is not served")
+        check_verbosity((self.text or {}).get("verbosity"), "text.verbosity")
 
     # ------------------------------------------------------------ parts
 
