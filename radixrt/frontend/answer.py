@@ -15,6 +15,7 @@ from typing import Any
 
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Content, Piece
 from radixrt.frontend.protocol import LEAVING
@@ -26,6 +27,7 @@ from radixrt.messages import (
     Delta,
     Error,
     Generate,
+    Sampling,
     TokenLogprob,
     Usage,
 )
@@ -145,6 +147,8 @@ class Exchange(Mailbox):
             self.choices.append(choice)
             if self._streams and (opening := self.reply.opening(index)):
                 self.put(opening)
+            if self.reply.of_content and request.sampling.logprobs is not None:
+                self._tell_of_content(choice, output, request.sampling)
             if request.prompt_logprobs:
                 choice.echo = echo, memoryview(request.prompt.ids).cast("i")[0]
             elif echo:
@@ -204,15 +208,28 @@ class Exchange(Mailbox):
             if stops:
                 self._transport.tell(Cancel(answer.id, answer.index, choice.tokens))
             last = answer.finish is not None
+            logprobs = None if ignored else answer.logprobs
+            if choice.said is not None:
+                choice.said.add(logprobs or ())
+            elif logprobs and choice.unsaid:
+                logprobs = [one for one in logprobs if one.token not in choice.unsaid]
             # A token may have no text yet: it shows that it is there.
-            if pieces or last or (answer.ids and not ignored and (answer.logprobs or not choice.parsed)):
-                self._add(choice, pieces, None if ignored else answer.logprobs, last)
+            if pieces or last or (answer.ids and not ignored and (logprobs or not choice.parsed)):
+                self._add(choice, pieces, logprobs, last)
             if last:
                 if on_answer is not None:
                     on_answer(choice)
                 self._open -= 1
                 if not self._open:
                     self._end()
+
+    def _tell_of_content(self, choice: Choice, output: Output, sampling: Sampling) -> None:
+        """Log-probabilities, of the tokens that say its content."""
+        choice.logprobs, tokenizer = [], self._service.tokenizer
+        if output.parses:
+            choice.said = Tokens(tokenizer)
+        elif tokenizer is not None and sampling.skip_special_tokens:
+            choice.unsaid = tokenizer.special_ids
 
     def _echo(self, choice: Choice, text: str, logprobs: list[TokenLogprob] | None) -> None:
         """The prompt, as if it had been said."""
@@ -222,20 +239,23 @@ class Exchange(Mailbox):
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
         """What a choice has gained: into chunks, one a piece, or kept for the whole answer."""
-        if not self._streams:
-            if logprobs:
-                choice.logprobs = (choice.logprobs or []) + logprobs
-            return
-        found = self.reply.logprobs(logprobs, choice.chars)
-        for piece in pieces[:-1]:
-            self.put(self.reply.chunk(choice.index, piece, found))
-            found = None
-        piece = pieces[-1] if pieces else None
-        choice.chars += sum(len(piece.text) for piece in pieces if type(piece) is Content)
-        if last:
-            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
+        parts: list[tuple[Piece | None, list[TokenLogprob] | None]] = [(piece, None) for piece in pieces or [None]]
+        if choice.said is None:
+            parts[0] = parts[0][0], logprobs
         else:
-            self.put(self.reply.chunk(choice.index, piece, found))
+            parts = [(piece, choice.said.of(piece)) for piece in pieces] or parts
+        if not self._streams:
+            for _, told in parts:
+                if told:
+                    choice.logprobs = (choice.logprobs or []) + told
+            return
+        for i, (piece, told) in enumerate(parts, 1):
+            found = self.reply.logprobs(told, choice.chars)
+            if last and i == len(parts):
+                self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
+            else:
+                self.put(self.reply.chunk(choice.index, piece, found))
+        choice.chars += sum(len(piece.text) for piece in pieces if type(piece) is Content)
 
     def _end(self) -> None:
         if self._streams:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.output import Output
 from radixrt.frontend.parsing import Content, Piece
@@ -18,8 +19,8 @@ class Choice:
     """What it says so far, and how it ended."""
 
     __slots__ = (
-        "_hidden_ids", "_ids", "_parser", "_stream", "chars", "echo", "finish", "index", "logprobs", "message", "stop",
-        "stopping", "tokens", "usage",
+        "_hidden_ids", "_ids", "_parser", "_stream", "chars", "echo", "finish", "index", "logprobs", "message", "said",
+        "stop", "stopping", "tokens", "unsaid", "usage",
     )  # fmt: skip
 
     def __init__(self, index: int, service: TextService, sampling: Sampling, output: Output) -> None:
@@ -32,6 +33,10 @@ class Choice:
         self.tokens = 0
         """Taken before a stop string was complete: what the worker adds until it hears of that is nobody's."""
         self.logprobs: list[TokenLogprob] | None = None
+        self.said: Tokens | None = None
+        """Finds those of its content, where no others are told."""
+        self.unsaid: frozenset[int] = frozenset()
+        """Tokens of which none are told."""
         self.finish: Any = None
         self.stop: str | int | None = None
         self.stopping = False
@@ -76,7 +81,7 @@ class Choice:
         if self.stopping and last:
             self.finish = "stop"
             self.usage = msgspec.structs.replace(self.usage, completion_tokens=self.tokens)
-        if last and self.finish == "stop" and self.message.calls:
+        if last and self.finish == "stop" and self.message.calls and not (self.stop and self.message.cut):
             self.finish = "tool_calls"
         return pieces, self.stopping and not was_stopping and not last
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -63,6 +64,15 @@ class AssistantMessage:
         """Its reasoning, in parts between which something else was said."""
         begins = [*self._begins.values(), None]
         return ["".join(self._reasoning[begin:end]) for begin, end in pairwise(begins)]
+
+    @property
+    def cut(self) -> bool:
+        """Whether its last call has no whole arguments."""
+        try:
+            json.loads(self.calls[-1].arguments)
+        except ValueError:
+            return True
+        return False
 
     def to_openai(self) -> dict[str, Any]:
         """As a message of OpenAI's API, in answers and in the next request's history."""

@@ -71,6 +71,8 @@ class Reply:
     prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
+    of_content = False
+    """Log-probabilities are told of the tokens of the content alone: not of thoughts, calls, and what ends it."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
         self.id = f"{self.prefix}{_random.getrandbits(128):032x}"
@@ -164,6 +166,7 @@ class ChatReply(Reply):
     prefix = "chatcmpl-"
     whole = "chat.completion"
     part = "chat.completion.chunk"
+    of_content = True
 
     def opening(self, index: int) -> bytes:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index

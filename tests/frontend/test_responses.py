@@ -14,7 +14,7 @@ from radixrt.frontend.errors import ApiError
 from radixrt.frontend.parsing import Content
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
-from radixrt.frontend.responses.logprobs import Tokens
+from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore

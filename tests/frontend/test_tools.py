@@ -244,13 +244,30 @@ def test_a_stop_string_before_a_call(hermes):
     assert choice.finish_reason == "stop" and hermes.answers == []
 
 
-def test_log_probabilities_of_a_call(hermes):
-    fields = {"tools": TOOLS, "logprobs": True, "top_logprobs": 1}
-    found = hermes.chat(CALLS["hermes"], **fields)
-    tokens = found.choices[0].logprobs.content
-    assert len(tokens) == found.usage.completion_tokens
-    streamed = [c.choices[0].logprobs for c in hermes.chat(CALLS["hermes"], stream=True, **fields)]
-    assert sum(len(part.content) for part in streamed if part) == len(tokens)
+@pytest.mark.parametrize(
+    "text", [CALLS["hermes"], "plain enough", "", PARIS, f"<think>\nYes, or no.</think>\n\nYes. {PARIS}"]
+)
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS}])
+def test_log_probabilities_are_of_the_content_alone(thinking, text, tools):
+    """Not of thoughts, calls and marks, and of what ends it; the same in a stream."""
+    fields = {"logprobs": True, "top_logprobs": 1} | tools
+    (choice,) = thinking.chat(text, **fields).choices
+    told = choice.logprobs.content
+    assert b"".join(bytes(one.bytes) for one in told).decode().strip() == (choice.message.content or "").strip()
+    assert all(len(one.top_logprobs) == 1 for one in told)
+    parts = [c.choices[0] for c in thinking.chat(text, stream=True, **fields)]
+    assert [one for part in parts if part.logprobs for one in part.logprobs.content] == told
+    assert all(part.delta.content for part in parts if part.logprobs and part.logprobs.content)
+
+
+@pytest.mark.parametrize(
+    ("stop", "finish", "arguments"), [("Par", "stop", '{"city": "'), ("</tool_call>", "tool_calls", PARIS)]
+)
+def test_a_call_that_a_stop_string_cuts_is_none_to_be_made(hermes, stop, finish, arguments):
+    (choice,) = hermes.chat(ONE_CALL["hermes"], tools=TOOLS, stop=stop).choices
+    assert (choice.finish_reason, calls_of(choice.message)) == (finish, [("weather", arguments)])
+    _, ends = gathered(hermes.chat(ONE_CALL["hermes"], tools=TOOLS, stop=stop, stream=True))
+    assert ends == {0: finish}
 
 
 def test_what_the_session_is_told(hermes):

@@ -71,6 +71,8 @@ def _input(arguments: str) -> dict[str, Any]:
 class MessageReply:
     """One message, its blocks in the order in which they come. `breakpoints`: (tokens, seconds), shortest first."""
 
+    of_content = False
+
     def __init__(self, model: str, tokenizer: Tokenizer | None = None) -> None:
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
         self.model = model

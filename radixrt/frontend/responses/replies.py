@@ -12,7 +12,7 @@ import msgspec
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import token_json
-from radixrt.frontend.responses.logprobs import Tokens
+from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
 from radixrt.messages import TokenLogprob, Usage
@@ -85,6 +85,8 @@ class Item:
 
 class ResponseReply:
     """One response, its items in the order in which they come."""
+
+    of_content = False
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Asked) -> None:
         self.id = RESPONSE + uuid.uuid4().hex

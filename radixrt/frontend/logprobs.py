@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from radixrt.frontend.parsing import Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob
 from radixrt.router.tokens import Tokenizer
 
@@ -55,6 +56,12 @@ class Tokens:
                 told.append(token)
         self._said, self._at = self._said[place + len(sure) :], end
         return told
+
+    def of(self, piece: Piece) -> list[TokenLogprob] | None:
+        """Those of content; None of what is not."""
+        if isinstance(piece, Reasoning):
+            self.take(piece.text)
+        return self.take(piece.text) if isinstance(piece, Content) else None
 
     def _place(self, text: bytes) -> int:
         """Where the text stands: where it goes on, else where a token begins, else anywhere; -1 if nowhere."""
