@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.parsing import Content
+from radixrt.frontend.logprobs import Tokens
+from radixrt.frontend.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
-from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore
@@ -565,6 +565,13 @@ def test_tokens_that_come_with_their_texts(said, texts, told):
     for token, text, expected in zip(found, texts, told, strict=True):
         tokens.add([token])
         assert [one.token for one in tokens.take(text)] == expected
+
+
+def test_tokens_of_content_are_not_those_of_thoughts_that_say_the_same():
+    tokens, found = tokens_of(b"<think>", b"Yes", b"</think>", b"{}", b"Yes")
+    tokens.add(found)
+    pieces = Reasoning("Yes"), CallStart(0, "id", "f"), CallArguments(0, "{}"), Content("Yes")
+    assert [tokens.of(piece) for piece in pieces] == [None, None, None, [found[4]]]
 
 
 def test_tokens_are_told_with_the_text_that_they_say():

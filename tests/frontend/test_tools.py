@@ -248,14 +248,15 @@ def test_a_stop_string_before_a_call(hermes):
     "text", [CALLS["hermes"], "plain enough", "", PARIS, f"<think>\nYes, or no.</think>\n\nYes. {PARIS}"]
 )
 @pytest.mark.parametrize("tools", [{}, {"tools": TOOLS}])
-def test_log_probabilities_are_of_the_content_alone(thinking, text, tools):
+@pytest.mark.parametrize("name", ["hermes", "thinking"])
+def test_log_probabilities_are_of_the_content_alone(name, text, tools, request):
     """Not of thoughts, calls and marks, and of what ends it; the same in a stream."""
-    fields = {"logprobs": True, "top_logprobs": 1} | tools
-    (choice,) = thinking.chat(text, **fields).choices
+    model, fields = request.getfixturevalue(name), {"logprobs": True, "top_logprobs": 1} | tools
+    (choice,) = model.chat(text, **fields).choices
     told = choice.logprobs.content
     assert b"".join(bytes(one.bytes) for one in told).decode().strip() == (choice.message.content or "").strip()
     assert all(len(one.top_logprobs) == 1 for one in told)
-    parts = [c.choices[0] for c in thinking.chat(text, stream=True, **fields)]
+    parts = [c.choices[0] for c in model.chat(text, stream=True, **fields)]
     assert [one for part in parts if part.logprobs for one in part.logprobs.content] == told
     assert all(part.delta.content for part in parts if part.logprobs and part.logprobs.content)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import token_json
-from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
 from radixrt.messages import TokenLogprob, Usage
