@@ -280,6 +280,37 @@ def test_system_blocks_and_a_prefilled_answer(hermes):
     assert [m["role"] for m in hermes.prompt.messages] == ["system", "user"]
 
 
+DOCUMENT = {
+    "type": "document",
+    "title": "Rivers",
+    "source": {"type": "text", "media_type": "text/plain", "data": "The Po."},
+}
+CUT = {
+    "type": "document",
+    "source": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+}
+FOUND = {
+    "type": "search_result",
+    "source": "https://x.org",
+    "title": "Po",
+    "content": [{"type": "text", "text": "650 km"}],
+}
+
+
+def test_documents_that_are_text_are_read(hermes):
+    """In what a user says, and in what a tool gives."""
+    said = [DOCUMENT | {"cache_control": {"type": "ephemeral"}}, CUT, FOUND, {"type": "text", "text": "How long?"}]
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    turns = [{"role": "user", "content": said}, {"role": "assistant", "content": [call]},
+             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [FOUND]}]}]  # fmt: skip
+    hermes.ask("Long.", messages=turns, tools=TOOLS)
+    user, _, tool = hermes.prompt.messages
+    assert [part["text"] for part in user["content"]] == [
+        "Rivers\nThe Po.", "a\nb", "Po\nhttps://x.org\n650 km", "How long?"
+    ]  # fmt: skip
+    assert tool["content"] == "Po\nhttps://x.org\n650 km"
+
+
 def test_sampling_arrives(hermes):
     extra = {"metadata": {"user_id": "u"}, "service_tier": "auto"}
     hermes.ask("Yes.", extra_body={"temperature": 0.3, "top_p": 0.8, "top_k": 7}, **extra)
@@ -421,6 +452,9 @@ BAD = [
     (turns(TEXT, {"type": "text"}), "messages.0.content.1.text"),
     (turns(TEXT, IMAGE), "messages.0.content.1.type"),
     (turns({"type": "document", "source": {}}), "messages.0.content.0.type"),
+    (turns({"type": "document", "source": {"type": "url", "url": "x"}}), "messages.0.content.0.type"),
+    (turns({"type": "document", "source": {"type": "text", "data": 3}}), "messages.0.content.0.source.data"),
+    (turns({"type": "search_result", "content": [IMAGE]}), "messages.0.content.0.content.0.type"),
     (turns({"type": "server_tool_use"}), "messages.0.content.0.type"),
     (turns({"type": "thinking", "thinking": "x", "signature": ""}), "messages.0.content.0.type"),
     ({"messages": [results("a")]}, "messages.0.content.0.tool_use_id"),

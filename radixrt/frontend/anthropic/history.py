@@ -125,7 +125,7 @@ class History:
         return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
     def _text(self, field: str, block: Block) -> str:
-        text = _string(field, block, "text")
+        text = _string(field, block, "text") if block["type"] == "text" else _document(field, block)
         return text + CHANGE if block is self._changed else text
 
     def _refuse_open(self, index: int) -> None:
@@ -172,8 +172,32 @@ def _index(field: str) -> int:
     return int(field.split(".")[1])
 
 
+def _document(field: str, block: Block) -> str:
+    """What a document of text, or a search result, says: behind its title, and what else is told of it."""
+    about = [_string(field, block, name) for name in ("title", "context", "source") if isinstance(block.get(name), str)]
+    place, content = f"{field}.content", block.get("content")
+    if block["type"] == "document":
+        name = "data" if block["source"]["type"] == "text" else "content"
+        place, content = f"{field}.source.{name}", block["source"].get(name)
+    texts = []
+    for path, part in blocks(place, content):
+        _checked_kind(path, part, ("text",))
+        texts.append(_string(path, part, "text"))
+    return "\n".join([*about, *texts])
+
+
+def _is_text(block: Block) -> bool:
+    """Whether it is a document that is text, or a search result."""
+    source = block.get("source")
+    if block.get("type") == "document":
+        return isinstance(source, dict) and source.get("type") in ("text", "content")
+    return block.get("type") == "search_result"
+
+
 def _checked_kind(field: str, block: Block, kinds: tuple[str, ...]) -> str:
     kind = block.get("type")
+    if "text" in kinds and _is_text(block):
+        return "text"
     if kind in ("image", "document"):
         refuse(f"{field}.type", f"{kind} blocks are not served: this model reads text only")
     if kind not in kinds:
