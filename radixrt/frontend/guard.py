@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from radixrt.client import ServerError
+from radixrt.frontend import answer
 from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import encode
@@ -88,7 +89,7 @@ def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     as it is: a page that somebody visits must not read what is said to a server on their machine."""
     if not origins:
         return app
-    exposed = (REQUEST_ID, "retry-after")
+    exposed = (REQUEST_ID, answer.REQUEST_ID.decode(), "retry-after")
     return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 

@@ -5,6 +5,7 @@ A chunk is glued from bytes made once a request and the text of the moment: a st
 
 from __future__ import annotations
 
+import codecs
 import random
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from radixrt.router.tokens import Encoded, Tokenizer
 _random = random.Random()  # not the module's own, which a program in this process may seed
 
 encode = msgspec.json.Encoder().encode
+_characters = codecs.getincrementaldecoder("utf-8")
 DONE = b"data: [DONE]\n\n"
 Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 
@@ -139,14 +141,18 @@ class Reply:
     # ------------------------------------------------------------ log-probabilities
 
     def logprobs(self, found: list[TokenLogprob] | None, offset: int) -> Any:
-        """OpenAI's legacy shape; `offset` is where the text of the first token begins, in characters."""
+        """OpenAI's legacy shape; `offset` is where the text of the first token begins, in characters. Special tokens
+        have no text, and the parts of a character begin where it does."""
         if found is None:
             return None
         texts = [self._text(t.token) for t in found]
-        offsets = []
-        for text in texts:
+        hidden = self._tokenizer.special_ids if self._tokenizer else frozenset()
+        offsets, decoder = [], _characters(errors="replace")
+        for one, text in zip(found, texts, strict=True):
             offsets.append(offset)
-            offset += len(text)
+            if one.token not in hidden:
+                said = self._tokenizer.token_bytes(one.token) if self._tokenizer else text.encode()
+                offset += len(decoder.decode(said))
         # Of two tokens with the same text the likelier counts: it is written last.
         tops = [{self._text(token): _finite(logprob) for token, logprob in t.top[::-1]} or None for t in found]
         return {

@@ -301,9 +301,9 @@ def test_documents_that_are_text_are_read(hermes):
     """In what a user says, and in what a tool gives."""
     said = [DOCUMENT | {"cache_control": {"type": "ephemeral"}}, CUT, FOUND, {"type": "text", "text": "How long?"}]
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-    turns = [{"role": "user", "content": said}, {"role": "assistant", "content": [call]},
-             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [FOUND]}]}]  # fmt: skip
-    hermes.ask("Long.", messages=turns, tools=TOOLS)
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [FOUND]}
+    turns = [("user", said), ("assistant", [call]), ("user", [result])]
+    hermes.ask("Long.", messages=[{"role": role, "content": content} for role, content in turns], tools=TOOLS)
     user, _, tool = hermes.prompt.messages
     assert [part["text"] for part in user["content"]] == [
         "Rivers\nThe Po.", "a\nb", "Po\nhttps://x.org\n650 km", "How long?"

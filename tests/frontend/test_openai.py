@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from radixrt.frontend.replies import Reply
+from radixrt.messages import TokenLogprob
 from tests.frontend.conftest import serving
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -333,3 +336,22 @@ def test_keys(folder):
             if key.strip() != "key-a":
                 with pytest.raises(openai.AuthenticationError):
                     ask(key)
+
+
+def test_every_answer_has_the_id_of_its_request(client):
+    for ask in (complete, chat):
+        answer = ask(client)
+        assert answer._request_id == answer.id
+        stream = ask(client, stream=True)
+        assert {chunk.id for chunk in stream} == {stream.response.headers["x-request-id"]}
+
+
+def test_where_tokens_begin_in_a_text():
+    """Special tokens are not in it; a character of several tokens is one."""
+    said = [b"<s>", b"a", b"\xf0\x9f", b"\x98\x80", b"b", b"<end>", b"\xff", b"c"]
+    tokenizer = SimpleNamespace(
+        special_ids={0, 5}, token_bytes=said.__getitem__, token_text=lambda i: said[i].decode("utf-8", "replace")
+    )
+    found = Reply("m", tokenizer).logprobs([TokenLogprob(i, -1.0) for i in range(len(said))], 7)
+    assert found["text_offset"] == [7, 7, 8, 8, 9, 10, 10, 11]
+    assert Reply("m", None).logprobs([TokenLogprob(3, -1.0), TokenLogprob(4, -1.0)], 0)["text_offset"] == [0, 10]
