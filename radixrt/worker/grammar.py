@@ -21,7 +21,7 @@ from typing import Any
 
 from radixrt.messages import Grammar
 from radixrt.worker.jump import Spelling, is_bounded, on_one_line
-from radixrt.worker.schema import with_safe_patterns
+from radixrt.worker.schema import made_fit
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
@@ -138,7 +138,7 @@ class Grammars:
                 compiler, spelling, silent, ends = self._compiler(SPELLINGS.get(grammar.kind, "text"))
             compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
             schemas = grammar.kind in ("json_schema", "structural_tag")
-            text = with_safe_patterns(grammar.kind, grammar.text) if schemas else grammar.text
+            text = made_fit(grammar.kind, grammar.text) if schemas else grammar.text
             compiled = compile(text)
             if spelling and not _forces_little(grammar.kind, text):
                 spelling = None

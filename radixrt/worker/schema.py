@@ -1,8 +1,10 @@
-"""Patterns of JSON schemas, made fit for a grammar of JSON.
+"""JSON schemas, made fit for a grammar of JSON.
 
-xgrammar puts a `pattern` between quotes as it is: where it lets any character stand (`.`, `[^a]`, `\\S`), a raw quote
-or line break could, and what came out would be no JSON. Those are left out here; what is written out as a quote or a
-backslash is escaped.
+xgrammar lets any value stand where a schema has several in `allOf`: objects among them are made one here.
+
+It puts a `pattern` between quotes as it is: where it lets any character stand (`.`, `[^a]`, `\\S`), a raw quote or line
+break could, and what came out would be no JSON. Those are left out; what is written out as a quote or a backslash is
+escaped.
 """
 
 from __future__ import annotations
@@ -11,6 +13,14 @@ import json
 import re
 from typing import Any
 
+SAID = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
+"""Keywords that a value need not follow."""
+DEFINED = frozenset({"$defs", "definitions"})
+OF_OBJECTS = DEFINED | {"type", "properties", "required", "additionalProperties"}
+MOST_REFS = 16
+"""Of schemas in `allOf` within each other, and of references between them."""
+MOST_MADE_ONE = 256
+"""Of a schema, which may refer to itself."""
 VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, not schemas."""
 UNSAFE = r"\"\\\n\r"
@@ -25,23 +35,37 @@ PIECE = re.compile(
 )
 
 
-def with_safe_patterns(kind: str, text: str) -> str:
-    """The text of a json_schema or structural_tag, its patterns as `safe_pattern` makes them."""
-    if '"pattern"' not in text:
+def made_fit(kind: str, text: str) -> str:
+    """The text of a json_schema or structural_tag, its patterns as `safe_pattern` makes them, and objects that a value
+    must all be as one."""
+    if '"pattern"' not in text and '"allOf"' not in text:
         return text
     value = json.loads(text)
-    return json.dumps(_schema(value) if kind == "json_schema" else _tag(value), ensure_ascii=False)
+    return json.dumps(_Schema(value).fit(value) if kind == "json_schema" else _tag(value), ensure_ascii=False)
 
 
-def _schema(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_schema(inner) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    changed = {key: inner if key in VALUES else _schema(inner) for key, inner in value.items()}
-    if isinstance(pattern := value.get("pattern"), str):
-        changed["pattern"] = safe_pattern(pattern)
-    return changed
+class _Schema:
+    """One of JSON, whose references are within it."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = MOST_MADE_ONE
+
+    def fit(self, value: Any, within: int = 0) -> Any:
+        """A part of it, made fit; it is `within` so many objects that were made one."""
+        if isinstance(value, list):
+            return [self.fit(inner, within) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        if isinstance(value.get("allOf"), list) and within < MOST_REFS and self._left:
+            if (parts := _objects(value, self._root, MOST_REFS)) and (one := _one(parts)):
+                self._left -= 1
+                within += 1
+                value = {key: value[key] for key in DEFINED & value.keys()} | one
+        changed = {key: inner if key in VALUES else self.fit(inner, within) for key, inner in value.items()}
+        if isinstance(pattern := value.get("pattern"), str):
+            changed["pattern"] = safe_pattern(pattern)
+        return changed
 
 
 def _tag(value: Any) -> Any:
@@ -50,7 +74,62 @@ def _tag(value: Any) -> Any:
         return [_tag(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    return {key: _schema(inner) if key == "json_schema" else _tag(inner) for key, inner in value.items()}
+    return {key: _Schema(inner).fit(inner) if key == "json_schema" else _tag(inner) for key, inner in value.items()}
+
+
+# ---------------------------------------------------------------- allOf
+
+
+def _objects(schema: Any, root: Any, refs: int) -> list[dict[str, Any]] | None:
+    """What a value must be, by all that a schema says: schemas of objects. None where there are others among them."""
+    if not isinstance(schema, dict):
+        return None
+    found = []
+    own = {key: inner for key, inner in schema.items() if key not in ("allOf", "$ref")}
+    if own.keys() - SAID:
+        if not own.keys() <= SAID | OF_OBJECTS or own.get("type", "object") != "object":
+            return None
+        found.append(own)
+    inner = [*schema.get("allOf", [])]
+    if "$ref" in schema:
+        inner.append(_referred(schema["$ref"], root))
+    for part in inner:
+        more = _objects(part, root, refs - 1) if refs else None
+        if more is None:
+            return None
+        found += more
+    return found
+
+
+def _referred(ref: Any, root: Any) -> Any:
+    """What a reference within the schema is to; None if it is none."""
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return None
+    for name in ref[2:].split("/"):
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    return root
+
+
+def _one(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The schema of what is all of some objects: it has the properties of each, and is closed if one of them is. None
+    where they differ in what a property is, or in what others may be."""
+    properties: dict[str, Any] = {}
+    required: dict[str, None] = {}
+    whole: dict[str, Any] = {"type": "object"}
+    for part in parts:
+        for name, schema in part.get("properties", {}).items():
+            if properties.setdefault(name, schema) != schema:
+                return None
+        required |= dict.fromkeys(part.get("required", []))
+        others = part.get("additionalProperties", True)
+        if others is False:
+            whole["additionalProperties"] = False
+        elif others is not True:
+            return None
+    return whole | {"properties": properties, "required": [*required]}
+
+
+# ---------------------------------------------------------------- patterns
 
 
 def safe_pattern(pattern: str) -> str:

@@ -26,7 +26,7 @@ from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import DEAD_END, STRAYED, Matcher, fill_masks
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Masks, TorchSampler
-from radixrt.worker.schema import safe_pattern, with_safe_patterns
+from radixrt.worker.schema import made_fit, safe_pattern
 from radixrt.worker.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
@@ -207,6 +207,52 @@ def test_patterns_give_json(pattern, grammars):
     assert said == [x for x in said if re.fullmatch(pattern, x, re.ASCII)] and said
 
 
+NAMED = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"]}
+AGED = {"properties": {"age": {"enum": [36]}}, "required": ["age"], "additionalProperties": False}
+ALL_OF = {
+    "side by side": {"allOf": [NAMED, AGED]},
+    "beside others": {**NAMED, "description": "Of a person", "allOf": [AGED]},
+    "by reference": {"$defs": {"n/n": NAMED, "a": AGED}, "allOf": [{"$ref": "#/$defs/n~1n"}, {"$ref": "#/$defs/a"}]},
+    "within each other": {"allOf": [{"title": "t", "allOf": [NAMED]}, {"allOf": [AGED, {}, NAMED]}]},
+}
+
+
+@pytest.mark.parametrize("schema", ALL_OF.values(), ids=ALL_OF)
+def test_a_value_is_all_that_it_must_be(schema, grammars):
+    """Where xgrammar would take any value at all."""
+    grammar = Grammar("json_schema", json.dumps({**schema, "$defs": schema.get("$defs", {})}))
+    assert matches(grammars, grammar, '{"name": "Ada", "age": 36}')
+    for other in ("null", "{}", '{"name": "Ada"}', '{"age": 36}', '{"name": "Ada", "age": 36, "more": 1}'):
+        assert not matches(grammars, grammar, other), other
+    inner = Grammar("json_schema", json.dumps({"$defs": schema.get("$defs", {}), "type": "array", "items": schema}))
+    assert matches(grammars, inner, '[{"name": "Ada", "age": 36}]') and not matches(grammars, inner, "[null]")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"minLength": 1}, {"type": "string"}],
+        [NAMED, {"type": "string"}],
+        [NAMED, {"properties": {"name": {"type": "string"}}}],
+        [NAMED, {"additionalProperties": {"type": "string"}}],
+        [NAMED, {"$ref": "#/none"}],
+        [NAMED, {"$ref": "#/$defs/self"}],
+        [NAMED, {"minProperties": 3}],
+        [NAMED, True],
+    ],
+)
+def test_what_cannot_be_made_one_is_left_as_it_is(parts):
+    schema = {"$defs": {"self": {"allOf": [{"$ref": "#/$defs/self"}, NAMED]}}, "allOf": parts}
+    assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
+
+
+def test_a_schema_that_has_itself_in_all_of_comes_to_an_end():
+    again = {"$ref": "#/$defs/node"}
+    node = {"allOf": [NAMED, {"properties": {"a": {"allOf": [again, AGED]}, "b": {"allOf": [again, AGED]}}}]}
+    text = made_fit("json_schema", json.dumps({"$defs": {"node": node}, **again}))
+    assert 1000 < len(text) < 1_000_000
+
+
 def test_control_characters_are_escaped_in_json(say, tokenizer, calm):
     bell, tab = (tokenizer.token_to_id(x) for x in "\u0107\u0109")  # as byte-level BPE spells 7 and 9
     loud = calm | {bell: 50.0, tab: 50.0}
@@ -219,11 +265,11 @@ def test_control_characters_are_escaped_in_json(say, tokenizer, calm):
 
 def test_what_is_no_schema_is_left_alone():
     const = {"const": {"pattern": "."}, "properties": {"pattern": {"enum": [{"pattern": "."}]}}}
-    assert json.loads(with_safe_patterns("json_schema", json.dumps(const))) == const
+    assert json.loads(made_fit("json_schema", json.dumps(const))) == const
     tag = {"type": "regex", "pattern": "."}
-    assert json.loads(with_safe_patterns("structural_tag", json.dumps(tag))) == tag
+    assert json.loads(made_fit("structural_tag", json.dumps(tag))) == tag
     deep = {"json_schema": {"items": {"pattern": "."}}}
-    assert "[^" in with_safe_patterns("structural_tag", json.dumps(deep))
+    assert "[^" in made_fit("structural_tag", json.dumps(deep))
 
 
 def regexes():
