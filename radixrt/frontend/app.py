@@ -110,6 +110,7 @@ class Frontend:
         others = [
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
+            Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *About(self._ask).routes(self._guarded),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)

@@ -15,6 +15,7 @@ from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
+from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore
@@ -323,6 +324,41 @@ def test_items_become_messages():
 
 
 # ---------------------------------------------------------------- what is kept
+
+
+def test_what_a_response_answered_to(model):
+    """Of all its chain, by pages; given again it is the same prompt."""
+    said = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    first = ask(model, f"Hm.\n{PARIS}", input=said, tools=TOOLS)
+    call = first.output[1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    last = ask(model, "Bye.", input=[result], previous_response_id=first.id, tools=TOOLS)
+    prompt = rendered(model)
+    items = model.client.with_options(api_key="key-a").responses.input_items
+    found = items.list(last.id, order="asc").data
+    assert [(m.role, m.content[0].type, m.content[0].text) for m in found[:3]] == [
+        ("system", "input_text", "Be brief."), ("user", "input_text", "Hello"), ("assistant", "output_text", "Hm.")
+    ]  # fmt: skip
+    assert (found[3].call_id, found[3].name, found[3].arguments) == (call.call_id, call.name, call.arguments)
+    assert (found[4].call_id, found[4].output) == (call.call_id, "sunny")
+    assert len({item.id for item in found}) == 5 and all(item.status == "completed" for item in found)
+    assert [*items.list(last.id)] == found[::-1] == [*items.list(last.id, limit=2)], "page by page"
+    assert items.list(last.id, limit=2, after=found[3].id).data == found[1:3][::-1]
+    ask(model, "Bye.", input=[item.model_dump(exclude={"id", "status"}) for item in found], tools=TOOLS)
+    assert rendered(model) == prompt
+    for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_1"}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(query))):
+            items.list(last.id, **query)
+    with pytest.raises(openai.NotFoundError):
+        items.list("resp_0")
+
+
+def test_items_of_thoughts():
+    message = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": []}
+    found = page("r", [message, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}], {"order": "asc"})
+    thoughts, said = found["data"]
+    assert (thoughts["type"], thoughts["content"][0]["text"], len(said["content"])) == ("reasoning", "Hm", 2)
+    assert page("r", [], {})["first_id"] is None
 
 
 def test_get_and_delete(model):

@@ -15,6 +15,7 @@ from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.responses.exchange import ResponseExchange
+from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.references import is_reference, resolved
 from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.frontend.responses.schema import Asked, Create
@@ -93,6 +94,15 @@ class Responses:
         if body is None:
             raise _unknown(response_id)
         return Response(body, media_type="application/json")
+
+    async def input_items(self, request: Request, key: str) -> Response:
+        """What a response answered to, all of its chain."""
+        namespace, response_id = self._asked_for(request, key)
+        found = await self._store.before(namespace, response_id, key)
+        if found is None:
+            raise _unknown(response_id)
+        *messages, _ = found[1]
+        return Response(encode(page(response_id, messages, request.query_params)), media_type="application/json")
 
     async def delete(self, request: Request, key: str) -> Response:
         namespace, response_id = self._asked_for(request, key)

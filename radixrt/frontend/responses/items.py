@@ -1,0 +1,68 @@
+"""What a response answered to, as items of the Responses API: the way back from `history`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from radixrt.frontend.errors import refuse
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+MOST_ITEMS, DEFAULT_ITEMS = 100, 20
+"""Of a page."""
+PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+PLACES = uuid.UUID("b5d7f9ae-3a44-4c0f-9d2d-6f2f7d1c8e01")
+"""Of which ids are made: an item has the same one each time."""
+
+
+def page(response_id: str, messages: Sequence[Message], asked: Mapping[str, str]) -> dict[str, Any]:
+    """A page of the items of chat messages, as `limit`, `order` and `after` of a query ask for it. ApiError (400)
+    names what is wrong."""
+    items = [item for message in messages for item in _items(message)]
+    for number, item in enumerate(items):
+        item["id"] = PREFIXES[item["type"]] + uuid.uuid5(PLACES, f"{response_id} {number}").hex
+    if (order := asked.get("order", "desc")) not in ("asc", "desc"):
+        refuse("order", f"must be asc or desc, not {order!r}")
+    if order == "desc":
+        items.reverse()
+    limit = asked.get("limit", f"{DEFAULT_ITEMS}")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_ITEMS:
+        refuse("limit", f"must be a number from 1 to {MOST_ITEMS}")
+    first = 0
+    if (after := asked.get("after")) is not None:
+        first = next((n for n, item in enumerate(items, 1) if item["id"] == after), 0)
+        if not first:
+            refuse("after", f"there is no item {after!r}")
+    found = items[first : first + int(limit)]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": found, "has_more": first + len(found) < len(items)} | ends
+
+
+def _items(message: Message) -> Iterator[Item]:
+    role, content = message["role"], message.get("content")
+    if role == "tool":
+        output = content if isinstance(content, str) else _parts("input_text", content)
+        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": output} | COMPLETED
+        return
+    if thoughts := message.get("reasoning_content"):
+        yield {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": thoughts}],
+        } | COMPLETED
+    if content or role != "assistant":
+        kind = "output_text" if role == "assistant" else "input_text"
+        yield {"type": "message", "role": role, "content": _parts(kind, content)} | COMPLETED
+    for call in message.get("tool_calls") or ():
+        yield {"type": "function_call", "call_id": call["id"], **call["function"]} | COMPLETED
+
+
+COMPLETED = {"status": "completed"}
+
+
+def _parts(kind: str, content: Any) -> list[dict[str, Any]]:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    more = {"annotations": []} if kind == "output_text" else {}
+    return [{"type": kind, "text": text} | more for text in texts]
