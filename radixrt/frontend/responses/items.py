@@ -12,6 +12,7 @@ Item = dict[str, Any]
 Message = dict[str, Any]
 MOST_ITEMS, DEFAULT_ITEMS = 100, 20
 """Of a page."""
+COMPLETED = {"status": "completed"}
 PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
 PLACES = uuid.UUID("b5d7f9ae-3a44-4c0f-9d2d-6f2f7d1c8e01")
 """Of which ids are made: an item has the same one each time."""
@@ -47,19 +48,13 @@ def _items(message: Message) -> Iterator[Item]:
         yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": output} | COMPLETED
         return
     if thoughts := message.get("reasoning_content"):
-        yield {
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": thoughts}],
-        } | COMPLETED
+        part = {"type": "reasoning_text", "text": thoughts}
+        yield {"type": "reasoning", "summary": [], "content": [part]} | COMPLETED
     if content or role != "assistant":
         kind = "output_text" if role == "assistant" else "input_text"
         yield {"type": "message", "role": role, "content": _parts(kind, content)} | COMPLETED
     for call in message.get("tool_calls") or ():
         yield {"type": "function_call", "call_id": call["id"], **call["function"]} | COMPLETED
-
-
-COMPLETED = {"status": "completed"}
 
 
 def _parts(kind: str, content: Any) -> list[dict[str, Any]]:
