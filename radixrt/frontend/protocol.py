@@ -19,13 +19,8 @@ LEAVING = "radixrt.leaving"
 
 UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
 NO_UPGRADE = b"ignored"
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """The beginning of a request, whose offer to go on in another protocol (Java's client and curl make one, of HTTP/2)
-    is not taken up (RFC 9110, 7.8): the parser would leave the body to that protocol."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return b"".join((UPGRADE.sub(NO_UPGRADE, head), end, rest)) if UPGRADE.search(head) else data
+"""As long."""
+HEAD_END = b"\r\n\r\n"
 
 
 class AnswerTransport:
@@ -76,6 +71,8 @@ class PatientProtocol(HttpToolsProtocol):
         self._on_leave: Callable[[], None] | None = None
         self._moved = self.loop.time()
         """When the client has sent something, or was answered."""
+        self._head = b""
+        """The end of what there is of a head."""
         self._unread = 0
         """Bytes that it was still to read at the last look; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
@@ -93,8 +90,18 @@ class PatientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._moved = self.loop.time()
         if self.cycle is None or not self.cycle.more_body:
-            data = _without_upgrade(data)
+            data = self._without_upgrade(data)
         super().data_received(data)
+
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """A part of a request's head and what follows it. An offer to go on in another protocol (Java's client and curl
+        make one, of HTTP/2) is not taken up (RFC 9110, 7.8): the parser would leave the body to that protocol."""
+        before = self._head
+        whole = before + data
+        end = whole.find(HEAD_END)
+        self._head = whole[-len(b"\nupgrade:") :] if end < 0 else b""
+        head = whole if end < 0 else whole[:end]
+        return (UPGRADE.sub(NO_UPGRADE, head) + whole[len(head) :])[len(before) :] if UPGRADE.search(head) else data
 
     def on_response_complete(self) -> None:
         self._moved = self.loop.time()

@@ -36,6 +36,7 @@ def tag(schema: dict) -> dict:
             "json_schema",
             json.dumps({"description": "{99999}" * 9_000, "title": "a" * 50_000, "$comment": "b" * 50_000}),
         ),
+        ("json_schema", json.dumps({"properties": {"properties": {"description": "a" * MAX_BYTES}}})),
         ("json_schema", json.dumps({"const": {"pattern": "{99999}"}})),
         ("json_schema", json.dumps({"properties": {"pattern": {"enum": ["{99999}"]}, "description": {}}})),
         ("structural_tag", json.dumps(tag({"properties": {"a": {"description": "{99999}" * 15_000}}}))),

@@ -213,6 +213,10 @@ ALL_OF = {
     "side by side": {"allOf": [NAMED, AGED]},
     "beside others": {**NAMED, "description": "Of a person", "allOf": [AGED]},
     "by reference": {"$defs": {"n/n": NAMED, "a": AGED}, "allOf": [{"$ref": "#/$defs/n~1n"}, {"$ref": "#/$defs/a"}]},
+    "with a property by reference": {
+        "$defs": {"ada": {"enum": ["Ada"]}},
+        "allOf": [NAMED | {"properties": {"name": {"$ref": "#/$defs/ada"}}}, AGED],
+    },
     "within each other": {"allOf": [{"title": "t", "allOf": [NAMED]}, {"allOf": [AGED, {}, NAMED]}]},
 }
 
