@@ -159,6 +159,7 @@ def _run(args: argparse.Namespace) -> int:
             runpy.run_path(args.program, run_name="__main__")
         except ProgramError as error:
             print(f"{args.program}: {error}", file=sys.stderr)
+            _print_causes(error)
             return 1
         except Exception as error:
             _print_from(args.program, error)
@@ -176,6 +177,14 @@ def _print_from(program: str, error: Exception) -> None:
     while frames is not None and frames.tb_frame.f_code.co_filename != program:
         frames = frames.tb_next
     traceback.print_exception(error.with_traceback(frames))
+
+
+def _print_causes(error: BaseException) -> None:
+    """The lines of others than us, a tool's or an attempt's, in which the causes of an error were raised."""
+    while (error := error.__cause__) is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+        print(*traceback.format_list(own), sep="", end="", file=sys.stderr)
 
 
 def _keygen(args: argparse.Namespace) -> int:

@@ -42,13 +42,16 @@ from radixrt.prompts import Completion, PromptLike, as_prompt, token_bytes, toke
 from radixrt.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 
 T = TypeVar("T")
+TELL_SECONDS = 1.0
+"""A client that is closed waits so long for the server to read what it was told last."""
 
 
 # ---------------------------------------------------------------- the async client
 
 
 class AsyncClient:
-    """What a program asks of radixrt. Every method raises ServerError when the server refuses or fails.
+    """What a program asks of radixrt. Every method raises ServerError when the server refuses, fails or is not there,
+    and RuntimeError on another event loop, or in another process, than it was first used on.
 
     A task that is cancelled while it waits cancels its request: the worker stops and frees its pages.
     """
@@ -62,10 +65,13 @@ class AsyncClient:
         self._timeout = timeout
         self._local = local
         self._closed = False
+        self._tells: set[asyncio.Future[None]] = set()
+        """Of what was told, until it is answered."""
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> Self:
-        """Connect and wait until somebody answers there; ConnectionError after `timeout` seconds without.
+        """Connect and wait until somebody answers there; ConnectionError after `timeout` seconds without. Later on a
+        request waits as long for a router (ZMQ) that has gone; for an answer it waits as long as that takes.
 
         ValueError for an address of no known kind, or a folder that holds no model; ServerError (401) for a key that
         the server does not know."""
@@ -75,7 +81,7 @@ class AsyncClient:
             stack = await asyncio.to_thread(local_stack(url.removeprefix("local:")).__enter__)
             return cls(ZmqTransport(stack.address), local=stack)
         web = url.startswith(("http://", "https://"))
-        client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url), api_key, timeout=timeout)
+        client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url, timeout), api_key, timeout=timeout)
         try:
             await client.health()
         except BaseException as problem:
@@ -86,12 +92,31 @@ class AsyncClient:
         return client
 
     async def close(self) -> None:
-        """Disconnect; requests in flight fail. Stops the router and worker of a `local:` client. Idempotent."""
-        self._closed = True
-        await self._transport.close()
+        """Disconnect; requests in flight fail, and what was told has `TELL_SECONDS` to arrive. Stops the router and
+        worker of a `local:` client. Idempotent."""
+        self._transport.check()
+        try:
+            await self._deliver()
+        finally:
+            self._closed = True
+            await self._transport.close()
         if self._local is not None:
             local, self._local = self._local, None
             await asyncio.to_thread(local.__exit__)
+
+    async def _deliver(self) -> None:
+        """Return when what was told is answered, and what is told then, or when the time for it is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_SECONDS):
+                while self._tells:
+                    await asyncio.wait(self._tells)
+
+    def check(self) -> None:
+        """RuntimeError where requests are not taken: on a client that is closed, and on another event loop, or in
+        another process, than it was first used on."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        self._transport.check()
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,15 +200,18 @@ class AsyncClient:
     def tell(self, message: Fork | Pause | Forget) -> asyncio.Future[None]:
         """Send a message now, whose answer does not matter. The future, which never fails, is done when the server will
         read it before what is sent next: at once where messages arrive in order, over HTTP when it is answered."""
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         message.api_key = self._api_key
         try:
             if not self._closed:
-                self._transport.submit(message, lambda _: told.done() or told.set_result(None))
+                self._transport.submit(message, lambda _: answered.done() or answered.set_result(None))
+                self._tells.add(answered)
+                answered.add_done_callback(self._tells.discard)
                 if not self._transport.ordered:
-                    return told
+                    return answered
         except ServerError:  # it does not read: nor will it what is sent next
             pass
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         told.set_result(None)
         return told
 
@@ -236,9 +264,8 @@ class AsyncClient:
     async def _answers(self, request: ClientRequest) -> AsyncIterator[asyncio.Queue[Answer]]:
         """A queue of a request's answers; the request is cancelled when it is left before the last one.
 
-        RuntimeError on a client that is closed."""
-        if self._closed:
-            raise RuntimeError("the client is closed")
+        RuntimeError as of `check`."""
+        self.check()
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         request_id = self._transport.submit(request, answers.put_nowait)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 CANCEL_SECONDS = 2.0
 """An interrupted wait (Ctrl-C) is given this long to cancel at the server what it waited for."""
+FORKED = "a Client does not go along into another process: make one there"
 ON_THE_LOOP = "a plain Client cannot wait inside its own async code: await the AsyncClient, or the program"
 
 
@@ -21,20 +23,23 @@ class Portal:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name="radixrt-client", daemon=True)
         self._thread.start()
 
     @property
     def closed(self) -> bool:
-        return self._loop.is_closed()
+        """It was closed, or its thread has stayed behind in the process that made it."""
+        return self._loop.is_closed() or self._process != os.getpid()
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Await `function(*args, **kwargs)` there. An interrupted wait (Ctrl-C) cancels it, and gives it
         `CANCEL_SECONDS` to end.
 
-        RuntimeError once the portal is closed, and on the loop itself, which would wait for itself for ever."""
+        RuntimeError once the portal is closed, in a process that was forked off, and on the loop itself, which would
+        wait for itself for ever."""
         if self.closed or self._is_here():
-            raise RuntimeError("the client is closed" if self.closed else ON_THE_LOOP)
+            raise RuntimeError(self._refusal())
         call = _Call(functools.partial(function, *args, **kwargs))
         try:
             self._loop.call_soon_threadsafe(call.begin)
@@ -45,6 +50,11 @@ class Portal:
                 with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
                     call.outcome.exception(CANCEL_SECONDS)
             raise
+
+    def _refusal(self) -> str:
+        if self._loop.is_closed():
+            return "the client is closed"
+        return FORKED if self.closed else ON_THE_LOOP
 
     def _is_here(self) -> bool:
         return threading.current_thread() is self._thread

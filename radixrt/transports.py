@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -35,6 +36,10 @@ from radixrt.messages import (
 log = logging.getLogger("radixrt.transports")
 
 CONNECT_SECONDS = 5.0
+ELSEWHERE = (
+    "a client belongs to the event loop, and the process, that it was first used on: make another one here, or a plain "
+    "Client, which serves any thread"
+)
 FAREWELL_SECONDS = 0.3
 """A router is given this long to confirm that it has read the last cancels, before its connection is closed."""
 NATIVE_PATH = "/v1/native"
@@ -62,14 +67,37 @@ class Transport(Protocol):
     ordered: bool
     """Requests arrive in the order in which they were submitted."""
 
+    def check(self) -> None:
+        """RuntimeError on another event loop, or in another process, than it was first used on."""
+
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
-        """Send a request, which gets an id of its own; `on_answer` is called until the last answer has come."""
+        """Send a request, which gets an id of its own; `on_answer` is called until the last answer has come.
+
+        RuntimeError as of `check`."""
 
     def cancel(self, request_id: int) -> None:
         """Stop a request, if it is not finished; no further answer comes."""
 
     async def close(self) -> None:
         """Disconnect. Requests in flight are cancelled at the server and answered with an Error (503) here."""
+
+
+class Home:
+    """The event loop and the process that something was first used on."""
+
+    __slots__ = ("_loop", "_process")
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = 0
+
+    def check(self) -> None:
+        """RuntimeError on any other."""
+        loop, process = asyncio.get_running_loop(), os.getpid()
+        if self._loop is None:
+            self._loop, self._process = loop, process
+        elif loop is not self._loop or process != self._process:
+            raise RuntimeError(ELSEWHERE)
 
 
 class _Pending:
@@ -113,8 +141,11 @@ class RouterTransport(ABC):
 
     @property
     def connected(self) -> bool:
-        """Whether the router is there now; without it, requests wait for it."""
+        """Whether the router is there now."""
         return True
+
+    def check(self) -> None:  # noqa: B027
+        """See Transport."""
 
     @abstractmethod
     def _post(self, message: ClientRequest) -> bool:
@@ -183,17 +214,39 @@ class RouterTransport(ABC):
 
 
 class ZmqTransport(RouterTransport):
-    """To a router by one socket. Make it on the event loop that is to use it."""
+    """To a router by one socket. Make it on the event loop that is to use it.
+
+    A request waits `timeout` seconds for a router that is not there, then it is answered with an Error (503); for the
+    answers of one that is there it waits as long as they take."""
 
     _reply = wire.Decoder(ClientReply)
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout: float = CONNECT_SECONDS) -> None:
         super().__init__()
+        self._home = Home()
+        self._home.check()
+        self._timeout = timeout
         self._socket = wire.DealerSocket(address, self._receive, on_lost=self._lost)
 
     @property
     def connected(self) -> bool:
         return self._socket.connected
+
+    def check(self) -> None:
+        self._home.check()
+
+    def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
+        self.check()
+        request_id = super().submit(request, on_answer)
+        if not self.connected:
+            asyncio.get_running_loop().call_later(self._timeout, self._give_up, request_id)
+        return request_id
+
+    def _give_up(self, request_id: int) -> None:
+        """Fail a request that no router has come for: had one come and gone, it would have failed by then."""
+        if not self.connected and (pending := self._pending.get(request_id)):
+            self.cancel(request_id)
+            pending.fail(request_id, "the router cannot be reached")
 
     def _post(self, message: ClientRequest) -> bool:
         return self._socket.send(wire.encode(message))
@@ -229,7 +282,8 @@ class HereTransport(RouterTransport):
 
 
 class HttpTransport:
-    """A request of the native protocol is one POST; cancelling it closes the connection."""
+    """A request of the native protocol is one POST; cancelling it closes the connection. `url` may end in `/v1`, as
+    OpenAI's clients want it."""
 
     ordered = False
     _reply = msgspec.json.Decoder(ClientReply)
@@ -239,12 +293,19 @@ class HttpTransport:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout)
+        base = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout)
         self._open: dict[int, tuple[asyncio.Task[None], _Pending]] = {}
         self._ids = itertools.count(1)
+        self._home = Home()
+
+    def check(self) -> None:
+        """See Transport."""
+        self._home.check()
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
         """See Transport."""
+        self.check()
         request.id = next(self._ids)
         pending = _Pending(request, on_answer)
         work = self._post(request.id, self._encode(request), pending)

@@ -10,17 +10,19 @@ import signal
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from radixrt import Branch, gen, program
 from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_bytes, token_list
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
 from radixrt.launch import LocalStack, free_tcp_address
 from radixrt.messages import ChatPrompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.process import RouterThread
+from radixrt.transports import ZmqTransport
 from tests.checkpoints import make_model, make_tokenizer
 
 SHORT = Sampling(max_tokens=8)
@@ -323,3 +325,138 @@ def test_the_router_does_not_answer():
                 client.health()
     finally:
         router.stop()
+
+
+# ---------------------------------------------------------------- nobody there (any more)
+
+
+def wait_until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_request_waits_for_a_router_that_is_not_there_but_not_for_ever():
+    address = free_tcp_address()
+    stack = fake_stack(client_address=address)
+    stack.__enter__()
+    with Client(address, timeout=0.4) as client:
+        stack.__exit__()
+        wait_until(lambda: not client.aio._transport.connected)
+        for use in (
+            lambda: client.generate([1, 2], SHORT),
+            lambda: list(client.stream([1, 2], SHORT)),
+            lambda: client.score([1], [[2]]),
+            lambda: client.tokenize("x"),
+        ):
+            began = time.monotonic()
+            with pytest.raises(ServerError, match="the router cannot be reached") as caught:
+                use()
+            assert caught.value.code == 503 and time.monotonic() - began < 2
+        with fake_stack(client_address=address):
+            wait_until(lambda: client.aio._transport.connected)
+            health = client.health()["counters"]
+            assert health["requests"] == health.get("cancelled", 0), "nobody waits for what was asked before"
+            assert client.generate([1, 2], SHORT).ids, "the client goes on"
+
+
+def test_a_request_is_answered_by_a_router_that_starts_in_time():
+    address = free_tcp_address()
+
+    async def early() -> bytes:
+        client = AsyncClient(ZmqTransport(address, timeout=20), timeout=20)
+        try:
+            waiting = asyncio.ensure_future(client.generate([1, 2], SHORT))
+            await asyncio.sleep(0.1)
+            stack = await asyncio.to_thread(fake_stack(client_address=address).__enter__)
+            try:
+                return (await waiting).ids
+            finally:
+                await asyncio.to_thread(stack.__exit__)
+        finally:
+            await client.close()
+
+    assert len(asyncio.run(early())) == 4 * 8
+
+
+def test_a_request_that_was_delivered_may_take_longer_than_the_timeout():
+    address = free_tcp_address()
+
+    async def slow() -> bytes:
+        client = AsyncClient(ZmqTransport(address, timeout=0.6))
+        try:
+            waiting = asyncio.ensure_future(client.generate([1, 2], SHORT))
+            assert not client._transport.connected
+            return (await waiting).ids
+        finally:
+            await client.close()
+
+    with fake_stack("0,0.15", client_address=address):
+        began = time.monotonic()
+        assert len(asyncio.run(slow())) == 4 * 8 and time.monotonic() - began > 0.9
+
+
+# ---------------------------------------------------------------- where a client may be used
+
+ELSEWHERE = "belongs to the event loop, and the process, that it was first used on.* plain Client"
+
+
+@both
+def test_an_async_client_is_refused_on_another_event_loop(scheme):
+    @program
+    async def asks(s: Branch) -> str:
+        s += "start"
+        s += gen("x", SHORT)
+        return await s["x"]
+
+    async def elsewhere(client: AsyncClient) -> None:
+        for use in (lambda: client.generate([1], SHORT), client.health, client.close, lambda: asks(client)):
+            with pytest.raises(RuntimeError, match=ELSEWHERE):
+                await asyncio.wait_for(use(), 5)
+
+    with serving(scheme) as address, Client(address) as client:
+        assert client.generate([1, 2], SHORT).ids
+        asyncio.run(elsewhere(client.aio))
+        assert client.generate([1, 2], SHORT).ids, "it goes on where it belongs"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@both
+def test_a_client_is_refused_in_a_process_that_was_forked_off(scheme):
+    with serving(scheme) as address, asyncio.Runner() as runner:
+        aio = runner.run(AsyncClient.connect(address))
+        with Client(address) as client:
+            assert in_a_fork(lambda: runner.run(aio.health())).startswith("a client belongs to the event loop, and")
+            assert in_a_fork(client.health) == "a Client does not go along into another process: make one there"
+            assert in_a_fork(client.close) == "nothing was raised"
+            assert client.health()["serving"]
+        assert runner.run(aio.health())["serving"]
+        runner.run(aio.close())
+
+
+def in_a_fork(use: Callable[[], object]) -> str:
+    """The message of the RuntimeError that `use` raises in a child of this process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        try:
+            use()
+            os.write(writing, b"nothing was raised")
+        except RuntimeError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/"])
+def test_an_address_may_end_as_openais_clients_want_it(end):
+    with serving("http") as address, Client(address + end) as client:
+        assert client.generate([1, 2], SHORT).ids and client.health()["serving"]

@@ -16,8 +16,8 @@
     debate.run(client, question="...")        # or: await debate(async_client, question="...")
 
 Beside these: `race` takes the first branch whose result will do and stops the others, `s.tool(f, ...)` calls a function
-while the branch waits, `with s.budget(tokens=..., seconds=...)` limits what a part of the program may spend, and
-`with trace() as t` shows what was done and when.
+while the branch waits, `await other(s, ...)` goes on with another program, `with s.budget(tokens=..., seconds=...)`
+limits what a part of the program may spend, and `with trace() as t` shows what was done and when.
 
 A branch's nodes are worked off in order by one task; `+=` never waits. What was said is a state at the server, in token
 ids: each request sends what is new, a fork is one message, and what was generated stays in the prompt as the very ids,

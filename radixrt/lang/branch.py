@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from radixrt.lang.session import PAUSE_AFTER, Session
 from radixrt.lang.speaker import Speaker, Work
 from radixrt.lang.tools import Call, Calls
 from radixrt.lang.trace import Run
-from radixrt.lang.values import Promise, Text, Value
+from radixrt.lang.values import Promise, Text, Value, kind_of
 from radixrt.messages import Origin
 
 
@@ -113,7 +113,7 @@ class Branch:
             if isinstance(part, Gen | Select):
                 promises.append(self._promise(part))
             elif not isinstance(part, str | _Fork):
-                raise TypeError(f"expected text, gen, select or a role, not {type(part).__name__}")
+                raise TypeError(f"expected text, gen, select or a role, not {kind_of(part)}")
         self._queue.append(Work(node, site, promises, self._budget))
         self._start()
 
@@ -144,9 +144,12 @@ class Branch:
 
     # ------------------------------------------------------------ out
 
+    __iter__ = None
+    """Values have names, and no order."""
+
     def __getitem__(self, name: str) -> Awaitable[str]:
         """The text of the latest gen or select of that name. KeyError if there is none; ProgramError if it failed."""
-        return Text(self._latest(name))
+        return Text(name, self._latest(name))
 
     async def value(self, name: str) -> Value:
         """All that is known of it; errors as of `s[name]`."""
@@ -165,12 +168,23 @@ class Branch:
     async def stream(self, name: str) -> AsyncIterator[str]:
         """Text of a `gen(name, stream=True)` as it comes; whoever comes late gets all of it too.
 
+        Leaving it early does not stop the generation, which others may read: `cancel` does.
+
         KeyError and ProgramError as of `s[name]`; ValueError for a gen that does not stream."""
         promise = self._latest(name)
         if not promise.streams:
             raise ValueError(f"{name!r} was not appended as gen({name!r}, stream=True)")
         async for piece in promise.stream():
             yield piece
+
+    async def text(self) -> str:
+        """All that was said here, when everything appended so far has been done. ProgramError as of `wait`; ValueError
+        in a program that uses roles."""
+        return (await self.wait())._speaker.history.text()
+
+    async def messages(self) -> list[dict[str, str]]:
+        """As `text`, of a program that uses roles: `role` and `content` of each message."""
+        return (await self.wait())._speaker.history.messages()
 
     async def wait(self) -> Self:
         """Return when everything appended so far has been done. ProgramError if something failed or was cancelled."""
@@ -240,6 +254,11 @@ class Branch:
         """A tool runs on: the server hears of it if it has nothing else to do here."""
         if self._failure is None and not self._closed and not any(map(_asks, (*self._queue, self._doing))):
             self._speaker.pause(seconds)
+
+    def _part(self, name: str, site: Site) -> contextlib.AbstractContextManager[Any]:
+        """Another program goes on here in the block."""
+        self._check_open()
+        return self._run.timed(self.path, "program", name, site) if self._run else contextlib.nullcontext()
 
     # ------------------------------------------------------------ the task
 
@@ -352,8 +371,30 @@ def _asks(work: Work | None) -> bool:
     return work is not None and (isinstance(work.node, _Fork) or bool(work.promises))
 
 
-async def join(*branches: Branch) -> list[Branch]:
-    """Wait until all that was appended to these branches is done: the branches. ProgramError of the first that failed
-    or was cancelled."""
+def join(*branches: Branch | Sequence[Branch]) -> Awaitable[list[Branch]]:
+    """Wait until all that was appended to these branches is done: the branches, which may be given as one list.
+    ProgramError of the first that failed or was cancelled; TypeError for branches of a plain program."""
+    return wait_all(check_branches("join", listed(branches)))
+
+
+async def wait_all(branches: list[Branch]) -> list[Branch]:
+    """See `join`."""
     await asyncio.gather(*(branch.wait() for branch in branches))
-    return list(branches)
+    return branches
+
+
+def listed(branches: Sequence[Any]) -> list[Any]:
+    """Branches that were given one by one, or as one list."""
+    match branches:
+        case [[*given]]:
+            return given
+    return [*branches]
+
+
+def check_branches(what: str, branches: Sequence[Any]) -> list[Branch]:
+    """These branches. TypeError where one is none."""
+    for branch in branches:
+        if not isinstance(branch, Branch):
+            kind = type(branch).__name__
+            raise TypeError(f"{what}: expected Branches, not {kind}; a plain program writes s.{what}(branches, ...)")
+    return [*branches]

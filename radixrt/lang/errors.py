@@ -8,6 +8,8 @@ from asyncio import CancelledError
 from types import FrameType
 from typing import Any, NamedTuple
 
+from radixrt.client import ServerError
+
 
 class Site(NamedTuple):
     """A line of a program."""
@@ -35,8 +37,7 @@ class ProgramError(Exception):
     def __init__(self, site: Site, branch: str, problem: BaseException) -> None:
         where = f" in branch {branch}" if branch else ""
         source = f"\n    {site.source}" if site.source else ""
-        said = "cancelled" if isinstance(problem, CancelledError) else str(problem) or type(problem).__name__
-        super().__init__(f"{site}{where}: {said}{source}")
+        super().__init__(f"{site}{where}: {said_of(problem)}{source}")
         self.site = site
         self.branch = branch
         self.problem = problem
@@ -67,12 +68,30 @@ class Lost(Exception):
 
 
 class NoWinner(ProgramError):
-    """No branch of a race had a result that would do. `results` are those that came, by branch path."""
+    """No branch of a race had a result that would do. `results` are those that came and `problems` what the others
+    failed with, each by branch path; the first problem is the cause."""
 
-    results: dict[str, Any]
+    def __init__(self, site: Site, results: dict[str, Any], problems: dict[str, BaseException]) -> None:
+        said = f"no branch won: {len(results)} results were refused, {len(problems)} branches failed"
+        if first := [*problems.values()][:1]:
+            said += f", the first with: {said_of(first[0])}"
+        super().__init__(site, "", Lost(said))
+        self.results = results
+        self.problems = problems
+        self.__cause__ = first[0] if first else self.problem
 
 
 def error_at(site: Site, branch: str, problem: BaseException) -> ProgramError:
     """The ProgramError that says where `problem` was."""
     kind = BudgetExceeded if isinstance(problem, Spent) else ProgramError
     return kind(site, branch, problem)
+
+
+def said_of(problem: BaseException) -> str:
+    """A problem in words, with its type unless it is of radixrt's own."""
+    if isinstance(problem, CancelledError):
+        return "cancelled"
+    words, kind = str(problem), type(problem).__name__
+    if isinstance(problem, ServerError | ProgramError | Spent | Lost):
+        return words or kind
+    return f"{kind}: {words}" if words else kind

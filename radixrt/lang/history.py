@@ -58,6 +58,27 @@ class History:
     def has_roles(self) -> bool:
         return bool(self._roles)
 
+    def messages(self) -> list[dict[str, str]]:
+        """`role` and `content` of each message, the open one included. ValueError in a program without roles."""
+        if self._roles is False:
+            raise ValueError("messages, in a program without roles: it has text")
+        found: list[dict[str, str]] = []
+        for one in self._said:
+            match one:
+                case SaidMessage(role, content):
+                    found.append({"role": role, "content": content})
+                case TurnBegins():
+                    found.append({"role": "assistant", "content": ""})
+                case SaidText(text=text) | SaidChoice(text=text) | SaidAnswer(text=text):
+                    found[-1]["content"] += text
+        return found
+
+    def text(self) -> str:
+        """All text. ValueError in a program with roles."""
+        if self._roles:
+            raise ValueError("text, in a program with roles: it has messages")
+        return "".join(one.text for one in self._said)
+
     # ------------------------------------------------------------ growing
 
     def say(self, text: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from radixrt.lang.schema import grammar_of
+from radixrt.lang.values import kind_of
 from radixrt.messages import Sampling
 
 
@@ -59,6 +60,9 @@ def gen(
     grammars go in as `grammar=Grammar("ebnf", ...)`.
 
     TypeError for a field that Sampling does not have; ValueError for regex and schema at once."""
+    if not isinstance(sampling, Sampling):
+        meant = f": write max_tokens={sampling}" if isinstance(sampling, int) else ""
+        raise TypeError(f"gen {name!r}: expected a Sampling, not {type(sampling).__name__}{meant}")
     for field in ("stop", "stop_token_ids"):
         if field in overrides:
             value = overrides[field]
@@ -70,11 +74,18 @@ def gen(
     return Gen(name, msgspec.structs.replace(sampling, **overrides) if overrides else sampling, stream, schema)
 
 
-def select(name: str, choices: Sequence[str], *, per_token: bool = True) -> Select:
-    """Choose among texts, in one round trip. ValueError without choices, or if one is empty."""
-    if not choices or not all(choices):
+def select(name: str, choices: Iterable[str], *, per_token: bool = True) -> Select:
+    """Choose among texts, in one round trip. TypeError for one text alone, or a choice that is none; ValueError without
+    choices, or if one is empty."""
+    if isinstance(choices, str):
+        raise TypeError(f"select {name!r}: choices are several texts, not one: write [{choices!r}, ...]")
+    texts = tuple(choices)
+    for choice in texts:
+        if not isinstance(choice, str):
+            raise TypeError(f"select {name!r}: a choice must be text, not {kind_of(choice)}")
+    if not texts or not all(texts):
         raise ValueError(f"select {name!r}: choices must be texts that are not empty, at least one")
-    return Select(name, tuple(choices), per_token)
+    return Select(name, texts, per_token)
 
 
 def role(name: str, *parts: str | Gen | Select) -> Role:
@@ -82,7 +93,7 @@ def role(name: str, *parts: str | Gen | Select) -> Role:
     not say."""
     for part in parts:
         if not isinstance(part, str | Gen | Select):
-            raise TypeError(f"{name}: expected text, gen or select, not {type(part).__name__}")
+            raise TypeError(f"{name}: expected text, gen or select, not {kind_of(part)}")
         if not isinstance(part, str) and name != "assistant":
             raise ValueError(f"{name}: only the assistant generates")
     return Role(name, parts)

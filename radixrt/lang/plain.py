@@ -9,16 +9,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-from radixrt.lang.branch import Branch, join
+from radixrt.lang.branch import Branch, listed, wait_all
 from radixrt.lang.budget import Budget
 from radixrt.lang.errors import Site
 from radixrt.lang.nodes import Node
 from radixrt.lang.race import run_race
-from radixrt.lang.threads import in_thread
+from radixrt.lang.threads import in_thread, outcome_of
 from radixrt.lang.tools import Call
 from radixrt.lang.values import Value
 
 T = TypeVar("T")
+ON_THE_LOOP = "a SyncBranch cannot wait inside async code: use it in plain functions, or make the program an async one"
 
 
 class SyncBranch:
@@ -47,6 +48,9 @@ class SyncBranch:
         children = self._call(self._branch._fork, count, Site.of(sys._getframe(1)))
         return [SyncBranch(child, self._loop) for child in children]
 
+    __iter__ = None
+    """Values have names, and no order."""
+
     def __getitem__(self, name: str) -> str:
         return self.value(name).text
 
@@ -64,15 +68,25 @@ class SyncBranch:
         while (piece := self._wait(_next(pieces))) is not None:
             yield piece
 
+    def text(self) -> str:
+        """See Branch.text."""
+        return self._wait(self._branch.text())
+
+    def messages(self) -> list[dict[str, str]]:
+        """See Branch.messages."""
+        return self._wait(self._branch.messages())
+
     def wait(self) -> Self:
         """See Branch.wait."""
         self._wait(self._branch.wait())
         return self
 
-    def join(self, branches: Sequence[SyncBranch]) -> list[SyncBranch]:
-        """Wait until all that was appended to `branches` is done: the branches. ProgramError as of `join`."""
-        self._wait(join(*(branch._branch for branch in branches)))
-        return list(branches)
+    def join(self, *branches: SyncBranch | Sequence[SyncBranch]) -> list[SyncBranch]:
+        """Wait until all that was appended to `branches`, which may be one list, is done: the branches. ProgramError as
+        of `join`."""
+        plain = listed(branches)
+        self._wait(wait_all([branch._branch for branch in plain]))
+        return plain
 
     def race(
         self,
@@ -119,18 +133,30 @@ class SyncBranch:
         self._wait(self._branch.cancel())
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        outcome = outcome_of(work)
         try:
-            waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop has ended, and the program with it
+            self._check_thread()
+            waiting = asyncio.run_coroutine_threadsafe(outcome, self._loop)
+        except RuntimeError:  # not from here, or the loop has ended, and the program with it
+            outcome.close()
             work.close()
             raise
-        return waiting.result()
+        result, problem = waiting.result()
+        if problem is not None:
+            raise problem
+        return result
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
         """Call something on the event loop."""
+        self._check_thread()
         outcome: Future[T] = Future()
         self._loop.call_soon_threadsafe(_settle, outcome, function, args)
         return outcome.result()
+
+    def _check_thread(self) -> None:
+        """RuntimeError on the event loop itself, which would wait for itself for ever."""
+        if asyncio._get_running_loop() is self._loop:
+            raise RuntimeError(ON_THE_LOOP)
 
 
 async def _next(items: AsyncIterator[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,19 +27,44 @@ def use_client(client: Client | None) -> None:
 
 
 class Program:
-    """Calls its function with a new branch and the arguments given. See `program`."""
+    """Calls its function with a branch and the arguments given. See `program`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """TypeError for a function that yields."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"program {function.__name__}: a program returns its result, and cannot yield")
         self.function = function
         self.name = function.__name__
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, inspect.unwrap(function))))
         functools.update_wrapper(self, function)
 
-    async def __call__(self, client: AsyncClient, *args: Any, **kwargs: Any) -> Any:
-        """Run it: what the function returns, when all its branches have done their work.
+    def __call__(self, client: AsyncClient | Branch | SyncBranch, *args: Any, **kwargs: Any) -> Any:
+        """Run it on a new branch of an AsyncClient, or on a branch of a program that runs: what the function returns,
+        to be awaited unless a SyncBranch was given.
 
-        ProgramError for what went wrong at a node, unless the function has been given it already, by asking for a value
-        there, and went on; other exceptions are the function's own. Whatever ends it early cancels what its branches
-        still do: nothing of a program runs on when it has ended."""
+        On a client the result is there when all its branches have done their work. ProgramError then for what went
+        wrong at a node, unless the function has been given it already, by asking for a value there, and went on; other
+        exceptions are the function's own. Whatever ends it early cancels what its branches still do: nothing of a
+        program runs on when it has ended. TypeError at once for anything but a client or a branch."""
+        site = Site.of(sys._getframe(1))
+        match client:
+            case AsyncClient():
+                return self._begin(client, *args, **kwargs)
+            case Branch():
+                return self._go_on(client, site, *args, **kwargs)
+            case SyncBranch():
+                return client._wait(self._go_on(client._branch, site, *args, **kwargs))
+        raise TypeError(
+            f"{self.name}: its first argument is an AsyncClient or a branch, not {type(client).__name__} "
+            f"({self.name}.run takes a Client)"
+        )
+
+    async def _go_on(self, branch: Branch, site: Site, /, *args: Any, **kwargs: Any) -> Any:
+        with branch._part(self.name, site):
+            return await self._call(branch, *args, **kwargs)
+
+    async def _begin(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Any:
+        client.check()
         code = self.function.__code__
         run = begin_run(self.name)
         session = Session(client)
@@ -59,16 +85,26 @@ class Program:
             if run is not None:
                 run.ended = run.now()
 
-    async def _call(self, branch: Branch, *args: Any, **kwargs: Any) -> Any:
-        if inspect.iscoroutinefunction(self.function):
+    async def _call(self, branch: Branch, /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_async:
             return await self.function(branch, *args, **kwargs)
         plain = SyncBranch(branch, asyncio.get_running_loop())
-        return await in_thread(self.function, plain, *args, **kwargs)
+        result = await in_thread(self.function, plain, *args, **kwargs)
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise TypeError(
+                f"program {self.name}: a plain function returned something to be awaited ({type(result).__name__}): "
+                "make it an async function (a decorator of one needs functools.wraps)"
+            )
+        return result
 
     def run(self, *args: Any, client: Client | None = None, **kwargs: Any) -> Any:
         """Run it and wait, on a plain Client: `client`, the first argument, or that of `use_client`.
 
-        TypeError without any."""
+        TypeError without any, and for an AsyncClient or a branch."""
+        if args and isinstance(args[0], AsyncClient | Branch | SyncBranch):
+            raise TypeError(f"{self.name}.run takes a Client; give {type(args[0]).__name__} to {self.name}(...) itself")
         if args and isinstance(args[0], Client):
             client, *args = args
         client = client or _default
@@ -84,5 +120,10 @@ async def _finish(branch: Branch) -> None:
 
 def program(function: Callable[..., Any]) -> Program:
     """Make a program of a function whose first parameter is its branch: a Branch for an async function, a SyncBranch
-    for a plain one. Its name is what the hit-rate report calls it."""
+    for a plain one. Its name is what the hit-rate report calls it. TypeError for a function that yields.
+
+        await debate(async_client, "...")    on a new branch; debate.run(client, "...") waits
+        await debate(s, "...")               on a branch of another program, as a part of that one
+        debate(s, "...")                     the same in a plain program
+    """
     return Program(function)

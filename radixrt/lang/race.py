@@ -8,8 +8,8 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from radixrt.lang.branch import Branch
-from radixrt.lang.errors import Lost, NoWinner, Site
+from radixrt.lang.branch import Branch, check_branches
+from radixrt.lang.errors import NoWinner, Site
 from radixrt.lang.threads import outcome_of
 
 Work = str | Callable[[Branch], Awaitable[Any]]
@@ -25,7 +25,7 @@ def race(branches: Sequence[Branch], work: Work, *, until: Until | None = None) 
     of them has, whose text is the result then. All other branches are cancelled, here and at the server, before this
     returns. A branch whose work fails is out. NoWinner if nobody is left: branches that have not failed may then still
     be used. ValueError without branches."""
-    return run_race(list(branches), work, until, Site.of(sys._getframe(1)))
+    return run_race(check_branches("race", branches), work, until, Site.of(sys._getframe(1)))
 
 
 async def run_race(branches: list[Branch], work: Work, until: Until | None, site: Site) -> tuple[Branch, Any]:
@@ -34,7 +34,7 @@ async def run_race(branches: list[Branch], work: Work, until: Until | None, site
         raise ValueError("a race needs at least one branch")
     runs = {asyncio.ensure_future(outcome_of(_run(branch, work))): branch for branch in branches}
     results: dict[str, Any] = {}
-    problems: list[BaseException] = []
+    problems: dict[str, BaseException] = {}
     losers = branches
     try:
         while runs:
@@ -45,7 +45,7 @@ async def run_race(branches: list[Branch], work: Work, until: Until | None, site
                 if problem is not None:
                     if not isinstance(problem, Exception):  # it wants to exit
                         raise problem
-                    problems.append(problem)
+                    problems[branch.path] = problem
                     await branch.cancel()
                 elif await _will_do(until, result):
                     losers = [other for other in branches if other is not branch]
@@ -53,7 +53,7 @@ async def run_race(branches: list[Branch], work: Work, until: Until | None, site
                 else:
                     results[branch.path] = result
         losers = []
-        raise _no_winner(site, results, problems)
+        raise NoWinner(site, results, problems)
     finally:
         await _stop(list(runs), losers)
 
@@ -67,14 +67,6 @@ async def _will_do(until: Until | None, result: Any) -> bool:
         return True
     answer = until(result)
     return bool(await answer if inspect.isawaitable(answer) else answer)
-
-
-def _no_winner(site: Site, results: dict[str, Any], problems: list[BaseException]) -> NoWinner:
-    said = f"no branch won: {len(results)} results were refused, {len(problems)} branches failed"
-    first = f", the first with: {problems[0]}" if problems else ""
-    error = NoWinner(site, "", Lost(said + first))
-    error.results = results
-    return error
 
 
 async def _stop(runs: Sequence[asyncio.Future[Any]], losers: Sequence[Branch]) -> None:

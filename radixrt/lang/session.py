@@ -18,13 +18,13 @@ one that is quicker."""
 class Session:
     """The states of a run, in a scope of their own that nobody guesses."""
 
-    __slots__ = ("_client", "_numbers", "_untaken", "_used", "scope")
+    __slots__ = ("_client", "_ended", "_numbers", "_untaken", "_used", "scope")
 
     def __init__(self, client: AsyncClient) -> None:
         self.scope = secrets.token_hex(SCOPE_BYTES)
         self._client = client
         self._numbers = itertools.count(1)
-        self._used = False
+        self._used = self._ended = False
         self._untaken: set[asyncio.Future[None]] = set()
         """Forks and pauses that the server may not have read yet."""
 
@@ -43,18 +43,22 @@ class Session:
 
     def end(self) -> None:
         """The run is over: the server need not keep anything of it."""
-        if not self._used:
-            return
-        if self._untaken:  # another front end may be faster
-            asyncio.gather(*self._untaken, return_exceptions=True).add_done_callback(lambda _: self._forget())
-        else:
-            self._forget()
+        self._ended = True
+        self._forget()
 
     def _tell(self, message: Fork | Pause) -> asyncio.Future[None]:
         taken = self._client.tell(message)
-        self._untaken.add(taken)
-        taken.add_done_callback(self._untaken.discard)
+        if not taken.done():
+            self._untaken.add(taken)
+            taken.add_done_callback(self._take)
         return asyncio.shield(taken)  # who waits may be cancelled
 
+    def _take(self, taken: asyncio.Future[None]) -> None:
+        self._untaken.discard(taken)
+        self._forget()
+
     def _forget(self) -> None:
-        self._client.tell(Forget(id=0, scope=self.scope))
+        """When all that is to be forgotten has been read: over HTTP messages may overtake each other."""
+        if self._ended and self._used and not self._untaken:
+            self._used = False
+            self._client.tell(Forget(id=0, scope=self.scope))

@@ -11,6 +11,8 @@ WIDTH = 48
 """Characters shown of what was said."""
 SHOWN = 2000
 """As WIDTH, of a page's hints."""
+TIMED = ("gen", "select", "tool", "program")
+"""Steps that take time."""
 
 
 def to_text(runs: Sequence[Run]) -> str:
@@ -65,7 +67,7 @@ def _figures(step: Step) -> str:
         parts.append(f"in {usage.prompt_tokens:,} cached {usage.cached_tokens:,} out {usage.completion_tokens:,}")
     if step.first is not None:
         parts.append(f"first {_ms(step.first - step.began)}")
-    if step.kind in ("gen", "select", "tool"):
+    if step.kind in TIMED:
         parts.append(_ms(step.seconds) if step.ended is not None else "running")
     if step.finish:
         parts.append(step.finish.splitlines()[0])
@@ -101,12 +103,13 @@ tr.bad td {{ color: #c33; }}
 .bar {{ position: relative; height: .8em; background: #8881; }}
 .bar i {{ position: absolute; height: 100%; min-width: 1px; }}
 .wait {{ background: #9bb8d8; }} .gen {{ background: #3b7dc4; }} .select {{ background: #7a5cc0; }}
+.program {{ background: #8884; }}
 .tool {{ background: repeating-linear-gradient(45deg, #c9922f 0 4px, #e6c07a 4px 8px); }}
 .key i {{ display: inline-block; width: 1em; height: .8em; margin: 0 .3em 0 1em; }}
 </style></head><body>
 <h1>radixrt trace</h1>
 <p class="key"><i class="wait"></i>until the first token<i class="gen"></i>gen<i class="select"></i>select
-<i class="tool"></i>tool: the branch waits</p>
+<i class="tool"></i>tool: the branch waits<i class="program"></i>another program, called on the branch</p>
 {runs}
 </body></html>
 """
@@ -134,7 +137,7 @@ def _step_row(depth: int, step: Step, run: Run) -> str:
     usage = step.usage
     counts = [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens] if usage.prompt_tokens else [""] * 3
     first = "" if step.first is None else _ms(step.first - step.began)
-    timed = _ms(step.seconds) if step.kind in ("gen", "select", "tool") and step.ended is not None else ""
+    timed = _ms(step.seconds) if step.kind in TIMED and step.ended is not None else ""
     numbers = "".join(
         f'<td class="n">{cell:,}</td>' if isinstance(cell, int) else f'<td class="n">{cell}</td>'
         for cell in (*counts, first, timed)
@@ -154,7 +157,7 @@ def _indent(depth: int) -> str:
 
 
 def _bar(step: Step, run: Run) -> str:
-    if step.kind not in ("gen", "select", "tool"):
+    if step.kind not in TIMED:
         return ""
     ended = run.now() if step.ended is None else step.ended
     spans = [(step.began, ended, step.kind)]

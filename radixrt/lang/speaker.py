@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,18 +98,10 @@ class Speaker:
                 step.usage, step.finish, step.said = value.usage, value.finish, value.text
         work.promises.popleft().keep(value)
 
-    @contextlib.contextmanager
-    def _traced(self, node: Gen | Select, site: Site) -> Iterator[Step | None]:
+    def _traced(self, node: Gen | Select, site: Site) -> contextlib.AbstractContextManager[Step | None]:
         if self._run is None:
-            yield None
-            return
-        step = self._run.begin(self._origin.branch, "gen" if isinstance(node, Gen) else "select", node.name, site)
-        try:
-            yield step
-        except BaseException as problem:
-            self._run.end(step, problem)
-            raise
-        self._run.end(step)
+            return contextlib.nullcontext()
+        return self._run.timed(self._origin.branch, "gen" if isinstance(node, Gen) else "select", node.name, site)
 
     # ------------------------------------------------------------ states
 

@@ -8,13 +8,15 @@ Path("trace.html").write_text(t.html())
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import time
 from asyncio import CancelledError
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from radixrt.lang.errors import ProgramError, Site, Spent
+from radixrt.lang.errors import ProgramError, Site, Spent, said_of
 from radixrt.messages import Usage
 
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("radixrt trace", default=None)
@@ -26,9 +28,9 @@ class Step:
 
     branch: str
     kind: str
-    """`text`, `gen`, `select`, `tool` or `fork`."""
+    """`text`, `gen`, `select`, `tool`, `fork` or `program`: one that was called on the branch."""
     name: str
-    """Of a gen, a select or a tool; a text's role."""
+    """Of a gen, a select, a tool or a program; a text's role."""
     site: Site
     began: float
     first: float | None = None
@@ -76,7 +78,18 @@ class Run:
         """It ends now."""
         step.ended = self.now()
         if problem is not None:
-            step.finish = _said_of(problem)
+            step.finish = _finish_of(problem)
+
+    @contextlib.contextmanager
+    def timed(self, branch: str, kind: str, name: str, site: Site) -> Iterator[Step]:
+        """A step that lasts as long as the block."""
+        step = self.begin(branch, kind, name, site)
+        try:
+            yield step
+        except BaseException as problem:
+            self.end(step, problem)
+            raise
+        self.end(step)
 
     @property
     def seconds(self) -> float:
@@ -97,12 +110,12 @@ class Run:
         return Usage(*(sum(getattr(u, name) for u in asked) for name in Usage.__struct_fields__[:3]))
 
 
-def _said_of(problem: BaseException) -> str:
+def _finish_of(problem: BaseException) -> str:
     while isinstance(problem, ProgramError):
         problem = problem.problem
-    if isinstance(problem, CancelledError):
-        return "cancelled"
-    return "budget spent" if isinstance(problem, Spent) else f"error: {problem or type(problem).__name__}"
+    if isinstance(problem, Spent):
+        return "budget spent"
+    return said_of(problem) if isinstance(problem, CancelledError) else f"error: {said_of(problem)}"
 
 
 class Trace:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from radixrt.lang.errors import ProgramError
 from radixrt.lang.schema import parse
@@ -89,13 +90,41 @@ def _look(done: asyncio.Future[Value]) -> None:
 
 
 class Text:
-    """Awaits a value's text, any number of times."""
+    """Awaits a value's text, any number of times. What is done with text, and not with this, raises TypeError."""
 
-    __slots__ = ("_promise",)
+    __slots__ = ("_name", "_promise")
 
-    def __init__(self, promise: Promise) -> None:
+    def __init__(self, name: str, promise: Promise) -> None:
+        self._name = name
         self._promise = promise
 
     def __await__(self) -> Generator[Any, None, str]:
         value = yield from self._promise.__await__()
         return value.text
+
+    def __repr__(self) -> str:
+        return f"<text of {self._name!r}, to be awaited>"
+
+    @property
+    def advice(self) -> str:
+        """What to write in its place."""
+        return f"s[{self._name!r}] is not text before it is awaited: write await s[{self._name!r}]"
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(self.advice)
+
+    __str__ = __format__ = __int__ = __float__ = __bool__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __len__ = __iter__ = __contains__ = __getitem__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __hash__ = object.__hash__
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise AttributeError(f"there is no {attribute} here: {self.advice}")
+
+
+def kind_of(part: Any) -> str:
+    """What an error calls something that is not the text, or the node, that it should be."""
+    if isinstance(part, Text):
+        return part.advice
+    return type(part).__name__ + (", which is to be awaited" if inspect.isawaitable(part) else "")

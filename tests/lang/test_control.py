@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from radixrt import Branch, BudgetExceeded, NoWinner, ProgramError, Sampling, SyncBranch, gen, program, race, user
-from radixrt.client import Client
+from radixrt.client import Client, ServerError
 from radixrt.messages import SaidMessage
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -122,6 +122,61 @@ def test_nobody_wins(client):
 
     with pytest.raises(ValueError, match="at least one"):
         run(client, empty)
+
+
+@pytest.mark.parametrize("face", ["async", "plain"])
+def test_a_race_that_nobody_wins_keeps_what_the_attempts_failed_with(client, face):
+    errors = {"1": KeyError("japan"), "2": ZeroDivisionError()}
+
+    def fail(path: str) -> str:
+        if path in errors:
+            raise errors[path]
+        return path
+
+    async def attempt(branch: Branch) -> str:
+        return fail(branch.path)
+
+    async def hopeless(s: Branch):
+        s += "start"
+        await race(s.fork(3), attempt, until=lambda path: False)
+
+    def hopeless_plainly(s: SyncBranch):
+        s += "start"
+        s.race(s.fork(3), lambda branch: fail(branch.path), until=lambda path: False)
+
+    with pytest.raises(NoWinner) as caught:
+        run(client, hopeless if face == "async" else hopeless_plainly)
+    error = caught.value
+    assert error.results == {"0": "0"} and error.problems == errors
+    assert error.__cause__ is next(iter(error.problems.values()))
+    if error.__cause__ is errors["1"]:
+        assert "1 results were refused, 2 branches failed, the first with: KeyError: 'japan'" in str(error)
+
+
+def test_an_error_names_its_type_unless_it_is_the_servers_or_the_budgets(client):
+    async def fails(s: Branch, problem: Exception):
+        def tool() -> None:
+            raise problem
+
+        with pytest.raises(ProgramError) as caught:
+            await s.tool(tool)
+        return str(caught.value).splitlines()[0].partition(": ")[2]
+
+    for problem, said in (
+        (KeyError("japan"), "KeyError: 'japan'"),
+        (ValueError(), "ValueError"),
+        (ServerError(429, "too much"), "too much (429)"),
+    ):
+        assert run(client, fails, problem) == said
+
+    async def spends(s: Branch):
+        with s.budget(tokens=0):
+            s += gen("x", SHORT)
+        with pytest.raises(BudgetExceeded) as caught:
+            await s["x"]
+        return str(caught.value)
+
+    assert ": the budget of 0 tokens" in run(client, spends)
 
 
 def test_a_branch_whose_work_fails_is_out_at_once(slow):
@@ -252,7 +307,7 @@ def test_a_tools_error_points_to_the_line(client, face):
             return error, s["x"]
 
     error, text = run(client, agent if face == "async" else plain_agent)
-    assert error.site.line == line_of(f"# the {face} call") and "no luck" in str(error) and text
+    assert error.site.line == line_of(f"# the {face} call") and ": LookupError: no luck\n" in str(error) and text
     assert isinstance(error.__cause__, LookupError)
 
 

@@ -118,8 +118,31 @@ def test_arguments_and_errors(address, tmp_path):
     fine = command("run", "--url", address, str(path), "0.9")
     assert fine.returncode == 0 and fine.stdout.startswith("said")
     bad = command("run", "--url", address, str(path), "7")
-    assert bad.returncode == 1 and "prog.py:6: top_p must be in (0, 1]" in bad.stderr
+    assert bad.returncode == 1 and "prog.py:6: top_p must be in" in bad.stderr
     assert "s += gen('x', top_p=top_p, max_tokens=3)" in bad.stderr and "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize("kind", ["tool", "attempt"])
+def test_an_error_of_a_programs_own_function_is_shown_with_its_line(address, tmp_path, kind):
+    path = tmp_path / "prog.py"
+    call = {"tool": "await s.tool(look_up, 'japan')", "attempt": "await race(s.fork(2), attempt)"}[kind]
+    path.write_text(
+        "from radixrt import program, race\n"
+        "def look_up(country):\n"
+        "    return {}[country]\n"
+        "async def attempt(branch):\n"
+        "    return await branch.tool(look_up, 'japan')\n"
+        "@program\n"
+        "async def p(s):\n"
+        "    s += 'text'\n"
+        f"    {call}\n"
+        "p.run()\n"
+    )
+    done = command("run", "--url", address, str(path))
+    assert done.returncode == 1 and "prog.py:9: " in done.stderr and "KeyError: 'japan'" in done.stderr
+    assert f'File "{path}", line 3, in look_up' in done.stderr and "return {}[country]" in done.stderr
+    assert ("line 5, in attempt" in done.stderr) == (kind == "attempt")
+    assert "radixrt/" not in done.stderr
 
 
 def test_nobody_answers(nobody):

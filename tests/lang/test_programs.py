@@ -89,6 +89,50 @@ def ids_of(value) -> bytes:
     return token_bytes(value.token_ids)
 
 
+def test_a_branch_tells_its_messages(client):
+    async def chat(s: Branch):
+        s += system("Be brief.")
+        s += user("Hello", " there")
+        s += assistant("Well, ", gen("answer", SHORT), " or ", select("so", ["yes", "no"]))
+        (other,) = s.fork(1)
+        other += user("More?")
+        with pytest.raises(ValueError, match="it has messages"):
+            await s.text()
+        return await other.messages(), await s.messages(), s, other
+
+    whole, begun, s, other = run(client, chat)
+    assert whole == oracle_of(client, other).messages and begun == oracle_of(client, s).messages
+    assert [message["role"] for message in whole] == ["system", "user", "assistant", "user"]
+
+    def plainly(s: SyncBranch):
+        s += user("Hello")
+        s += gen("answer", SHORT)
+        return s.messages(), s["answer"]
+
+    messages, answer = run(client, plainly)
+    assert messages == [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
+
+
+def test_a_branch_tells_its_text(client):
+    async def story(s: Branch):
+        assert (await s.text(), await s.messages()) == ("", [])
+        s += "Once upon"
+        s += gen("middle", SHORT)
+        s += select("end", [" and", " or"])
+        with pytest.raises(ValueError, match="it has text"):
+            await s.messages()
+        return await s.text(), f"Once upon{await s['middle']}{await s['end']}"
+
+    def plainly(s: SyncBranch):
+        s += "Once upon"
+        s += gen("middle", SHORT)
+        return s.text(), f"Once upon{s['middle']}"
+
+    for function in (story, plainly):
+        text, expected = run(client, function)
+        assert text == expected
+
+
 def test_a_turn_that_ends_itself_is_closed_once(client):
     """The end-of-turn token that was drawn is the one the template writes: not twice in the prompt."""
     end = client.tokenize([{"role": "user", "content": "x"}]).count(2)

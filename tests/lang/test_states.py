@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixrt import Branch, Sampling, assistant, gen, program, select, use_client, user
-from radixrt.client import Client
+from radixrt.client import AsyncClient, Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
 from radixrt.lang.speaker import Speaker
@@ -268,6 +268,59 @@ def test_the_same_over_http(folder, running):
                 time.sleep(0.01)
     finally:
         frontend.stop()
+
+
+@pytest.mark.parametrize("face", ["plain", "async"])
+@pytest.mark.parametrize("transport", ["zmq", "http"])
+def test_a_client_that_is_closed_at_once_leaves_no_states(folder, running, transport, face):
+    running, other = running
+    frontend = None
+    address = running.address
+    if transport == "http":
+        settings_ = FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)
+        frontend = FrontendThread(resolve(settings_))
+        address = frontend.url
+
+    @program
+    async def forks(s: Branch) -> None:
+        s += "start"
+        s += gen("x", SHORT, max_tokens=2)
+        await s.tool(asyncio.sleep, 0.03)
+        for child in s.fork(3):
+            child += gen("y", SHORT, max_tokens=2)
+            child.fork(2)
+
+    async def run_and_close() -> None:
+        async with await AsyncClient.connect(address) as client:
+            await forks(client)
+
+    try:
+        for _ in range(20):
+            if face == "async":
+                asyncio.run(run_and_close())
+            else:
+                with Client(address) as client:
+                    forks.run(client)
+            health = other.health()
+            assert (health["states"], health["paused"]) == (0, 0)
+    finally:
+        if frontend:
+            frontend.stop()
+
+
+def test_a_server_that_reads_nothing_does_not_hold_up_a_close(running):
+    running, _ = running
+    client = Client(running.address)
+    long_story.run(client, "a story", 1)
+    running._router_thread.server.take = lambda client, message: None
+    client.run(_tell(client.aio, Pause(id=0, scope="0123456789abcdef", state=1)))
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 3
+
+
+async def _tell(client: AsyncClient, message: Pause) -> None:
+    await client.tell(message)
 
 
 # ---------------------------------------------------------------- tools
