@@ -17,10 +17,10 @@ SAID = frozenset({"title", "description", "default", "examples", "deprecated", "
 """Keywords that a value need not follow."""
 DEFINED = frozenset({"$defs", "definitions"})
 OF_OBJECTS = DEFINED | {"type", "properties", "required", "additionalProperties"}
-MOST_REFS = 16
-"""Of schemas in `allOf` within each other, and of references between them."""
-MOST_MADE_ONE = 256
-"""Of a schema, which may refer to itself."""
+MOST_WITHIN = 16
+"""Schemas in `allOf` within each other, and references between them."""
+MOST_PARTS = 5000
+"""Of a schema, which may refer to itself: what is looked at to make objects one, and what comes of them."""
 VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, not schemas."""
 UNSAFE = r"\"\\\n\r"
@@ -49,7 +49,7 @@ class _Schema:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = MOST_MADE_ONE
+        self._left = MOST_PARTS
 
     def fit(self, value: Any, within: int = 0) -> Any:
         """A part of it, made fit; it is `within` so many objects that were made one."""
@@ -57,15 +57,41 @@ class _Schema:
             return [self.fit(inner, within) for inner in value]
         if not isinstance(value, dict):
             return value
-        if isinstance(value.get("allOf"), list) and within < MOST_REFS and self._left:
-            if (parts := _objects(value, self._root, MOST_REFS)) and (one := _one(parts)):
-                self._left -= 1
-                within += 1
-                value = {key: value[key] for key in DEFINED & value.keys()} | one
+        self._left -= within > 0
+        if within < MOST_WITHIN and _has_several(value) and (one := _one(self._objects(value, MOST_WITHIN))):
+            within += 1
+            value = {key: value[key] for key in DEFINED & value.keys()} | one
         changed = {key: inner if key in VALUES else self.fit(inner, within) for key, inner in value.items()}
         if isinstance(pattern := value.get("pattern"), str):
             changed["pattern"] = safe_pattern(pattern)
         return changed
+
+    def _objects(self, schema: Any, within: int) -> list[dict[str, Any]] | None:
+        """What a value must be, by all that a schema says: schemas of objects. None where there are others among them,
+        or too many."""
+        self._left -= 1
+        if not isinstance(schema, dict) or self._left < 0:
+            return None
+        own = {key: inner for key, inner in schema.items() if key not in ("allOf", "$ref")}
+        found = [own] if own.keys() - SAID - DEFINED else []
+        inner = schema.get("allOf", [])
+        if (found and not _is_object(own)) or not isinstance(inner, list):
+            return None
+        for part in [*inner, *([self._referred(schema["$ref"])] if "$ref" in schema else [])]:
+            more = self._objects(part, within - 1) if within else None
+            if more is None:
+                return None
+            found += more
+        return found
+
+    def _referred(self, ref: Any) -> Any:
+        """What a reference is to; None if it is none."""
+        if not isinstance(ref, str) or not ref.startswith("#/"):
+            return None
+        found = self._root
+        for name in ref[2:].split("/"):
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        return found
 
 
 def _tag(value: Any) -> Any:
@@ -80,43 +106,31 @@ def _tag(value: Any) -> Any:
 # ---------------------------------------------------------------- allOf
 
 
-def _objects(schema: Any, root: Any, refs: int) -> list[dict[str, Any]] | None:
-    """What a value must be, by all that a schema says: schemas of objects. None where there are others among them."""
-    if not isinstance(schema, dict):
-        return None
-    found = []
-    own = {key: inner for key, inner in schema.items() if key not in ("allOf", "$ref")}
-    if own.keys() - SAID:
-        if not own.keys() <= SAID | OF_OBJECTS or own.get("type", "object") != "object":
-            return None
-        found.append(own)
-    inner = [*schema.get("allOf", [])]
-    if "$ref" in schema:
-        inner.append(_referred(schema["$ref"], root))
-    for part in inner:
-        more = _objects(part, root, refs - 1) if refs else None
-        if more is None:
-            return None
-        found += more
-    return found
+def _has_several(schema: dict[str, Any]) -> bool:
+    """Whether there is more than one that a value must be."""
+    parts = schema.get("allOf")
+    return isinstance(parts, list) and len(parts) + bool(OF_OBJECTS & schema.keys() - DEFINED) > 1
 
 
-def _referred(ref: Any, root: Any) -> Any:
-    """What a reference within the schema is to; None if it is none."""
-    if not isinstance(ref, str) or not ref.startswith("#/"):
-        return None
-    for name in ref[2:].split("/"):
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return root
+def _is_object(schema: dict[str, Any]) -> bool:
+    """Whether it is of objects, says nothing but what can be made one, and is well-formed."""
+    required = schema.get("required", [])
+    return (
+        schema.keys() <= SAID | OF_OBJECTS
+        and schema.get("type", "object") == "object"
+        and isinstance(schema.get("properties", {}), dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) for name in required)
+    )
 
 
-def _one(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _one(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
     """The schema of what is all of some objects: it has the properties of each, and is closed if one of them is. None
-    where they differ in what a property is, or in what others may be."""
+    where they differ in what a property is, or in what others may be, and without any."""
     properties: dict[str, Any] = {}
     required: dict[str, None] = {}
     whole: dict[str, Any] = {"type": "object"}
-    for part in parts:
+    for part in parts or ():
         for name, schema in part.get("properties", {}).items():
             if properties.setdefault(name, schema) != schema:
                 return None
@@ -126,7 +140,7 @@ def _one(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
             whole["additionalProperties"] = False
         elif others is not True:
             return None
-    return whole | {"properties": properties, "required": [*required]}
+    return whole | {"properties": properties, "required": [*required]} if parts else None
 
 
 # ---------------------------------------------------------------- patterns

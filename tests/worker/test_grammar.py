@@ -243,6 +243,13 @@ def test_a_value_is_all_that_it_must_be(schema, grammars):
         [NAMED, {"$ref": "#/$defs/self"}],
         [NAMED, {"minProperties": 3}],
         [NAMED, True],
+        [NAMED, {"properties": ["name"]}],
+        [NAMED, {"required": [["name"]]}],
+        [NAMED, {"required": "name"}],
+        [NAMED, {"allOf": 3}],
+        [{"$ref": "#/$defs/self"}],
+        [{}, {}],
+        3,
     ],
 )
 def test_what_cannot_be_made_one_is_left_as_it_is(parts):
@@ -250,11 +257,14 @@ def test_what_cannot_be_made_one_is_left_as_it_is(parts):
     assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
 
 
-def test_a_schema_that_has_itself_in_all_of_comes_to_an_end():
+def test_schemas_that_have_themselves_in_all_of_come_to_an_end():
     again = {"$ref": "#/$defs/node"}
     node = {"allOf": [NAMED, {"properties": {"a": {"allOf": [again, AGED]}, "b": {"allOf": [again, AGED]}}}]}
     text = made_fit("json_schema", json.dumps({"$defs": {"node": node}, **again}))
-    assert 1000 < len(text) < 1_000_000
+    assert 1000 < len(text) < 2_000_000
+    ten = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(30)}
+    schema = {"$defs": ten, "allOf": [NAMED, {"$ref": "#/$defs/d0"}]}
+    assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
 
 
 def test_control_characters_are_escaped_in_json(say, tokenizer, calm):

@@ -409,7 +409,7 @@ def test_schemas_of_a_structural_tag_are_on_one_line(by_bytes):
     assert re.fullmatch(r'<call>\{"name": "(Ada|Alan|Grace)", "age": -?\d+\}</call>', text)
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), min_size=1, max_size=3))
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1), min_size=1, max_size=3))
 @SLOW
 def test_names_and_values_of_a_structural_tag_stay_as_they_are(by_bytes, texts):
     """Also characters before hexadecimal digits, which EBNF writes as numbers."""
