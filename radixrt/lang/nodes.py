@@ -56,8 +56,8 @@ def gen(
     """Generate, as `sampling` says, changed by `overrides` (fields of Sampling; `stop` may be one string).
 
     The text is a match of `regex`, or JSON of `schema`: a JSON schema as a dict or as text ({}: any JSON), a msgspec
-    Struct, a pydantic model, or another type that msgspec knows; `Branch.parse(name)` makes an object of it. Other
-    grammars go in as `grammar=Grammar("ebnf", ...)`.
+    Struct, a pydantic model or TypeAdapter, or another type that msgspec or pydantic knows; `Branch.parse(name)` makes
+    an object of it. Other grammars go in as `grammar=Grammar("ebnf", ...)`.
 
     TypeError for a field that Sampling does not have; ValueError for regex and schema at once."""
     if not isinstance(sampling, Sampling):

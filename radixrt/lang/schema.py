@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
@@ -28,9 +29,12 @@ def _schema_text(name: str, schema: Any) -> str:
         return schema
     if not _is_type(schema):
         return msgspec.json.encode(schema).decode()
-    if hasattr(schema, "model_json_schema"):
-        return msgspec.json.encode(schema.model_json_schema()).decode()
-    return msgspec.json.encode(msgspec.json.schema(schema)).decode()
+    try:
+        adapter = _adapter(schema)
+        found = msgspec.json.schema(schema) if adapter is None else adapter.json_schema()
+    except TypeError as error:
+        raise TypeError(f"gen {name!r}: no schema is known of {schema!r}: {error}") from error
+    return msgspec.json.encode(found).decode()
 
 
 def parse(text: str, schema: Any) -> Any:
@@ -38,11 +42,29 @@ def parse(text: str, schema: Any) -> Any:
     cut off, or that is not of the type."""
     if not _is_type(schema):
         return msgspec.json.decode(text)
-    if hasattr(schema, "model_validate_json"):
-        return schema.model_validate_json(text)
-    return msgspec.json.decode(text, type=schema)
+    adapter = _adapter(schema)
+    return msgspec.json.decode(text, type=schema) if adapter is None else adapter.validate_json(text)
+
+
+def _adapter(schema: Any) -> Any:
+    """Pydantic's TypeAdapter: itself, or of a type that is, or holds, a model. None for what msgspec knows."""
+    if hasattr(schema, "json_schema") and hasattr(schema, "validate_json"):
+        return schema
+    if not hasattr(schema, "model_json_schema"):
+        try:
+            msgspec.json.schema(schema)
+            return None
+        except TypeError:
+            if schema is object or "pydantic" not in sys.modules:
+                raise
+    import pydantic
+
+    try:
+        return pydantic.TypeAdapter(schema)
+    except pydantic.errors.PydanticUserError as error:
+        raise TypeError(str(error).partition("\n")[0]) from error
 
 
 def _is_type(schema: Any) -> bool:
-    """A msgspec Struct, a pydantic model, a dataclass, `list[int]`: not a schema that is written out."""
+    """A msgspec Struct, a pydantic model, a dataclass, `list[int]`, a TypeAdapter: not a schema that is written out."""
     return schema is not None and not isinstance(schema, str | dict | bool)

@@ -36,6 +36,11 @@ class Data:
     n: bool | None
 
 
+@dataclass
+class Holder:
+    one: Model
+
+
 # ---------------------------------------------------------------- what is asked for
 
 
@@ -45,7 +50,7 @@ def test_what_gen_makes_of_it():
     assert gen("x", schema='{"enum": [1]}').sampling.grammar == Grammar("json_schema", '{"enum": [1]}')
     assert gen("x", schema={}).sampling.grammar == Grammar("json_schema", "{}")
     assert gen("x", grammar=Grammar("ebnf", 'root ::= "a"')).sampling.grammar.kind == "ebnf"
-    for kind in (Struct, Model, Data, list[int]):
+    for kind in (Struct, Model, Data, list[int], list[Model], Holder, pydantic.TypeAdapter(dict[str, Model])):
         text = gen("x", SHORT, schema=kind, max_tokens=3).sampling.grammar.text
         assert "type" in text or "$ref" in text
     assert gen("x", SHORT, schema=Model).sampling.max_tokens == 200
@@ -72,7 +77,11 @@ def test_parsing():
     assert parse('{"n": true, "deep": []}', Struct) == Struct(True, [])
     assert parse('{"n": true, "deep": [true, false]}', Model) == Model(n=True, deep=(True, False))
     assert parse("[1, 2]", list[int]) == [1, 2]
-    for kind in ({}, Struct, Model):
+    found = Model(n=True, deep=(True, False))
+    text = found.model_dump_json()
+    assert parse(f"[{text}]", list[Model]) == [found] and parse(f'{{"one": {text}}}', Holder) == Holder(found)
+    assert parse(f'{{"a": {text}}}', pydantic.TypeAdapter(dict[str, Model])) == {"a": found}
+    for kind in ({}, Struct, Model, list[Model], Holder):
         with pytest.raises(ValueError):
             parse('{"n": tr', kind)
 
