@@ -211,12 +211,16 @@ class Exchange(Mailbox):
                 self._transport.tell(Cancel(answer.id, answer.index, choice.tokens))
             last = answer.finish is not None
             logprobs = None if ignored else answer.logprobs
+            if logprobs and choice.unsaid:
+                logprobs = [one for one in logprobs if one.token not in choice.unsaid]
             if choice.said is not None:
                 choice.said.add(logprobs or ())
-            elif logprobs and choice.unsaid:
-                logprobs = [one for one in logprobs if one.token not in choice.unsaid]
+                for number, piece in enumerate(pieces, 1):
+                    self._add(choice, [piece], choice.said.of(piece), last and number == len(pieces))
+                if last and not pieces:
+                    self._add(choice, [], None, last)
             # A token may have no text yet: it shows that it is there.
-            if pieces or last or (answer.ids and not ignored and (logprobs or not choice.parsed)):
+            elif pieces or last or (answer.ids and not ignored and (logprobs or not choice.parsed)):
                 self._add(choice, pieces, logprobs, last)
             if last:
                 if on_answer is not None:
@@ -241,23 +245,20 @@ class Exchange(Mailbox):
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
         """What a choice has gained: into chunks, one a piece, or kept for the whole answer."""
-        parts: list[tuple[Piece | None, list[TokenLogprob] | None]] = [(piece, None) for piece in pieces or [None]]
-        if choice.said is None:
-            parts[0] = parts[0][0], logprobs
-        else:
-            parts = [(piece, choice.said.of(piece)) for piece in pieces] or parts
         if not self._streams:
-            for _, told in parts:
-                if told:
-                    choice.logprobs = (choice.logprobs or []) + told
+            if logprobs:
+                choice.logprobs = (choice.logprobs or []) + logprobs
             return
-        for i, (piece, told) in enumerate(parts, 1):
-            found = self.reply.logprobs(told, choice.chars)
-            if last and i == len(parts):
-                self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
-            else:
-                self.put(self.reply.chunk(choice.index, piece, found))
+        found = self.reply.logprobs(logprobs, choice.chars)
+        for piece in pieces[:-1]:
+            self.put(self.reply.chunk(choice.index, piece, found))
+            found = None
+        piece = pieces[-1] if pieces else None
         choice.chars += sum(len(piece.text) for piece in pieces if type(piece) is Content)
+        if last:
+            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
+        else:
+            self.put(self.reply.chunk(choice.index, piece, found))
 
     def _end(self) -> None:
         if self._streams:
