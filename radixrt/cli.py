@@ -181,7 +181,9 @@ def _print_from(program: str, error: Exception) -> None:
 
 def _print_causes(error: BaseException) -> None:
     """The lines of others than us, a tool's or an attempt's, in which the causes of an error were raised."""
-    while (error := error.__cause__) is not None:
+    seen = {id(error)}
+    while (error := error.__cause__) is not None and id(error) not in seen:
+        seen.add(id(error))
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
         print(*traceback.format_list(own), sep="", end="", file=sys.stderr)

@@ -99,10 +99,12 @@ class AsyncClient:
             await self._deliver()
         finally:
             self._closed = True
-            await self._transport.close()
-        if self._local is not None:
-            local, self._local = self._local, None
-            await asyncio.to_thread(local.__exit__)
+            try:
+                await self._transport.close()
+            finally:
+                if self._local is not None:
+                    local, self._local = self._local, None
+                    await asyncio.to_thread(local.__exit__)
 
     async def _deliver(self) -> None:
         """Return when what was told is answered, and what is told then, or when the time for it is over."""

@@ -293,7 +293,8 @@ class HttpTransport:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        base = url.rstrip("/").removesuffix("/v1")
+        base = httpx.URL(url)
+        base = base.copy_with(path=base.path.rstrip("/").removesuffix("/v1"))
         self._client = httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout)
         self._open: dict[int, tuple[asyncio.Task[None], _Pending]] = {}
         self._ids = itertools.count(1)

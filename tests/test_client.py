@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +21,9 @@ from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_by
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
 from radixrt.launch import LocalStack, free_tcp_address
-from radixrt.messages import ChatPrompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.messages import ChatPrompt, Forget, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.process import RouterThread
-from radixrt.transports import ZmqTransport
+from radixrt.transports import HttpTransport, ZmqTransport
 from tests.checkpoints import make_model, make_tokenizer
 
 SHORT = Sampling(max_tokens=8)
@@ -454,6 +455,34 @@ def in_a_fork(use: Callable[[], object]) -> str:
         text = said.read()
     os.waitpid(child, 0)
     return text
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://v1", "http://v1"),
+        ("http://h:1/v1/", "http://h:1"),
+        ("https://h/a/v1", "https://h/a"),
+        ("http://h/v10", "http://h/v10"),
+    ],
+)
+def test_only_a_path_loses_its_version(url, base):
+    assert str(HttpTransport(url)._client.base_url).rstrip("/") == base
+
+
+def test_a_close_that_is_cancelled_stops_what_runs_in_this_process():
+    """While a server that reads nothing is given time."""
+    stopped = threading.Event()
+
+    async def main() -> None:
+        transport = ZmqTransport("ipc:///nowhere/to/be/found")
+        client = AsyncClient(transport, local=SimpleNamespace(__exit__=stopped.set))
+        client.tell(Forget(id=0, scope="x"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.close(), 0.05)
+
+    asyncio.run(main())
+    assert stopped.is_set()
 
 
 @pytest.mark.parametrize("end", ["/v1", "/v1/"])

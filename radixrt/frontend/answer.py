@@ -232,7 +232,7 @@ class Exchange(Mailbox):
     def _tell_of_content(self, choice: Choice, output: Output, sampling: Sampling) -> None:
         """Log-probabilities, of the tokens that say its content."""
         choice.logprobs, tokenizer = [], self._service.tokenizer
-        if output.parses:
+        if output.parses or sampling.stop:
             choice.said = Tokens(tokenizer)
         elif tokenizer is not None and sampling.skip_special_tokens:
             choice.unsaid = tokenizer.special_ids

@@ -81,9 +81,14 @@ class Choice:
         if self.stopping and last:
             self.finish = "stop"
             self.usage = msgspec.structs.replace(self.usage, completion_tokens=self.tokens)
-        if last and self.finish == "stop" and self.message.calls and not (self.stop and self.message.cut):
+        if last and self.finish == "stop" and self.message.calls and not self._cut:
             self.finish = "tool_calls"
         return pieces, self.stopping and not was_stopping and not last
+
+    @property
+    def _cut(self) -> bool:
+        """A stop string came within a call."""
+        return isinstance(self.stop, str) and self.message.cut
 
     def _read(self, delta: Delta) -> list[Piece]:
         """The pieces of a delta; with them it may be found to stop."""

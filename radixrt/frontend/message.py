@@ -70,7 +70,7 @@ class AssistantMessage:
         """Whether its last call has no whole arguments."""
         try:
             json.loads(self.calls[-1].arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return True
         return False
 

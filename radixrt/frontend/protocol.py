@@ -17,9 +17,9 @@ LEAVING = "radixrt.leaving"
 `receive` takes a task, which costs a short request a tenth of its time."""
 
 
-UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
-NO_UPGRADE = b"ignored"
-"""As long."""
+NAME = b"\nupgrade:"
+UPGRADE = re.compile(NAME, re.IGNORECASE)
+IGNORED = b"\nignored:"
 HEAD_END = b"\r\n\r\n"
 
 
@@ -71,8 +71,10 @@ class PatientProtocol(HttpToolsProtocol):
         self._on_leave: Callable[[], None] | None = None
         self._moved = self.loop.time()
         """When the client has sent something, or was answered."""
-        self._head = b""
-        """The end of what there is of a head."""
+        self._in_head = True
+        """A request's head is to come, or the rest of one: `_past` is the end of what the parser has of it, `_held`
+        what it will be given with the rest."""
+        self._past = self._held = b""
         self._unread = 0
         """Bytes that it was still to read at the last look; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
@@ -89,19 +91,35 @@ class PatientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._moved = self.loop.time()
-        if self.cycle is None or not self.cycle.more_body:
-            data = self._without_upgrade(data)
-        super().data_received(data)
+        super().data_received(self._without_upgrade(data) if self._in_head else data)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
 
     def _without_upgrade(self, data: bytes) -> bytes:
-        """A part of a request's head and what follows it. An offer to go on in another protocol (Java's client and curl
-        make one, of HTTP/2) is not taken up (RFC 9110, 7.8): the parser would leave the body to that protocol."""
-        before = self._head
-        whole = before + data
-        end = whole.find(HEAD_END)
-        self._head = whole[-len(b"\nupgrade:") :] if end < 0 else b""
+        """A part of a request's head, and what follows it. An offer to go on in another protocol (Java's client and
+        curl make one, of HTTP/2) is not taken up (RFC 9110, 7.8): the parser would leave the body to that protocol."""
+        if not self._past and not self._held and data[:1] not in (b"\r", b"\n"):
+            end = data.find(HEAD_END)
+            if end >= 0 and not UPGRADE.search(data, 0, end):
+                return data
+        whole = self._past + self._held + data
+        begin = 0 if self._past else len(whole) - len(whole.lstrip(b"\r\n"))  # after empty lines
+        end = whole.find(HEAD_END, begin)
         head = whole if end < 0 else whole[:end]
-        return (UPGRADE.sub(NO_UPGRADE, head) + whole[len(head) :])[len(before) :] if UPGRADE.search(head) else data
+        held = 0
+        if end < 0:  # perhaps the rest of the name is still to come
+            last = whole[1 - len(NAME) :].lower()
+            held = next((n for n in range(len(last), 0, -1) if NAME.startswith(last[-n:])), 0)
+        told = (UPGRADE.sub(IGNORED, head) + whole[len(head) :])[len(self._past) : len(whole) - held]
+        self._held = whole[len(whole) - held :]
+        self._past = whole[begin : len(whole) - held][1 - len(HEAD_END) :] if end < 0 else b""
+        return told
 
     def on_response_complete(self) -> None:
         self._moved = self.loop.time()

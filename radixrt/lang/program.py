@@ -45,7 +45,8 @@ class Program:
         On a client the result is there when all its branches have done their work. ProgramError then for what went
         wrong at a node, unless the function has been given it already, by asking for a value there, and went on; other
         exceptions are the function's own. Whatever ends it early cancels what its branches still do: nothing of a
-        program runs on when it has ended. TypeError at once for anything but a client or a branch."""
+        program runs on when it has ended. On a branch, what was appended there goes on also when the call is cancelled.
+        TypeError at once for anything but a client or a branch."""
         site = Site.of(sys._getframe(1))
         match client:
             case AsyncClient():
@@ -87,7 +88,8 @@ class Program:
 
     async def _call(self, branch: Branch, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_async:
-            return await self.function(branch, *args, **kwargs)
+            result = self.function(branch, *args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
         plain = SyncBranch(branch, asyncio.get_running_loop())
         result = await in_thread(self.function, plain, *args, **kwargs)
         if inspect.isawaitable(result):

@@ -120,6 +120,8 @@ class Text:
     __hash__ = object.__hash__
 
     def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         raise AttributeError(f"there is no {attribute} here: {self.advice}")
 
 

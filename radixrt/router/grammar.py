@@ -11,7 +11,7 @@ import asyncio
 import importlib.util
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -104,32 +104,39 @@ def _problem(grammar: Grammar) -> str:
             return f"{name} is not JSON: {error}"
         if (depth := _depth(value)) > MAX_DEPTH:
             return f"{name} has {depth} objects and arrays within each other, at most {MAX_DEPTH} are served"
-        patterns: list[str] = []
-        size, what = len(msgspec.json.encode(_bare(value, patterns))), "bytes without descriptions"
-        if (repeats := sum(int(n) for pattern in patterns for n in REPEAT.findall(pattern))) > MAX_REPEATS:
+        size, what = len(msgspec.json.encode(_bare(value))), "bytes without descriptions"
+        if (repeats := sum(int(n) for pattern in _patterns(value) for n in REPEAT.findall(pattern))) > MAX_REPEATS:
             return f"{name} has patterns that repeat {repeats} times in all, at most {MAX_REPEATS} are served"
     if size > MAX_BYTES:
         return f"{name} has {size} {what}, at most {MAX_BYTES} are served"
     return _parse(grammar)
 
 
-def _bare(value: Any, patterns: list[str], named: bool = False) -> Any:
-    """A schema, or what holds some, without NOTES; the `patterns` in it are added. `named`: its keys are names."""
+def _bare(value: Any, named: bool = False) -> Any:
+    """A schema, or what holds some, without NOTES. `named`: its keys are names."""
     if isinstance(value, list):
-        return [_bare(inner, patterns) for inner in value]
+        return [_bare(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    bare = {}
-    for key, inner in value.items():
-        if not named and isinstance(inner, str):
-            if key in NOTES:
-                continue
-            if key in PATTERNS:
-                patterns.append(inner)
-        if not named and key == "patternProperties" and isinstance(inner, dict):
-            patterns.extend(inner)
-        bare[key] = inner if key in DATA and not named else _bare(inner, patterns, key in NAMED and not named)
-    return bare
+    return {
+        key: inner if key in DATA and not named else _bare(inner, key in NAMED and not named)
+        for key, inner in value.items()
+        if named or key not in NOTES or not isinstance(inner, str)
+    }
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """All that may be compiled as one: a reference may be to anything."""
+    if isinstance(value, list):
+        for inner in value:
+            yield from _patterns(inner)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key in PATTERNS and isinstance(inner, str):
+                yield inner
+            elif key == "patternProperties" and isinstance(inner, dict):
+                yield from inner
+            yield from _patterns(inner)
 
 
 def _depth(value: Any) -> int:

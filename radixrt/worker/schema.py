@@ -17,10 +17,14 @@ SAID = frozenset({"title", "description", "default", "examples", "deprecated", "
 """Keywords that a value need not follow."""
 DEFINED = frozenset({"$defs", "definitions"})
 OF_OBJECTS = DEFINED | {"type", "properties", "required", "additionalProperties"}
+NAME = re.compile(r"#(?:/(\$defs|definitions)/([^/]+))?")
+"""References that mean the same when what they stand in is moved."""
+DEPTH = 64
+"""Of objects and lists within each other."""
 MOST_WITHIN = 16
 """Schemas in `allOf` within each other, and references between them."""
-MOST_PARTS = 5000
-"""Of a schema, which may refer to itself: what is looked at to make objects one, and what comes of them."""
+MOST_PARTS = 20_000
+"""Of a schema: what is looked at to make objects one, and what comes of it."""
 VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, not schemas."""
 UNSAFE = r"\"\\\n\r"
@@ -41,30 +45,97 @@ def made_fit(kind: str, text: str) -> str:
     if '"pattern"' not in text and '"allOf"' not in text:
         return text
     value = json.loads(text)
-    return json.dumps(_Schema(value).fit(value) if kind == "json_schema" else _tag(value), ensure_ascii=False)
+    return json.dumps(_schema(value) if kind == "json_schema" else _tag(value), ensure_ascii=False)
 
 
-class _Schema:
-    """One of JSON, whose references are within it."""
+def _schema(root: Any) -> Any:
+    if (made := _made_one(root)) is not None:
+        return made
+    return _Patterns().fit(root)
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._left = MOST_PARTS
 
-    def fit(self, value: Any, within: int = 0) -> Any:
-        """A part of it, made fit; it is `within` so many objects that were made one."""
+class _Patterns:
+    """A schema, and what it holds, with safe patterns."""
+
+    def fit(self, value: Any) -> Any:
+        """A part of it, made fit."""
         if isinstance(value, list):
-            return [self.fit(inner, within) for inner in value]
+            return [self.fit(inner) for inner in value]
         if not isinstance(value, dict):
             return value
-        self._left -= within > 0
-        if within < MOST_WITHIN and _has_several(value) and (one := _one(self._objects(value, MOST_WITHIN))):
-            within += 1
-            value = {key: value[key] for key in DEFINED & value.keys()} | one
-        changed = {key: inner if key in VALUES else self.fit(inner, within) for key, inner in value.items()}
+        changed = {key: inner if key in VALUES else self.fit(inner) for key, inner in value.items()}
         if isinstance(pattern := value.get("pattern"), str):
             changed["pattern"] = safe_pattern(pattern)
         return changed
+
+
+def _tag(value: Any) -> Any:
+    """A structural tag has patterns of its own, of free text: only schemas within are changed."""
+    if isinstance(value, list):
+        return [_tag(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _schema(inner) if key == "json_schema" else _tag(inner) for key, inner in value.items()}
+
+
+# ---------------------------------------------------------------- allOf
+
+
+def _made_one(root: Any) -> Any:
+    """A schema in which objects that a value must all be are one, and patterns safe; None where there are none, or this
+    is not known to be the same."""
+    if not isinstance(root, dict) or not isinstance(root.get("$defs", {}), dict) or not _is_plain(root, DEPTH):
+        return None
+    schema = _AllOf(root)
+    try:
+        made = schema.fit(root)
+    except (_TooLarge, RecursionError):
+        return None
+    return made | {"$defs": made.get("$defs", {}) | schema.made} if schema.made else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether all references are to what a schema defines by name, and it is not too deep."""
+    if isinstance(value, dict):
+        ref = value.get("$ref")
+        if isinstance(ref, str) and not NAME.fullmatch(ref):
+            return False
+        value = [inner for key, inner in value.items() if key not in VALUES]
+    return not isinstance(value, list) or (depth > 0 and all(_is_plain(inner, depth - 1) for inner in value))
+
+
+class _TooLarge(Exception):
+    """What comes of a schema is larger than it is worth."""
+
+
+class _AllOf(_Patterns):
+    """Each object that is made of several is defined once, by a name of its own, which stands where they stood."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.made: dict[str, Any] = {}
+        self._root = root
+        self._names: dict[int, str] = {}
+        """By identity of the schema that has the `allOf`."""
+        self._left = MOST_PARTS
+
+    def fit(self, value: Any) -> Any:
+        """See _Patterns."""
+        self._left -= 1
+        if self._left < 0:
+            raise _TooLarge
+        if not isinstance(value, dict) or not _has_several(value):
+            return super().fit(value)
+        if id(value) not in self._names:
+            if (one := _one(self._objects(value, MOST_WITHIN))) is None:
+                return super().fit(value)
+            name = f"all of {len(self._names)}"
+            while name in self._root.get("$defs", {}):
+                name += "'"
+            self._names[id(value)] = name
+            self.made[name] = None  # its place; it may refer to itself
+            self.made[name] = super().fit(one)
+        kept = {key: super(_AllOf, self).fit(value[key]) for key in DEFINED & value.keys()}
+        return kept | {"$ref": f"#/$defs/{self._names[id(value)]}"}
 
     def _objects(self, schema: Any, within: int) -> list[dict[str, Any]] | None:
         """What a value must be, by all that a schema says: schemas of objects. None where there are others among them,
@@ -85,25 +156,12 @@ class _Schema:
         return found
 
     def _referred(self, ref: Any) -> Any:
-        """What a reference is to; None if it is none."""
-        if not isinstance(ref, str) or not ref.startswith("#/"):
+        """What a reference is to; None if it is to nothing, or to all."""
+        place = NAME.fullmatch(ref) if isinstance(ref, str) else None
+        if place is None or place[1] is None:
             return None
-        found = self._root
-        for name in ref[2:].split("/"):
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        return found
-
-
-def _tag(value: Any) -> Any:
-    """A structural tag has patterns of its own, of free text: only schemas within are changed."""
-    if isinstance(value, list):
-        return [_tag(inner) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _Schema(inner).fit(inner) if key == "json_schema" else _tag(inner) for key, inner in value.items()}
-
-
-# ---------------------------------------------------------------- allOf
+        defined = self._root.get(place[1])
+        return defined.get(place[2].replace("~1", "/").replace("~0", "~")) if isinstance(defined, dict) else None
 
 
 def _has_several(schema: dict[str, Any]) -> bool:

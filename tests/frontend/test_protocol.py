@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterable
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from radixrt.frontend.protocol import LEAVING, PatientProtocol
@@ -287,24 +289,25 @@ async def test_a_client_that_asks_first_is_told_to_go_on(server: Server) -> None
     writer.close()
 
 
-@pytest.mark.parametrize("cut", [None, 12, -1, -2, -4, -40, -41, -42, -46])
+OFFER = "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABk"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
-def test_an_offer_of_another_protocol_is_not_taken_up(name, cut):
-    """As Java's client and curl make one: a body that comes with it is read, whatever it says."""
+def test_an_offer_of_another_protocol_is_not_taken_up(name, size):
+    """As Java's client and curl make one: a body that comes with it is read, whatever it says, and wherever the request
+    is cut; after an empty line, too."""
 
     @served
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
+        writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         body = b"\r\nUpgrade: h2c\r\n\r\n"
-        sent = head(
-            "/whole", len(body), "Connection: Upgrade, HTTP2-Settings", f"{name}: h2c", "HTTP2-Settings: AAMAAABk"
-        )
+        sent = b"\r\n" + head("/whole", len(body), *OFFER, f"{name}: h2c", "Upgrade-Insecure-Requests: 1") + body
         for _ in range(2):
-            writer.write(sent[:cut])
-            if cut is not None:
-                await asyncio.sleep(PATIENCE / 4)
-                writer.write(sent[cut:])
-            writer.write(body)
+            for at in range(0, len(sent), size):
+                writer.write(sent[at : at + size])
+                await asyncio.sleep(0)
             said = await reader.readuntil(b"\r\n\r\n")
             assert f"content-length: {len(body) * len(PART)}".encode() in said.lower()
             await reader.readexactly(len(body) * len(PART))
@@ -312,6 +315,23 @@ def test_an_offer_of_another_protocol_is_not_taken_up(name, cut):
         writer.close()
 
     test()
+
+
+def test_heads_are_told_from_bodies_wherever_they_are_cut(monkeypatch):
+    """All that the parser is given is what came, but for the name of the header."""
+    told: list[bytes] = []
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", lambda _, data: told.append(data))
+    sent = head("/", 3, *OFFER, "UPGRADE: h2c", "x-upgrade: a", "Up: b").replace(b"POST", b"\r\n\r\nPOST") + b"abc"
+    expected = sent.replace(b"UPGRADE:", b"ignored:")
+    for first in range(1, len(sent)):
+        for second in (first, min(first + 3, len(sent))):
+            protocol = object.__new__(PatientProtocol)
+            protocol.loop, protocol._in_head = SimpleNamespace(time=lambda: 0.0), True
+            protocol._past = protocol._held = b""
+            told.clear()
+            for part in (sent[:first], sent[first:second], sent[second:]):
+                protocol.data_received(part)
+            assert b"".join(told) == expected, (first, second)
 
 
 @served

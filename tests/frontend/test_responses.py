@@ -346,7 +346,7 @@ def test_what_a_response_answered_to(model):
     assert items.list(last.id, limit=2, after=found[3].id).data == found[1:3][::-1]
     ask(model, "Bye.", input=[item.model_dump(exclude={"id", "status"}) for item in found], tools=TOOLS)
     assert rendered(model) == prompt
-    for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_1"}):
+    for query in ({"limit": 0}, {"limit": 101}, {"limit": "9" * 5000}, {"order": "up"}, {"after": "msg_1"}):
         with pytest.raises(openai.BadRequestError, match=next(iter(query))):
             items.list(last.id, **query)
     with pytest.raises(openai.NotFoundError):

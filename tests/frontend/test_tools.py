@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from radixrt.config import FrontendConfig
+from radixrt.frontend.message import AssistantMessage
+from radixrt.frontend.parsing import CallArguments, CallStart
 from radixrt.frontend.server import make_server
 from radixrt.router.tokens import TextService
 from tests.frontend.scripted import Model, gathered, scripted
@@ -269,6 +271,28 @@ def test_a_call_that_a_stop_string_cuts_is_none_to_be_made(hermes, stop, finish,
     assert (choice.finish_reason, calls_of(choice.message)) == (finish, [("weather", arguments)])
     _, ends = gathered(hermes.chat(ONE_CALL["hermes"], tools=TOOLS, stop=stop, stream=True))
     assert ends == {0: finish}
+
+
+def test_a_call_that_the_model_wrote_badly_is_one(hermes):
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"\n</tool_call>'
+    choice = hermes.chat(text, tools=TOOLS).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.name) == ("tool_calls", "weather")
+    assert hermes.chat(text, tools=TOOLS, stop="never").choices[0].finish_reason == "tool_calls"
+
+
+def test_arguments_without_an_end_are_cut():
+    message = AssistantMessage()
+    message.add(CallStart(0, "id", "f"))
+    for text, cut in (("", True), ("{}", False), ("[" * 100_000, True)):
+        message.add(CallArguments(0, text))
+        assert message.cut == cut
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS}])
+def test_log_probabilities_end_where_a_stop_string_begins(hermes, tools):
+    choice = hermes.chat("One, two, STOP, three", stop="STOP", logprobs=True, **tools).choices[0]
+    said = b"".join(bytes(one.bytes) for one in choice.logprobs.content).decode()
+    assert choice.message.content == "One, two, " and said.rstrip("S") == "One, two, "
 
 
 def test_what_the_session_is_told(hermes):

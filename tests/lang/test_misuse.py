@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -14,6 +15,7 @@ from radixrt import (
     Sampling,
     SyncBranch,
     assistant,
+    cli,
     gen,
     join,
     program,
@@ -175,6 +177,23 @@ def test_a_decorator_of_an_async_function_makes_an_async_program(client):
     assert run(client, decorated) == run(client, _asks)
 
 
+def test_what_stands_for_an_async_function_may_return_a_value(client):
+    @functools.wraps(_asks)
+    def known(s: Branch):
+        return "known"
+
+    assert run(client, known) == "known"
+
+
+def test_text_that_is_not_awaited_can_be_copied(client):
+    async def copies(s: Branch):
+        s += "start"
+        s += gen("x", SHORT)
+        return await copy.copy(s["x"]) == await s["x"]
+
+    assert run(client, copies)
+
+
 def test_a_plain_function_that_returns_something_to_be_awaited_is_no_program(client):
     def undecorated(*args):
         return _asks(*args)
@@ -298,3 +317,13 @@ def test_a_branch_is_not_taken_for_a_list(client):
     for function in (asynchronous, plain):
         with pytest.raises(TypeError, match="Branch' object is not iterable"):
             run(client, function)
+
+
+def test_causes_that_go_in_a_circle_are_printed_once(capsys):
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    try:
+        raise other
+    except ValueError:
+        cli._print_causes(one)
+    assert capsys.readouterr().err.count("raise other") == 1

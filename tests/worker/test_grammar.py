@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import threading
+import time
 from array import array
 from pathlib import Path
 
@@ -257,13 +258,53 @@ def test_what_cannot_be_made_one_is_left_as_it_is(parts):
     assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
 
 
-def test_schemas_that_have_themselves_in_all_of_come_to_an_end():
+def test_an_object_of_several_may_hold_itself(grammars):
+    """However often it is referred to, and whatever it is called, it is there once."""
     again = {"$ref": "#/$defs/node"}
-    node = {"allOf": [NAMED, {"properties": {"a": {"allOf": [again, AGED]}, "b": {"allOf": [again, AGED]}}}]}
-    text = made_fit("json_schema", json.dumps({"$defs": {"node": node}, **again}))
-    assert 1000 < len(text) < 2_000_000
-    ten = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(30)}
-    schema = {"$defs": ten, "allOf": [NAMED, {"$ref": "#/$defs/d0"}]}
+    node = {
+        "allOf": [
+            NAMED,
+            {"properties": {"next": {"anyOf": [{"allOf": [again, {"title": "t"}, AGED]}, {"type": "null"}]}}},
+        ]
+    }
+    schema = {"$defs": {"node": node, "all of 0": {"enum": [1]}}, "type": "array", "items": again, "maxItems": 3}
+    text = made_fit("json_schema", json.dumps(schema))
+    assert len(text) < 3 * len(json.dumps(schema))
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert matches(
+        grammars, grammar, '[{"name": "Ada"}, {"name": "Ada", "next": {"name": "Ada", "next": null, "age": 36}}]'
+    )
+    assert not matches(grammars, grammar, '[{"name": "Ada", "next": {"name": "Ada"}}]')
+
+
+def nested_all_of(depth: int, width: int) -> dict:
+    """Each level is several times the next one."""
+    levels = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(depth)}
+    return {"$defs": levels, "allOf": [NAMED, {"$ref": "#/$defs/d0"}]}
+
+
+def chained(length: int, depth: int) -> dict:
+    """Objects of several, each deep within the one before."""
+    defined = {}
+    for i in range(length):
+        inner = {"allOf": [NAMED, {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}}]}
+        for _ in range(depth):
+            inner = {"items": inner}
+        defined[f"d{i}"] = {"allOf": [AGED, {"properties": {"y": inner}}]}
+    return {"$defs": defined, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize("schema", [nested_all_of(30, 10), nested_all_of(60, 4), chained(40, 25), chained(2, 400)])
+def test_of_what_has_no_end_little_comes(schema):
+    text = json.dumps(schema)
+    began = time.process_time()
+    assert len(made_fit("json_schema", text)) < 3 * len(text)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("ref", ["#/allOf/0/properties/name", "#/$defs/a/properties/b", "other.json"])
+def test_what_is_referred_to_by_its_place_stays_there(ref):
+    schema = {"allOf": [NAMED, {"properties": {"other": {"$ref": ref}}}]}
     assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
 
 

@@ -29,7 +29,7 @@ def page(response_id: str, messages: Sequence[Message], asked: Mapping[str, str]
     if order == "desc":
         items.reverse()
     limit = asked.get("limit", f"{DEFAULT_ITEMS}")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_ITEMS:
+    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MOST_ITEMS:
         refuse("limit", f"must be a number from 1 to {MOST_ITEMS}")
     first = 0
     if (after := asked.get("after")) is not None:
