@@ -132,7 +132,6 @@ class _AllOf(_Patterns):
             while name in self._root.get("$defs", {}):
                 name += "'"
             self._names[id(value)] = name
-            self.made[name] = None  # its place; it may refer to itself
             self.made[name] = super().fit(one)
         kept = {key: super(_AllOf, self).fit(value[key]) for key in DEFINED & value.keys()}
         return kept | {"$ref": f"#/$defs/{self._names[id(value)]}"}

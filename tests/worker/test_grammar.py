@@ -259,47 +259,49 @@ def test_what_cannot_be_made_one_is_left_as_it_is(parts):
 
 
 def test_an_object_of_several_may_hold_itself(grammars):
-    """However often it is referred to, and whatever it is called, it is there once."""
+    """However often it is referred to it is there once, by a name that nothing else has."""
     again = {"$ref": "#/$defs/node"}
-    node = {
-        "allOf": [
-            NAMED,
-            {"properties": {"next": {"anyOf": [{"allOf": [again, {"title": "t"}, AGED]}, {"type": "null"}]}}},
-        ]
-    }
+    following = {"anyOf": [{"allOf": [again, {"title": "t"}, AGED]}, {"type": "null"}]}
+    node = {"allOf": [NAMED, {"properties": {"one": {"$ref": "#/$defs/all of 0"}, "next": following}}]}
     schema = {"$defs": {"node": node, "all of 0": {"enum": [1]}}, "type": "array", "items": again, "maxItems": 3}
-    text = made_fit("json_schema", json.dumps(schema))
-    assert len(text) < 3 * len(json.dumps(schema))
-    grammar = Grammar("json_schema", json.dumps(schema))
-    assert matches(
-        grammars, grammar, '[{"name": "Ada"}, {"name": "Ada", "next": {"name": "Ada", "next": null, "age": 36}}]'
-    )
+    text = json.dumps(schema)
+    assert len(made_fit("json_schema", text)) < 3 * len(text)
+    grammar, inner = Grammar("json_schema", text), '{"name": "Ada", "one": 1, "next": null, "age": 36}'
+    assert matches(grammars, grammar, f'[{{"name": "Ada"}}, {{"name": "Ada", "next": {inner}}}]')
     assert not matches(grammars, grammar, '[{"name": "Ada", "next": {"name": "Ada"}}]')
 
 
 def nested_all_of(depth: int, width: int) -> dict:
     """Each level is several times the next one."""
     levels = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(depth)}
-    return {"$defs": levels, "allOf": [NAMED, {"$ref": "#/$defs/d0"}]}
+    return {"$defs": levels | {f"d{depth}": NAMED}, "allOf": [NAMED, {"$ref": "#/$defs/d0"}]}
 
 
 def chained(length: int, depth: int) -> dict:
     """Objects of several, each deep within the one before."""
-    defined = {}
+    defined: dict = {f"d{length}": NAMED}
     for i in range(length):
-        inner = {"allOf": [NAMED, {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}}]}
+        inner = {"allOf": [NAMED, {"$ref": f"#/$defs/d{i + 1}"}]}
         for _ in range(depth):
             inner = {"items": inner}
-        defined[f"d{i}"] = {"allOf": [AGED, {"properties": {"y": inner}}]}
-    return {"$defs": defined, "$ref": "#/$defs/d0"}
+        defined[f"d{i}"] = {"properties": {"y": inner}}
+    return {"$defs": defined, "allOf": [AGED, {"$ref": "#/$defs/d0"}]}
 
 
-@pytest.mark.parametrize("schema", [nested_all_of(30, 10), nested_all_of(60, 4), chained(40, 25), chained(2, 400)])
+@pytest.mark.parametrize("schema", [nested_all_of(12, 10), nested_all_of(14, 4), chained(40, 25), chained(2, 400)])
 def test_of_what_has_no_end_little_comes(schema):
     text = json.dumps(schema)
     began = time.process_time()
     assert len(made_fit("json_schema", text)) < 3 * len(text)
     assert time.process_time() - began < 2
+
+
+def test_what_would_become_much_is_left_as_it_is():
+    """What many are made of is copied to each of them."""
+    large = {"properties": {f"p{i}": {"type": "string"} for i in range(300)}}
+    several = {f"d{i}": {"allOf": [{"$ref": "#/$defs/large"}, NAMED, {"title": f"{i}"}]} for i in range(100)}
+    schema = {"$defs": {"large": large, **several}}
+    assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
 
 
 @pytest.mark.parametrize("ref", ["#/allOf/0/properties/name", "#/$defs/a/properties/b", "other.json"])
