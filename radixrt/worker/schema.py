@@ -27,6 +27,8 @@ MOST_PARTS = 20_000
 """Of a schema: what is looked at to make objects one, and what comes of it."""
 VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, not schemas."""
+NAMED = DEFINED | {"properties", "patternProperties", "dependentSchemas"}
+"""Keywords whose values have names for keys."""
 UNSAFE = r"\"\\\n\r"
 """Within a class of characters."""
 PIECE = re.compile(
@@ -63,10 +65,16 @@ class _Patterns:
             return [self.fit(inner) for inner in value]
         if not isinstance(value, dict):
             return value
-        changed = {key: inner if key in VALUES else self.fit(inner) for key, inner in value.items()}
+        changed = {key: self._inner(key, inner) for key, inner in value.items()}
         if isinstance(pattern := value.get("pattern"), str):
             changed["pattern"] = safe_pattern(pattern)
         return changed
+
+    def _inner(self, keyword: str, value: Any) -> Any:
+        """What a schema has under a keyword."""
+        if keyword in NAMED and isinstance(value, dict):
+            return {name: self.fit(inner) for name, inner in value.items()}
+        return value if keyword in VALUES else self.fit(value)
 
 
 def _tag(value: Any) -> Any:
@@ -100,7 +108,8 @@ def _is_plain(value: Any, depth: int) -> bool:
         ref = value.get("$ref")
         if isinstance(ref, str) and not NAME.fullmatch(ref):
             return False
-        value = [inner for key, inner in value.items() if key not in VALUES]
+        inner = [inner for key, inner in value.items() if key not in VALUES | NAMED]
+        value = inner + [[*named.values()] if isinstance(named, dict) else named for named in map(value.get, NAMED)]
     return not isinstance(value, list) or (depth > 0 and all(_is_plain(inner, depth - 1) for inner in value))
 
 
@@ -133,7 +142,7 @@ class _AllOf(_Patterns):
                 name += "'"
             self._names[id(value)] = name
             self.made[name] = super().fit(one)
-        kept = {key: super(_AllOf, self).fit(value[key]) for key in DEFINED & value.keys()}
+        kept = {key: self._inner(key, value[key]) for key in DEFINED & value.keys()}
         return kept | {"$ref": f"#/$defs/{self._names[id(value)]}"}
 
     def _objects(self, schema: Any, within: int) -> list[dict[str, Any]] | None:
