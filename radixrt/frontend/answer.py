@@ -36,7 +36,7 @@ from radixrt.transports import Answer, RouterTransport
 
 MAX_BACKLOG = 4 << 20
 """Bytes that wait for a client that does not read, before its request is cancelled."""
-REQUEST_ID = b"x-request-id"
+REQUEST_ID = "x-request-id"
 """Where OpenAI's clients look for it."""
 
 Scope = MutableMapping[str, Any]
@@ -316,7 +316,7 @@ class StreamAnswer:
             (b"x-accel-buffering", b"no"),
         ]
         if isinstance(exchange, Exchange):
-            self._headers.append((REQUEST_ID, exchange.reply.id.encode()))
+            self._headers.append((REQUEST_ID.encode(), exchange.reply.id.encode()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unwatch = watch(scope, receive, self._exchange)
@@ -362,7 +362,7 @@ class WholeAnswer:
         finally:
             unwatch()
             self._exchange.cancel()
-        await send_body(send, 200, body, {REQUEST_ID.decode(): self._exchange.reply.id})
+        await send_body(send, 200, body, {REQUEST_ID: self._exchange.reply.id})
 
 
 def watch(scope: Scope, receive: Receive, exchange: Mailbox) -> Callable[[], object]:

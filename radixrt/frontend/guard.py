@@ -89,7 +89,7 @@ def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     as it is: a page that somebody visits must not read what is said to a server on their machine."""
     if not origins:
         return app
-    exposed = (REQUEST_ID, answer.REQUEST_ID.decode(), "retry-after")
+    exposed = (REQUEST_ID, answer.REQUEST_ID, "retry-after")
     return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 

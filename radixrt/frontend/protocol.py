@@ -20,6 +20,7 @@ LEAVING = "radixrt.leaving"
 NAME = b"\nupgrade:"
 UPGRADE = re.compile(NAME, re.IGNORECASE)
 IGNORED = b"\nignored:"
+"""As long as NAME: what is a place in one is the same in the other."""
 HEAD_END = b"\r\n\r\n"
 
 

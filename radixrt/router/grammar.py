@@ -18,6 +18,7 @@ import msgspec
 
 from radixrt.messages import Grammar
 from radixrt.router.errors import FieldError
+from radixrt.schema_keywords import DATA, NAMED
 
 MAX_BYTES = 64 << 10
 """Of a grammar's text, less what describes its schemas."""
@@ -29,10 +30,6 @@ MAX_REPEATS = 2000
 """Of all {n} in a schema's patterns together: there the time grows with the square."""
 NOTES = frozenset({"title", "description", "$comment"})
 """Of a schema: nothing is compiled of them."""
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Of a schema: their keys are names."""
-DATA = frozenset({"const", "enum", "default", "examples"})
-"""Of a schema: their values are no schemas."""
 PATTERNS = frozenset({"pattern", "grammar"})
 """What is compiled of strings: of a schema, and of a structural tag."""
 REMEMBERED = 256

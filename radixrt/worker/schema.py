@@ -13,9 +13,10 @@ import json
 import re
 from typing import Any
 
+from radixrt.schema_keywords import DATA, DEFINED, NAMED
+
 SAID = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 """Keywords that a value need not follow."""
-DEFINED = frozenset({"$defs", "definitions"})
 OF_OBJECTS = DEFINED | {"type", "properties", "required", "additionalProperties"}
 NAME = re.compile(r"#(?:/(\$defs|definitions)/([^/]+))?")
 """References that mean the same when what they stand in is moved."""
@@ -25,10 +26,6 @@ MOST_WITHIN = 16
 """Schemas in `allOf` within each other, and references between them."""
 MOST_PARTS = 20_000
 """Of a schema: what is looked at to make objects one, and what comes of it."""
-VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are data, not schemas."""
-NAMED = DEFINED | {"properties", "patternProperties", "dependentSchemas"}
-"""Keywords whose values have names for keys."""
 UNSAFE = r"\"\\\n\r"
 """Within a class of characters."""
 PIECE = re.compile(
@@ -74,7 +71,7 @@ class _Patterns:
         """What a schema has under a keyword."""
         if keyword in NAMED and isinstance(value, dict):
             return {name: self.fit(inner) for name, inner in value.items()}
-        return value if keyword in VALUES else self.fit(value)
+        return value if keyword in DATA else self.fit(value)
 
 
 def _tag(value: Any) -> Any:
@@ -108,7 +105,7 @@ def _is_plain(value: Any, depth: int) -> bool:
         ref = value.get("$ref")
         if isinstance(ref, str) and not NAME.fullmatch(ref):
             return False
-        inner = [inner for key, inner in value.items() if key not in VALUES | NAMED]
+        inner = [inner for key, inner in value.items() if key not in DATA | NAMED]
         value = inner + [[*named.values()] if isinstance(named, dict) else named for named in map(value.get, NAMED)]
     return not isinstance(value, list) or (depth > 0 and all(_is_plain(inner, depth - 1) for inner in value))
 

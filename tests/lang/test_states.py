@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import runpy
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -253,33 +255,35 @@ def test_a_branch_that_goes_on_leaves_what_its_forks_begin_with(running):
     assert unknown == []
 
 
-def test_the_same_over_http(folder, running):
-    running, client = running
-    settings_ = FrontendConfig(model=str(folder), served_model_name="m", router=running.address, port=0)
-    frontend = FrontendThread(resolve(settings_))
+@contextlib.contextmanager
+def reached(transport: str, folder, address: str) -> Iterator[str]:
+    """Where clients find the router at `address`: over ZMQ itself, over HTTP a front end."""
+    if transport == "zmq":
+        yield address
+        return
+    frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)))
     try:
-        with Client(frontend.url) as http:
-            assert long_story.run(http, "a story", 3) == long_story.run(client, "a story", 3)
-            with pytest.raises(Exception, match="not known"):
-                http.generate(StatePrompt("0123456789abcdef", 9), SHORT)
-            deadline = time.monotonic() + 5
-            while client.health()["states"]:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        yield frontend.url
     finally:
         frontend.stop()
+
+
+def test_the_same_over_http(folder, running):
+    running, client = running
+    with reached("http", folder, running.address) as address, Client(address) as http:
+        assert long_story.run(http, "a story", 3) == long_story.run(client, "a story", 3)
+        with pytest.raises(Exception, match="not known"):
+            http.generate(StatePrompt("0123456789abcdef", 9), SHORT)
+        deadline = time.monotonic() + 5
+        while client.health()["states"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("face", ["plain", "async"])
 @pytest.mark.parametrize("transport", ["zmq", "http"])
 def test_a_client_that_is_closed_at_once_leaves_no_states(folder, running, transport, face):
     running, other = running
-    frontend = None
-    address = running.address
-    if transport == "http":
-        settings_ = FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)
-        frontend = FrontendThread(resolve(settings_))
-        address = frontend.url
 
     @program
     async def forks(s: Branch) -> None:
@@ -290,22 +294,19 @@ def test_a_client_that_is_closed_at_once_leaves_no_states(folder, running, trans
             child += gen("y", SHORT, max_tokens=2)
             child.fork(2)
 
-    async def run_and_close() -> None:
+    async def run_and_close(address: str) -> None:
         async with await AsyncClient.connect(address) as client:
             await forks(client)
 
-    try:
+    with reached(transport, folder, running.address) as address:
         for _ in range(20):
             if face == "async":
-                asyncio.run(run_and_close())
+                asyncio.run(run_and_close(address))
             else:
                 with Client(address) as client:
                     forks.run(client)
             health = other.health()
             assert (health["states"], health["paused"]) == (0, 0)
-    finally:
-        if frontend:
-            frontend.stop()
 
 
 def test_a_server_that_reads_nothing_does_not_hold_up_a_close(running):
@@ -359,19 +360,9 @@ def test_a_tool_pauses_the_session_and_its_prefix_stays(folder, keeps, transport
                 await other.aio.generate([5 + number] * 200, SHORT)
             return (await other.aio.health())["paused"]
 
-        frontend = None
-        address = running.address
-        if transport == "http":
-            settings_ = FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)
-            frontend = FrontendThread(resolve(settings_))
-            address = frontend.url
-        try:
-            with Client(address) as client:
-                # The flood is on another client's loop.
-                cached, known, paused = patient.run(client, lambda s: other.run(flood(s)), 0.0)
-        finally:
-            if frontend:
-                frontend.stop()
+        with reached(transport, folder, running.address) as address, Client(address) as client:
+            # The flood is on another client's loop.
+            cached, known, paused = patient.run(client, lambda s: other.run(flood(s)), 0.0)
         assert paused == 1 and cached == (known if keeps else 0)
         pauses = other.report()["pauses"]
         assert (pauses["now"], pauses["ended"], pauses["tokens"]) == (0, 1, known + 1)
