@@ -470,14 +470,18 @@ def test_only_a_path_loses_its_version(url, base):
     assert str(HttpTransport(url)._client.base_url).rstrip("/") == base
 
 
-def test_a_close_that_is_cancelled_stops_what_runs_in_this_process():
-    """While a server that reads nothing is given time."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_close_that_is_cancelled_stops_what_runs_in_this_process(late, monkeypatch):
+    """While a server that reads nothing is given time, or while the connection is closed."""
     stopped = threading.Event()
 
     async def main() -> None:
         transport = ZmqTransport("ipc:///nowhere/to/be/found")
         client = AsyncClient(transport, local=SimpleNamespace(__exit__=stopped.set))
-        client.tell(Forget(id=0, scope="x"))
+        if late:
+            monkeypatch.setattr(transport, "close", lambda: asyncio.sleep(60))
+        else:
+            client.tell(Forget(id=0, scope="x"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.close(), 0.05)
 
