@@ -477,13 +477,14 @@ def test_a_close_that_is_cancelled_stops_what_runs_in_this_process(late, monkeyp
 
     async def main() -> None:
         transport = ZmqTransport("ipc:///nowhere/to/be/found")
-        client = AsyncClient(transport, local=SimpleNamespace(__exit__=stopped.set))
+        client, close = AsyncClient(transport, local=SimpleNamespace(__exit__=stopped.set)), transport.close
         if late:
             monkeypatch.setattr(transport, "close", lambda: asyncio.sleep(60))
         else:
             client.tell(Forget(id=0, scope="x"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.close(), 0.05)
+        await close()
 
     asyncio.run(main())
     assert stopped.is_set()
