@@ -6,8 +6,9 @@ Random weights in the shape of Llama 3.1 8B unless another shape or a folder wit
 row is beside its limit: the KV bytes of a step, less what windows hide, over the copy bandwidth of the same run, and a
 GEMM pass of the same batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they
 choose at random, and products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
-Each prefill row is beside its FLOPs over the matrix rate of the same run. GPU idle is the share of the time of a decode
-run in which no kernel ran, from a trace of every kernel.
+Each prefill row is beside what its products and what its attention take, each by FLOPs over the matrix rate or by its
+bytes over the bandwidth (weights, experts likewise; cached pages), whichever is more. GPU idle is the share of the time
+of a decode run in which no kernel ran, from a trace of every kernel.
 """
 
 from __future__ import annotations
@@ -109,6 +110,14 @@ def experts_bytes(model: Decoder, batch: int) -> float:
             share = 1 - (1 - experts.chosen / len(experts.down)) ** batch
             total += share * (experts.gate_up.nbytes + experts.down.nbytes)
     return total
+
+
+def weight_bytes(model: Decoder, batch: int) -> float:
+    """Of the matrices that so many tokens are multiplied with, in all layers."""
+    return experts_bytes(model, batch) + sum(
+        sum(values(x).nbytes for x in dense(layer)) + sum(x.weight.nbytes for x in of_heads(layer))
+        for layer in model._layers
+    )
 
 
 def values(linear: Product) -> torch.Tensor:
@@ -272,7 +281,7 @@ def attention_flops(model: Decoder, pairs: float, cached: int) -> float:
     return min(absorbed, 2 * pairs * spec.num_heads * width + out * cached)
 
 
-def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]:
+def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
     model = bench.worker.runner._model
     spec, per_token = model.spec, 0.0
     for layer in model._layers:
@@ -298,11 +307,14 @@ def prefill_rows(bench: Bench, limits: dict[str, float]) -> list[dict[str, Any]]
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
         pairs = sum(float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.windows)
-        flops = per_token * new + attention_flops(model, pairs, cached)
+        parts = (
+            (per_token * new, weight_bytes(model, new)),
+            (attention_flops(model, pairs, cached), keys_read(model, cached) * kv_bytes),
+        )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
         idle = idle_share(bench.finish)
         ms = float(np.median(times[1:])) * 1e3
-        limit = flops / limits["tflops"] / 1e9
+        limit = sum(max(flops / limits["tflops"] / 1e9, size / limits["copy_gbs"] / 1e6) for flops, size in parts)
         row = {"what": f"prefill {new} on {cached}", "ms": ms, "limit_ms": limit, "ratio": ms / limit, "gpu_idle": idle}
         rows.append(row)
         print(rows[-1], flush=True)
@@ -484,7 +496,7 @@ def main() -> None:
             rows = draft_rows(bench)
         else:
             rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
-            rows += prefill_rows(bench, limits)
+            rows += prefill_rows(bench, limits, spec.kv_elements * itemsize)
             if not args.quick:
                 rows.append(plain_row(bench))
         runner.close()

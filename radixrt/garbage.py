@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG_OBJECTS = 20_000
 """That may be alive, since a collection, before the next one looks at them. Requests in flight are some hundred objects
@@ -18,3 +20,17 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """What is garbage goes before the body; what becomes garbage in it goes later. To capture CUDA graphs: one of a
+    closed runner's that is collected meanwhile, as cycles are at any moment, breaks the capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+
+from radixrt.garbage import held
 
 CODE = """
 import gc
@@ -30,3 +33,35 @@ assert Node.dead, "what comes later is collected"
 
 def test_what_lives_at_the_start_is_never_looked_at_again():
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)
+
+
+class Node:
+    """A cycle: gone when the collector has come by."""
+
+    dead = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        Node.dead += 1
+
+
+def test_nothing_is_collected_while_it_is_held():
+    Node.dead = 0
+    Node()
+    with held():
+        assert Node.dead == 1, "what was garbage is gone"
+        Node()
+        young = [[] for _ in range(100_000)]
+        assert Node.dead == 1 and len(young) > gc.get_threshold()[0]
+    assert gc.isenabled()
+    gc.collect()
+    assert Node.dead == 2
+    gc.disable()
+    try:
+        with held():
+            pass
+        assert not gc.isenabled(), "as it was before"
+    finally:
+        gc.enable()

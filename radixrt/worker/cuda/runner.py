@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from radixrt import garbage
 from radixrt.worker.cuda import attend, drawing, kernels, variants
 from radixrt.worker.cuda.answers import Answer, Drawing, Drawn, Launched, make_result
 from radixrt.worker.cuda.attend import Scratch
@@ -172,7 +173,8 @@ class CudaRunner(ModelRunner):
     def bind(self, table: np.ndarray) -> None:
         self._table = torch.zeros((self._rows + 1, table.shape[1]), dtype=torch.int32, device=self._device)
         if self._graphs_wanted:
-            self._capture()
+            with garbage.held():
+                self._capture()
 
     def close(self) -> None:
         """Graphs go, by which NCCL's part could not be given up."""
