@@ -4,7 +4,8 @@
     x --product, by tiles: gate, up, activation--> inner [T k, I] --product--> [T k, hidden] --combine--> residual
 
 Steps of few rows an expert take as long as it takes to read the experts, which a kernel of our own does at most of the
-bandwidth; where experts have many rows, torch's grouped product is the faster one.
+bandwidth. Where experts have many, rows are put by expert first, and multiplied by a kernel for Hopper, which gates as
+well (`hopper_experts`), or by torch's grouped product.
 
 Biases, where there are some, are added where gate and up become one, and where a token's rows do.
 
@@ -13,6 +14,9 @@ more, which gates. All their products are kernels of our own.
 """
 
 from __future__ import annotations
+
+import functools
+from types import ModuleType
 
 import torch
 import triton
@@ -40,6 +44,11 @@ def tile_for(rows: float) -> Tile | None:
     return FEW if rows <= 6 else SOME if rows <= 24 else MANY if rows <= 128 else None
 
 
+SPREAD, TILES = 48, 160
+"""Rows an expert, on average, beyond which the kernel of `hopper_experts` is faster than tiles, and up to which it is
+faster than torch's grouped product, whatever the size of experts."""
+DEEP = 4096
+"""Elements of a row, from which on torch's is the faster one beyond that: its programs share what they read."""
 FEWEST = 0.5
 """Rows an expert, on average, up to which weights are on the left of products (see `products`)."""
 
@@ -236,7 +245,13 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
     tile = MANY if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
-    if tile is None and x.is_cuda and x.dtype == torch.bfloat16 and aligned:
+    by_expert = aligned and x.is_cuda and x.dtype == torch.bfloat16 and not experts.batch_invariant
+    shallow = rows <= TILES or max(x.shape[1], experts.down.shape[2]) < DEEP
+    if by_expert and rows > SPREAD and shallow and (hopper := _hopper(x.device)):
+        weights, order, _ = _begin(experts, logits, hopper.ROWS, x, None)
+        inner = hopper.product(spread(x, order), order, experts.gate_up, experts.activation, experts.gate_up_bias)
+        made = hopper.product(inner, order, experts.down, None)
+    elif by_expert and tile is None:
         weights, chosen = routing.route(logits, experts.chosen, experts.normalized, experts.routing, experts.bias)
         order = routing.sort(chosen, count, 0)
         made = _by_torch(experts, x, order)
@@ -247,6 +262,16 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         inner = _product(x, order, experts.gate_up, tile, experts.activation, experts.gate_up_bias, flipped)
         made = _product(inner, order, experts.down, tile, None, flipped=flipped)
     combine(made, weights, order, residual, experts.down_bias)
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """`hopper_experts`, where it is to be had."""
+    try:
+        from radixrt.worker.cuda import hopper_experts
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+        return None
+    return hopper_experts if hopper_experts.there(device) else None
 
 
 def _begin(

@@ -15,22 +15,28 @@ import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda import full_heads, launching, warpgroups
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.cuda.warpgroups import KEYS, ROWS, STAGES, attend_blocks, barriers, count_blocks, store_results
+from radixrt.worker.cuda.warpgroups import (
+    KEYS,
+    ROWS,
+    STAGES,
+    attend_blocks,
+    barriers,
+    copy,
+    count_blocks,
+    store_results,
+)
 from radixrt.worker.cuda.work import FIELDS, Tiling, make_items, sequence_tiles
 from radixrt.worker.model.spec import LatentSpec
 
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
 NOPE, ROPE, VALUE = 128, 64, 128
 """Of the heads that it is for: those of DeepSeek V2 and V3, and of Kimi K2."""
-
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""As from Triton 3.9 on; before, it had another name."""
 
 
 @gluon.jit
@@ -53,11 +59,11 @@ def _feed(
             k_bar, v_bar = k_full.index(stage), v_full.index(stage)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_bar, k_there.block_type.nbytes + r_there.block_type.nbytes)
-            _copy(k_there, [at, own * NOPE], k_bar, k_smem.index(stage))
-            _copy(r_there, [at, RANK], k_bar, r_smem.index(stage))
+            copy(k_there, [at, own * NOPE], k_bar, k_smem.index(stage))
+            copy(r_there, [at, RANK], k_bar, r_smem.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_bar, v_there.block_type.nbytes)
-            _copy(v_there, [at, own * VALUE], v_bar, v_smem.index(stage))
+            copy(v_there, [at, own * VALUE], v_bar, v_smem.index(stage))
             at -= KEYS
             count += 1
 

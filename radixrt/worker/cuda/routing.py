@@ -2,7 +2,10 @@
 
     logits [T, experts] --route--> weights, experts [T, k] --sort--> places of rows, by expert, and tiles of rows
 
-For few tokens both are one launch (`begin`).
+For a single token both are one launch (`begin`). Sorting is one launch where each expert can look at all entries, and
+three where these are many:
+
+    entries --count--> by block and expert --before--> of the blocks before, and all --put--> places, tiles
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ ALIGNED = 8
 """Elements of a row, or a multiple: what torch's grouped product takes, whose rows are of 16 bytes."""
 SORTED = (64, 512, 4096)
 """Entries that are sorted at a time."""
+AT_ONCE = 8192
+"""Entries, from which on they are sorted in three launches."""
+BLOCK, BLOCKS = 64, 1024
+"""Entries of a program, then, and blocks that are summed at a time."""
 
 
 @triton.jit
@@ -128,6 +135,24 @@ def route(
     return weights, experts
 
 
+@triton.jit
+def _cut(tiles_ptr, mine, last, counts, bins, most, ROWS: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr):
+    """The first row of an expert, whose tiles are written, by the counts of all."""
+    begin = tl.sum(tl.where(bins < mine, counts, 0), 0)
+    count = tl.sum(tl.where(bins == mine, counts, 0), 0)
+    tile = tl.sum(tl.where(bins < mine, (counts + ROWS - 1) // ROWS, 0), 0)
+    # The last expert also says of all tiles that are left over that they have no rows.
+    end = tl.where(mine == last, most, tile + (count + ROWS - 1) // ROWS)
+    for first in range(tile, end, TILES):
+        t = first + tl.arange(0, TILES)
+        row = (t - tile) * ROWS
+        fields = tiles_ptr + t * FIELDS
+        tl.store(fields, mine, mask=t < end)
+        tl.store(fields + 1, begin + row, mask=t < end)
+        tl.store(fields + 2, tl.minimum(tl.maximum(count - row, 0), ROWS), mask=t < end)
+    return begin
+
+
 @triton.jit(do_not_specialize=["entries", "most"])
 def _sort_kernel(
     experts_ptr, places_ptr, tokens_ptr, ends_ptr, tiles_ptr, entries, most, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
@@ -151,18 +176,7 @@ def _sort_kernel(
         for at in range(0, entries, BLOCK):
             expert = tl.load(experts_ptr + at + i, mask=at + i < entries, other=last + 1)
             counts += tl.histogram(expert, BINS)
-        begin = tl.sum(tl.where(bins < mine, counts, 0), 0)
-        count = tl.sum(tl.where(bins == mine, counts, 0), 0)
-        tile = tl.sum(tl.where(bins < mine, (counts + ROWS - 1) // ROWS, 0), 0)
-        # The last expert also says of all tiles that are left over that they have no rows.
-        end = tl.where(mine == last, most, tile + (count + ROWS - 1) // ROWS)
-        for first in range(tile, end, TILES):
-            t = first + tl.arange(0, TILES)
-            row = (t - tile) * ROWS
-            fields = tiles_ptr + t * FIELDS
-            tl.store(fields, mine, mask=t < end)
-            tl.store(fields + 1, begin + row, mask=t < end)
-            tl.store(fields + 2, tl.minimum(tl.maximum(count - row, 0), ROWS), mask=t < end)
+        begin = _cut(tiles_ptr, mine, last, counts, bins, most, ROWS, FIELDS, TILES)
     for at in range(0, entries, BLOCK):
         expert = tl.load(experts_ptr + at + i, mask=at + i < entries, other=last + 1)
         hit = (expert == mine).to(tl.int32)
@@ -171,6 +185,57 @@ def _sort_kernel(
         tl.store(tokens_ptr + place, (at + i) // CHOSEN, mask=hit > 0)
         begin += tl.sum(hit, 0)
     tl.store(ends_ptr + mine, begin)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _count_kernel(
+    experts_ptr, counts_ptr, entries, count, BINS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    wait(EARLY)
+    block = tl.program_id(0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    bins = tl.arange(0, BINS)
+    # One bin more than there are experts, for lanes past the end.
+    found = tl.histogram(tl.load(experts_ptr + i, mask=i < entries, other=count), BINS)
+    tl.store(counts_ptr + block * count + bins, found, mask=bins < count)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _before_kernel(counts_ptr, totals_ptr, blocks, count, BLOCKS: tl.constexpr, EARLY: tl.constexpr):
+    wait(EARLY)
+    expert = tl.program_id(0)
+    total = 0
+    for first in range(0, blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        found = tl.load(counts_ptr + block * count + expert, mask=block < blocks, other=0)
+        tl.store(counts_ptr + block * count + expert, total + tl.cumsum(found, 0) - found, mask=block < blocks)
+        total += tl.sum(found, 0)
+    tl.store(totals_ptr + expert, total)
+
+
+@triton.jit(do_not_specialize=["entries", "blocks", "most"])
+def _put_kernel(
+    experts_ptr, counts_ptr, totals_ptr, places_ptr, tokens_ptr, ends_ptr, tiles_ptr, entries, blocks, count, most,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    TILES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    mine = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    totals = tl.load(totals_ptr + bins, mask=bins < count, other=0)
+    if mine < blocks:
+        i = tl.arange(0, BLOCK)
+        at = mine * BLOCK + i
+        expert = tl.load(experts_ptr + at, mask=at < entries, other=count)
+        ahead = (expert[None, :] == expert[:, None]) & (i[None, :] < i[:, None])
+        place = tl.sum(tl.where(bins[None, :] < expert[:, None], totals[None, :], 0), 1) + tl.sum(ahead.to(tl.int32), 1)
+        place += tl.load(counts_ptr + mine * count + expert, mask=at < entries, other=0)
+        tl.store(places_ptr + at, place, mask=at < entries)
+        tl.store(tokens_ptr + place, at // CHOSEN, mask=at < entries)
+    if mine < count:
+        tl.store(ends_ptr + mine, tl.sum(tl.where(bins <= mine, totals, 0), 0))
+        if ROWS > 0:
+            _cut(tiles_ptr, mine, count - 1, totals, bins, most, ROWS, FIELDS, TILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +267,23 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
     most = min(entries, entries // rows + count) if rows else 0
     sizes = entries, entries, count, most * TILE_FIELDS
     places, tokens, ends, tiles = _pieces(sizes, experts.device)
-    block = next((size for size in SORTED if size >= entries), SORTED[-1])
-    launch(
-        _sort_kernel, (count,), None,
-        experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,
-        TILE_FIELDS, 128, num_warps=4 if block < SORTED[-1] else 8,
-    )  # fmt: skip
+    if entries > AT_ONCE:
+        blocks, bins = triton.cdiv(entries, BLOCK), triton.next_power_of_2(count + 1)
+        counts, totals = _pieces((blocks * count, count), experts.device)
+        launch(_count_kernel, (blocks,), None, experts, counts, entries, count, bins, BLOCK, num_warps=2)
+        launch(_before_kernel, (count,), None, counts, totals, blocks, count, BLOCKS, num_warps=4)
+        launch(
+            _put_kernel, (max(blocks, count),), None,
+            experts, counts, totals, places, tokens, ends, tiles, entries, blocks, count, most, chosen, rows, bins,
+            BLOCK, TILE_FIELDS, 128, num_warps=4,
+        )  # fmt: skip
+    else:
+        block = next((size for size in SORTED if size >= entries), SORTED[-1])
+        launch(
+            _sort_kernel, (count,), None,
+            experts, places, tokens, ends, tiles, entries, most, chosen, rows, triton.next_power_of_2(count + 1), block,
+            TILE_FIELDS, 128, num_warps=4 if block < SORTED[-1] else 8,
+        )  # fmt: skip
     return Order(places.view(-1, chosen), tokens, ends, tiles.view(most, TILE_FIELDS), experts)
 
 

@@ -18,12 +18,14 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from radixrt.worker.cuda.attend import LOG2_E
 
 log = logging.getLogger("radixrt.cuda")
 
+copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""By the copy engine. As from Triton 3.9 on; before, it had another name."""
 ROWS = 128
 """Of a program: two warpgroups of 64."""
 KEYS = 128

@@ -114,6 +114,12 @@ routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
 for ways in ((False, 128, 1, 1, 1.0), (True, 32, 8, 4, 2.5)):
     constants = routed | dict(zip(("SIGMOID", "SIZE", "GROUPS", "KEPT", "FACTOR"), ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
+numbers = {"entries": i, "count": i}
+build(routing._count_kernel, ["*i32"] * 2, numbers, {"BINS": 256, "BLOCK": routing.BLOCK}, 2)
+build(routing._before_kernel, ["*i32"] * 2, {"blocks": i, "count": i}, {"BLOCKS": routing.BLOCKS})
+numbers |= {"blocks": i, "most": i}
+constants = {"CHOSEN": 8, "ROWS": 128, "BINS": 512, "BLOCK": routing.BLOCK, "FIELDS": 3, "TILES": 128}
+build(routing._put_kernel, ["*i32"] * 7, numbers, constants)
 for rows, block in ((16, 512), (0, 4096)):
     sorted_ = {"CHOSEN": 8, "ROWS": rows, "BINS": 256, "BLOCK": block, "FIELDS": 3, "TILES": 128}
     build(routing._sort_kernel, ["*i32"] * 5, {"entries": i, "most": i}, sorted_, 8)
@@ -186,7 +192,7 @@ if int(sys.argv[1]) == 90:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from radixrt.worker.cuda import hopper
+    from radixrt.worker.cuda import hopper, hopper_experts
     from radixrt.worker.cuda import hopper_full as full
 
     def build_specialised(kernel, types, constants):
@@ -220,6 +226,14 @@ if int(sys.argv[1]) == 90:
     )
     types |= {"first_head": i, "scale": f, "v_scale": f}
     build_specialised(full._attend_full_specialised, types, constants)
+
+    rows = f"tensordesc<bf16[64, {hopper_experts.DEPTH}],{gl.NVMMASharedLayout(128, 16)!r}>"
+    types = {"x_there": rows, "w_there": rows.replace("64,", f"{hopper_experts.PART},", 1), "tiles_ptr": "*i32"}
+    types |= {"bias_ptr": "*bf16", "out_ptr": "*bf16"} | dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
+    names = "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"
+    constants = {name: getattr(hopper_experts, name) for name in names} | {"ACTIVATION": 3, "FIELDS": 3, "EARLY": True}
+    for gated in (False, True):
+        build_specialised(hopper_experts._product_specialised, types, constants | {"GATED": gated, "BIAS": gated})
 """
 
 MEMORY = """

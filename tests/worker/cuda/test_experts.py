@@ -72,12 +72,17 @@ def test_nan_chooses_experts_that_exist(device):
     assert torch.equal(weights[:1], alone)
 
 
-@pytest.mark.parametrize(("rows", "block"), [(0, 8), (2, 8), (16, 64)])
+@pytest.mark.parametrize(
+    ("rows", "block", "at_once"), [(0, 8, 9999), (2, 8, 9999), (16, 64, 9999), (0, 8, 0), (16, 8, 0)]
+)
 @pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 4, 2), (13, 5, 3), (6, 34, 1), (300, 1, 1), (0, 3, 2)])
-def test_sort(tokens, count, chosen, rows, block, device, monkeypatch):
+def test_sort(tokens, count, chosen, rows, block, at_once, device, monkeypatch):
     """Every row is in one place, with its expert's, in the order of the batch, and in one tile of that expert; also
-    where an expert has more tiles than are written at a time."""
+    where an expert has more tiles than are written at a time. In one launch and in three."""
     monkeypatch.setattr(routing, "SORTED", (block,))
+    monkeypatch.setattr(routing, "AT_ONCE", at_once)
+    monkeypatch.setattr(routing, "BLOCK", block)
+    monkeypatch.setattr(routing, "BLOCKS", 2)
     numbers = torch.rand(tokens, count).argsort(1)[:, :chosen].int().to(device)
     if tokens > 10:
         numbers[:, 0] = numbers[:, 0].clamp(max=count // 2)  # some experts have many rows, others none
@@ -348,3 +353,34 @@ def test_the_kinds_of_tiles_in_fp8(rounding):
     else:
         assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 64, 64]
         assert all(tile.depth == BLOCK and BLOCK % tile.columns == 0 for tile in found)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 128), (200, 136), (1032, 264)])
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_many_rows_on_hopper(hidden, inner, activation, device):
+    """By the kernel for it against torch's: experts with no rows, with a whole tile and more; sizes that tiles do not
+    divide; more tiles than multiprocessors."""
+    if device.type == "cpu" or not (hopper := fused._hopper(device)):
+        pytest.skip("no GPU of Hopper")
+    made = make_clamped if activation == "clamped_swiglu" else make
+    experts = made(40, 2, hidden, inner, device)
+    tensors = ("gate_up", "down", "gate_up_bias", "down_bias")
+    halves = {name: t.bfloat16() for name in tensors if (t := getattr(experts, name)) is not None}
+    experts = dataclasses.replace(experts, router=Linear(experts.router.weight.bfloat16(), None, False), **halves)
+    x = torch.randn(3000, hidden, device=device, dtype=torch.bfloat16)
+    numbers = torch.randint(0, 39, (3000, 1), dtype=torch.int32, device=device).clamp(min=12)
+    order = routing.sort(numbers, 40, hopper.ROWS)
+    rows = fused.spread(x, order)
+    inner = hopper.product(rows, order, experts.gate_up, activation, experts.gate_up_bias)
+    expected = F.grouped_mm(rows, experts.gate_up.transpose(1, 2), offs=order.ends)
+    if experts.gate_up_bias is None:
+        expected = kernels.gate(expected, activation)
+    else:
+        expected = fused.biased_gate(expected, experts.gate_up_bias, order, activation)
+    assert error(inner, expected) < 1e-2
+    down = hopper.product(expected, order, experts.down, None)
+    assert error(down, F.grouped_mm(expected, experts.down.transpose(1, 2), offs=order.ends)) < 1e-2
+    found, residual = torch.zeros(2, 3000, hidden, device=device, dtype=torch.bfloat16)
+    fused.add(experts, x, found)
+    experts.one_by_one(x, residual, TorchOps())
+    assert error(found, residual) < 2e-2
