@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from radixrt.client import AsyncClient, Client
@@ -17,6 +17,8 @@ from radixrt.lang.session import Session
 from radixrt.lang.threads import in_thread
 from radixrt.lang.trace import begin_run
 
+AT_ONCE = 64
+"""Runs of a batch at a time."""
 _default: Client | None = None
 
 
@@ -109,10 +111,68 @@ class Program:
             raise TypeError(f"{self.name}.run takes a Client; give {type(args[0]).__name__} to {self.name}(...) itself")
         if args and isinstance(args[0], Client):
             client, *args = args
+        client = self._client(client, "run")
+        return client.run(self(client.aio, *args, **kwargs))
+
+    def run_batch(
+        self,
+        calls: Iterable[Mapping[str, Any]],
+        client: Client | None = None,
+        *,
+        at_once: int = AT_ONCE,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """`batch`, waited for, on a plain Client: `client`, or that of `use_client`. TypeError without any."""
+        client = self._client(client, "run_batch")
+        return client.run(self.batch(client.aio, calls, at_once=at_once, return_exceptions=return_exceptions))
+
+    async def batch(
+        self,
+        client: AsyncClient,
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        at_once: int = AT_ONCE,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Run it for the keyword arguments of each of `calls`, up to `at_once` at a time: the results, in their order.
+
+        The first exception ends it: those that run are cancelled, and no other is begun. With `return_exceptions` one
+        stands in the place of its result, and the others go on. ValueError for `at_once` below 1, TypeError for a call
+        that is no mapping. `calls` are asked for one by one, as there is room."""
+        if at_once < 1:
+            raise ValueError(f"at_once must be 1 at least, not {at_once}")
+        results: dict[int, Any] = {}
+        numbered = enumerate(calls)
+
+        async def take_turns() -> None:
+            for number, call in numbered:
+                if not isinstance(call, Mapping):
+                    kind = type(call).__name__
+                    raise TypeError(
+                        f"{self.name}: call {number} of a batch is {kind}, no mapping of arguments"
+                    )
+                results[number] = None
+                try:
+                    results[number] = await self(client, **call)
+                except Exception as problem:
+                    if not return_exceptions:
+                        raise
+                    results[number] = problem
+
+        turns = [asyncio.ensure_future(take_turns()) for _ in range(at_once)]
+        try:
+            await asyncio.gather(*turns)
+        finally:
+            for turn in turns:
+                turn.cancel()
+            await asyncio.gather(*turns, return_exceptions=True)
+        return [results[number] for number in range(len(results))]
+
+    def _client(self, client: Client | None, method: str) -> Client:
         client = client or _default
         if client is None:
-            raise TypeError(f"{self.name}.run needs a Client, or to be run by `radixrt run`")
-        return client.run(self(client.aio, *args, **kwargs))
+            raise TypeError(f"{self.name}.{method} needs a Client, or to be run by `radixrt run`")
+        return client
 
 
 async def _finish(branch: Branch) -> None:
