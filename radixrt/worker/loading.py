@@ -155,6 +155,16 @@ def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B0
     hf_config = checkpoint.read_json(folder / "config.json")
     if not hf_config:
         raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
+    try:
+        return _look_up(config, shard, folder, hf_config)
+    except (TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{folder}/config.json: a value is not of the kind that is expected ({error})") from error
+
+
+def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[str, Any]) -> Loaded:
+    text = hf_config.get("text_config") or {}  # what is said of it alone is said of all that is served
+    alone = {name for name in text if hf_config.get(name) is None} - {"tie_word_embeddings"}  # a family's own default
+    hf_config |= {name: text[name] for name in alone}
     device = torch.device(config.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
 from radixrt.worker.loading import load_runner
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Runner
 from radixrt.worker.sample import Draws, draw
-from tests.checkpoints import make_model
 from tests.worker.engine import GREEDY, Engine, prompts
+from tests.worker.families import GROWING, make_model
 
 SIZES = {
     "vocab_size": 4096,
@@ -29,12 +31,19 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 LATENT |= {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 256}
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"]
-OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "olmo3", "granite"]
+OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "olmo3", "granite", "ministral3"]
+OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "exaone4", "iquestcoder"]
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
 # A small scale: norms of random weights make scores so large that rounding of q and k shows many times over.
 OF_FAMILY |= {"gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 4096} | WINDOWS, "olmo3": WINDOWS}
+OF_FAMILY |= {"glm4_moe_lite": LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 256}}
+FARTHER = GROWING | {"original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1}
+OF_FAMILY |= {"ministral3": {"rope_parameters": FARTHER | {"mscale_all_dim": 1.0}}, "exaone4": WINDOWS}
+OF_FAMILY |= {
+    "mistral4": LATENT | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "head_dim": 128, "rope_parameters": FARTHER}
+}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -50,7 +59,7 @@ def made(request, tmp_path_factory):
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
-    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3")):
+    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone4")):
         config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))
 
@@ -171,7 +180,7 @@ def noise(folder, asked: list[list[int]], **settings) -> float:
 
 def chooses(folder) -> bool:
     """Whether there are experts: where rounding picks another one, logits are others."""
-    return any(name in folder.name for name in ("moe", "mixtral", "gpt_oss", "deepseek", "minimax"))
+    return read_spec(read_json(folder / "config.json")).experts is not None
 
 
 def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> int:

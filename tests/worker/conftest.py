@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_model
+from tests.worker.families import make_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import load_runner
+from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.model import checkpoint as files
 from radixrt.worker.plan import Runner
 from tests.checkpoints import make_tokenizer
@@ -37,7 +37,7 @@ def edit(folder, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not served; deepseek_v2, deepseek_v3, gemma3, "),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not served; deepseek_v2, deepseek_v3, dots1, "),
         ({"model_type": "scaled"}, "model_type 'scaled' is not served"),
         ({"model_type": "REMOVED"}, "model_type '' is not served"),
         ({"hidden_size": "REMOVED"}, "no hidden_size"),
@@ -104,6 +104,16 @@ def test_end_of_sequence_ids_come_from_all_files(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert files.eos_ids(folder) == {2, 7, 8, 9}
     assert load(folder).eos_ids == {2, 7, 8, 9}
+    edit(folder, eos_token_id=None, text_config={"eos_token_id": 6})  # of a model that sees
+    assert files.eos_ids(folder) == {2, 6, 9}
+
+
+def test_what_is_said_of_text_alone_is_said_of_what_is_served(folder):
+    text = {"bos_token_id": 5, "vocab_size": 7, "quantization_config": {"quant_method": "fp8"}}
+    edit(folder, bos_token_id=None, text_config=text)
+    found = look_up(resolve(WorkerConfig(model=str(folder), device="cpu"))).hf_config
+    assert found["bos_token_id"] == 5 and found["quantization_config"] == {"quant_method": "fp8"}
+    assert found["vocab_size"] == 512, "the whole comes first"
 
 
 def test_dummy_weights_need_no_file(folder):

@@ -11,8 +11,8 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
 from radixrt.worker.loading import load_runner
 from radixrt.worker.plan import Runner
-from tests.checkpoints import FAMILIES
 from tests.worker.engine import GREEDY, Engine, prompts
+from tests.worker.families import FAMILIES, GROWING
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -66,6 +66,22 @@ VARIANTS = [
     ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("gpt_oss", {"num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"]}),
     ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}, "attention_bias": False}),
+    ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0}, "sliding_window": 16}),
+    (
+        "mistral4",
+        {"rope_parameters": GROWING | {"mscale": 0.7}, "rope_interleave": False, "norm_topk_prob": False}
+        | {"q_lora_rank": None, "first_k_dense_replace": 1, "attention_bias": True, "routed_scaling_factor": 2.0},
+    ),
+    ("glm", {"attention_bias": False, "num_key_value_heads": 1}),
+    ("glm4", {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}}),
+    (
+        "glm4_moe_lite",
+        {"rope_parameters": YARN | MSCALE, "mlp_layer_types": ["sparse", "sparse"], "n_group": 4, "topk_group": 2},
+    ),
+    ("dots1", {"sliding_window": 16, "max_window_layers": 1, "attention_bias": True, "norm_topk_prob": False}),
+    ("solar_open", {"attention_bias": True, "rope_parameters": YARN, "n_group": 4, "topk_group": 2}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3}),
+    ("iquestcoder", {"attention_bias": True, "mlp_bias": True}),
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
@@ -139,6 +155,14 @@ ALIKE = (
     "granite",
     "glm4_moe",
     "minimax_m2",
+    "mistral4",
+    "glm",
+    "glm4",
+    "glm4_moe_lite",
+    "dots1",
+    "solar_open",
+    "exaone4",
+    "iquestcoder",
 )
 """Families whose logits are tested, and that decode as others do."""
 

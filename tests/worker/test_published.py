@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import logging
 import shutil
@@ -11,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.loading import choose_dtype, look_up
-from radixrt.worker.model import read_spec
+from radixrt.worker.model import FAMILIES, read_spec
+from radixrt.worker.model.rope import frequencies
+from radixrt.worker.model.spec import ModelSpec
 from tests.checkpoints import make_published
 from tests.worker.engine import Engine, prompts
+from tests.worker.families import GROWING, SEES, make_seeing, register_mistral4
 from tests.worker.test_models import all_logits, load
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
@@ -60,6 +65,17 @@ NEWER = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 PLAIN: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": None}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 8}
 GRANITE |= {"tie_word_embeddings": True, "rope_theta": 1e7}
+ANEW = GROWING | ORIGINAL | {"type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}
+DEVSTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": ANEW | {"mscale_all_dim": 1.0}}
+FLASH: dict[str, Any] = DEEPSEEK | {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+FLASH |= {"rope_scaling": None, "partial_rotary_factor": 1.0, "rope_theta": 1e6, "pad_token_id": None}
+DOTS: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1}
+DOTS |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_prob": True, "topk_group": 1}
+DOTS |= {"routed_scaling_factor": 2.5, "rope_theta": 1e7, "max_window_layers": 2}
+SOLAR = GLM | {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "routed_scaling_factor": 1.0}
+SOLAR |= {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, "head_dim": 16}
+EXAONE: dict[str, Any] = LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "num_hidden_layers": 4, "sliding_window": 16}
+LLLG = [*["sliding_attention"] * 3, "full_attention"]
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
@@ -82,9 +98,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral 0.1": ("mistral", {"num_key_value_heads": 2, "sliding_window": 16}),
     "mistral 0.3": ("mistral", {"num_key_value_heads": 2, "sliding_window": None, "rope_theta": 1e6}),
     "nemo": ("mistral", {"num_key_value_heads": 2, "head_dim": 16, "hidden_size": 40, "sliding_window": None}),
-    "mistral of few words": ("mistral", {"num_attention_heads": 16, "hidden_size": 64}),
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "rope_theta": 1e6}),
-    "mixtral of few words": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "rms_norm_eps": "REMOVED"}),
     "qwen 2": ("qwen2", {"num_key_value_heads": 2, "use_sliding_window": False} | WINDOW),
     "qwen 2.5, small": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen 2.5, yarn": ("qwen2", LONG | {"rope_scaling": YARN} | WINDOW),
@@ -100,10 +114,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3": ("deepseek_v3", DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     "glm 4.5": ("glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
     "glm 4.5 air": ("glm4_moe", GLM | {"use_qk_norm": False, "attention_bias": True, "routed_scaling_factor": 1.0}),
-    "glm of few words": ("glm4_moe", GLM | {"partial_rotary_factor": "REMOVED", "norm_topk_prob": "REMOVED"}),
     "glm of transformers 5": ("glm4_moe", GLM | {"rope_parameters": HALF, "partial_rotary_factor": "REMOVED"}),
     "minimax m2": ("minimax_m2", MINIMAX),
-    "minimax of few words": ("minimax_m2", MINIMAX | {"rope_theta": "REMOVED", "rotary_dim": "REMOVED"}),
     "phi 3 mini 4k": ("phi3", PHI | {"sliding_window": 100, "rope_scaling": None}),
     "phi 3 mini 128k": ("phi3", PHI | {"num_key_value_heads": "REMOVED", "sliding_window": 262_144}),
     "phi 4": ("phi3", PHI | {"rope_theta": 250_000, "original_max_position_embeddings": 512, "rope_scaling": None}),
@@ -112,14 +124,21 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
     "gemma of transformers 5": ("gemma3_text", GEMMA | {"rope_parameters": GEMMA_ROPE, "num_hidden_layers": 3}),
     "seed oss": ("seed_oss", PLAIN | {"head_dim": 16, "rope_scaling": {"rope_type": "default"}, "rope_theta": 1e7}),
-    "seed oss of few words": ("seed_oss", {"num_attention_heads": 8, "hidden_size": 40}),
     "smollm 3": ("smollm3", PLAIN | {"no_rope_layers": [1, 1, 1, 0, 1], "num_hidden_layers": 5, "rope_theta": 5e6}),
-    "smollm 3 of few words": ("smollm3", {"num_hidden_layers": 5, "pad_token_id": None}),
     "smollm 3, longer": ("smollm3", LONG | {"num_hidden_layers": 4, "rope_scaling": YARN, "pad_token_id": None}),
     "olmo 2": ("olmo2", PLAIN | {"num_key_value_heads": 4, "rope_theta": 5e5}),
     "olmo 3": ("olmo3", PLAIN | {"sliding_window": 16, "num_hidden_layers": 5, "rope_scaling": NEWER}),
-    "olmo 3 of few words": ("olmo3", PLAIN | {"num_hidden_layers": 4, "rms_norm_eps": "REMOVED"}),
     "granite 3": ("granite", PLAIN | GRANITE),
+    "devstral 2": ("ministral3", LONG | DEVSTRAL | {"pad_token_id": None}),
+    "glm 4 9b": ("glm", PLAIN | {"head_dim": 16, "rope_theta": 1e4, "attention_bias": True}),
+    "glm 4 0414": ("glm4", PLAIN | {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.5}),
+    "glm 4.7 flash": ("glm4_moe_lite", FLASH),
+    "dots": ("dots1", PLAIN | DOTS | {"sliding_window": None, "use_sliding_window": False}),
+    "dots, windows": ("dots1", PLAIN | DOTS | WINDOW | {"use_sliding_window": False}),
+    "solar open": ("solar_open", SOLAR),
+    "exaone 4 32b": ("exaone4", EXAONE | {"sliding_window_pattern": "LLLG", "layer_types": LLLG}),
+    "exaone 4 1.2b": ("exaone4", EXAONE | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "iquest coder": ("iquestcoder", PLAIN | {"head_dim": 16, "clip_qkv": None, "use_sliding_window": False}),
     "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
 }
 
@@ -127,6 +146,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_logits_of_published_configs(tmp_path, name):
     family, changes = PUBLISHED[name]
+    register_mistral4()
     model = make_published(tmp_path, family, **changes)
     prompt = prompts(1, 150, 150, 256)[0]
     with torch.inference_mode():
@@ -189,26 +209,64 @@ def test_the_base_of_positions_is_kept_where_scaling_is_added():
     assert read_spec(config).rope["rope_theta"] == 1e6
 
 
+SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}
+MROPE = {"rope_scaling": SECTIONS, "rope_theta": 1e6}
+MROPE_3 = {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}
+THIN = EXPERTS | {"moe_intermediate_size": 20}
+OTHERWISE = {"use_sliding_window": True, "norm_topk_prob": False}
+QWEN_3 = {"head_dim": 16, "rope_scaling": MROPE_3, "rope_theta": 5e6, "attention_bias": False}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+MISTRAL_4 = DEEPSEEK | {"rope_scaling": None, "rope_parameters": ANEW, "n_group": 1, "topk_group": 1}
+KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma 3": ("gemma3", GEMMA, {"mm_tokens_per_image": 4}),
+    "mistral small 3.1": ("mistral3", {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e9}, UNTIED),
+    "mistral 3, tied": ("mistral3", {"model_type": "mistral", "sliding_window": None} | UNTIED, {}),
+    "ministral 3": ("mistral3", DEVSTRAL | {"model_type": "ministral3"}, UNTIED),
+    "mistral small 4": ("mistral3", MISTRAL_4 | {"model_type": "mistral4"}, UNTIED),
+    "qwen 2 vl": ("qwen2_vl", MROPE | {"use_sliding_window": False, "sliding_window": 16}, {}),
+    "qwen 2.5 vl 3b": ("qwen2_5_vl", MROPE | {"max_window_layers": 1, "sliding_window": 16}, TIED),
+    "qwen 2.5 vl, longer": ("qwen2_5_vl", {"rope_scaling": YARN | {"mrope_section": [1, 1, 2]}}, {}),
+    "qwen 2 vl of transformers 5": ("qwen2_vl", {"rope_parameters": SECTIONS | {"rope_theta": 1e5}}, {}),
+    "qwen 3 vl 4b": ("qwen3_vl", QWEN_3 | TIED, TIED),
+    "qwen 3 vl, windows": ("qwen3_vl", QWEN_3 | WINDOW | {"use_sliding_window": True}, {}),
+    "qwen 3 vl moe": ("qwen3_vl_moe", THIN | QWEN_3 | {"norm_topk_prob": True, "mlp_only_layers": []}, UNTIED),
+    "qwen 3 vl moe, otherwise": ("qwen3_vl_moe", THIN | WINDOW | OTHERWISE, UNTIED),
+    "kimi k2.5": ("kimi_k25", KIMI | {"model_type": "kimi_k2"}, UNTIED),
+    "kimi k2.5, tied": ("kimi_k25", KIMI | {"model_type": "kimi_k2"} | UNTIED, {}),
+}
+
+
 @pytest.mark.parametrize("original", [True, False])
-def test_the_text_of_a_model_that_sees(tmp_path, original, caplog):
+@pytest.mark.parametrize("name", SEEING)
+def test_the_text_of_a_model_that_sees(tmp_path, name, original, caplog):
     """By either names of its tensors."""
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(
-        text_config=sizes | GEMMA | {"initializer_range": 0.2},
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-    )
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path, save_original_format=original)
-    prompt = prompts(1, 100, 100, 256)[0]
+    family, text, fields = SEEING[name]
+    model = make_seeing(tmp_path, family, original, text, **fields)
+    if family == "kimi_k25" and original:  # transformers calls its layers blocks, as those that see are called
+        rewrite(
+            tmp_path, lambda weights: {key.replace("model.blocks", "model.layers"): x for key, x in weights.items()}
+        )
+    prompt = prompts(1, 150, 150, 256)[0]
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
     with caplog.at_level(logging.WARNING):
         runner = load(tmp_path)
     assert (all_logits(Engine(runner), prompt) - expected).abs().max() < 1e-4
     assert "images are not served" in caplog.text and "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("inner", [20, 16, 32])
+def test_experts_are_stored_either_way_round(tmp_path, original, inner):
+    """As Qwen3-VL's are published, [in, out]; transformers 5 writes them the other way. One of them may be square."""
+    make_seeing(tmp_path, "qwen3_vl_moe", original, EXPERTS | QWEN_3 | {"moe_intermediate_size": inner})
+    prompt = prompts(1, 40, 40, 256)[0]
+    before = all_logits(Engine(load(tmp_path)), prompt)
+    whole = ("experts.gate_up_proj", "experts.down_proj")
+    rewrite(tmp_path, lambda weights: {k: x.mT.contiguous() if k.endswith(whole) else x for k, x in weights.items()})
+    assert torch.equal(all_logits(Engine(load(tmp_path)), prompt), before)
 
 
 def test_gemma_by_what_its_file_leaves_out(shared_data):
@@ -351,12 +409,12 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch
     return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), meant
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
     plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
-    for name in [name for name in plain if "proj" in name]:
+    for name in [name for name in plain if name.endswith("proj.weight")]:
         weight, suffix, scale, plain[name] = quantized(plain[name], kind)
         stored |= {name: weight, name.replace("weight", suffix): scale}
     shutil.copytree(tmp_path / "stored", tmp_path / "plain")
@@ -365,6 +423,25 @@ def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, capl
     edit(tmp_path / "stored", quantization_config=METHODS[kind])
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "plain"))
     assert "multiplied out at load" in caplog.text
+
+
+def test_fp8_experts_of_one_tensor_have_a_scale_each(checkpoint, tmp_path):
+    """As Mistral Small 4 has them."""
+    shutil.copytree(checkpoint("mistral4")[0], tmp_path / "stored")
+    plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
+    for name in [name for name in plain if "mlp.experts" in name]:
+        scale = plain[name].abs().amax((1, 2), keepdim=True) / LIMIT
+        stored[name], stored[f"{name}_scale_inv"] = (plain[name] / scale).to(torch.float8_e4m3fn), scale
+        plain[name] = stored[name].float() * scale
+    shutil.copytree(tmp_path / "stored", tmp_path / "plain")
+    rewrite(tmp_path / "plain", lambda _: plain)
+    rewrite(tmp_path / "stored", lambda _: plain | stored)
+    edit(tmp_path / "stored", quantization_config={"quant_method": "fp8", "weight_block_size": None})
+    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "plain"))
+    blocks = {name: torch.ones(8, 1, 1, 2) for name in stored if name.endswith("_scale_inv")}
+    rewrite(tmp_path / "stored", lambda weights: weights | blocks)
+    with pytest.raises(ValueError, match=r"scales of shape \[8, 1, 1, 2\] are not served"):
+        load(tmp_path / "stored")
 
 
 @pytest.mark.parametrize(
@@ -431,13 +508,92 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         load(folder)
 
 
-LACKING = ["glm4_moe", "phi3", "minimax_m2", "mistral", "mixtral", "qwen2", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mistral3", "text_config": {"model_type": "llama"}}, "text_config: model_type 'llama'"),
+        ({"model_type": "mistral4", "n_group": 2}, "n_group 2 is not served; 1 is"),
+        ({"model_type": "mistral4", "topk_group": 2}, "topk_group 2 is not served; 1 is"),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "dense"]}, "dense layers behind sparse ones"),
+        ({"model_type": "solar_open", "use_qk_norm": True}, "use_qk_norm True is not served"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "'LLLG' is not served without layer_types"),
+        ({"model_type": "iquestcoder", "clip_qkv": 8.0}, "clip_qkv 8.0 is not served"),
+        ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quant_method 'awq' is not served"),
+    ],
+)
+def test_what_of_a_family_is_not_served_is_named(folder, changes, words):
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=words):
+        load(folder)
 
 
-@pytest.mark.parametrize("family", LACKING)
-def test_what_a_config_lacks_is_named(family):
-    with pytest.raises(ValueError, match="config.json has no "):
-        read_spec({"model_type": family})
+LENGTH = {"max_position_embeddings": 8192}
+FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
+FEW |= {"intermediate_size": 48} | LENGTH
+OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
+OF_ANY_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
+NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
+WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
+WITH["deepseek_v2"] |= {"moe_intermediate_size": 1407}
+
+
+def of_few_words(family: str) -> dict[str, Any]:
+    """A file that says what it must, each field after an error that names it."""
+    said: dict[str, Any] = dict(WITH.get(family, {}))
+    config = {"text_config": said} if family in SEES else said
+    while True:
+        try:
+            read_spec({"model_type": family} | config)
+        except ValueError as error:
+            name = str(error).removeprefix("config.json has no ")
+            assert name not in said
+            said[name] = FEW[name]
+        else:
+            return config
+
+
+def meant(config: dict[str, Any]) -> tuple[ModelSpec, list[tuple[list[float], float]]]:
+    """A spec, and its positions as what they come to."""
+    spec = read_spec(config)
+    found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in spec.ropes]
+    tied = spec.tied and config["model_type"] != "qwen3_vl_moe"  # what transformers writes contradicts itself
+    plain = dataclasses.replace(spec, rope={}, layer_ropes=(), tied=tied)
+    return plain, [(angles.tolist(), factor) for angles, factor in found]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_leaves_out_is_as_transformers_has_it(family):
+    """And what it may not leave out is named."""
+    config = of_few_words(family)
+    assert set(config.get("text_config", config)) - set(WITH.get(family, {})) == NEEDED[family]
+    known = "deepseek_v3" if family == "kimi_k2" else family
+    theirs = AutoConfig.for_model(known, **copy.deepcopy(config)).to_dict()
+    assert meant({"model_type": family} | config) == meant(theirs)
+
+
+def test_a_model_that_sees_has_a_part_for_text():
+    with pytest.raises(ValueError, match="config.json has no text_config"):
+        read_spec({"model_type": "mistral3"} | FEW)
+
+
+def test_the_scale_of_mistral_4_is_plain():
+    """As it was published, in the words of its file."""
+    rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "mscale": 1.0}
+    rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5}
+    sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+    spec = read_spec({"model_type": "mistral4", "rope_parameters": rope} | sizes | FEW)
+    assert spec.scale == 128**-0.5 and spec.query_growth == (0.1, 8192)
+    assert frequencies(spec.rope, spec.rope_dim, spec.max_model_len)[1] == 1
+    assert read_spec({"model_type": "mistral4"} | sizes | FEW).scale == 128**-0.5
+
+
+@pytest.mark.parametrize("pattern", [None, 4, "LLLG"])
+def test_exaone_without_a_window_attends_to_all(pattern):
+    spec = read_spec({"model_type": "exaone4", "sliding_window": None, "sliding_window_pattern": pattern} | FEW)
+    assert spec.windows == (None,) * 4 and spec.ropes == (spec.rope,) * 4
 
 
 @pytest.mark.parametrize(

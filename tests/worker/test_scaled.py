@@ -198,6 +198,19 @@ def test_families_whose_matrices_are_stored_together_or_have_other_norms_or_fact
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_heads_that_are_turned_otherwise_take_their_scales_along(checkpoint, tmp_path, kind):
+    """Blocks would come apart."""
+    scales, config = KINDS[kind]
+    folder = store(checkpoint("glm4", **SIZES)[0], tmp_path / "fp8", scales, **config)
+    stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
+    for kept, multiplied_out in zip(products_of(stored)[::4], products_of(wide)[::4], strict=True):
+        assert isinstance(kept, Linear if kind == "blocks" else ScaledLinear)
+        weight = kept.weight if kind == "blocks" else kept.weight.wide()
+        assert torch.equal(weight, multiplied_out.weight) and torch.equal(kept.bias, multiplied_out.bias)
+    assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (256,), (256, 1), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_of_any_dtype_are_kept_in_float32(shape, dtype):

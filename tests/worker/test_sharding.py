@@ -15,6 +15,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import Products, part_of_scale
+from radixrt.worker.model.scaled import FP8
 from radixrt.worker.model.sharding import Part, Shard
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
@@ -91,6 +92,12 @@ def test_the_last_block_may_be_short():
     scale = torch.arange(6.0).view(3, 2)
     assert part_of_scale(scale, (320, 256), (128, 128), Part(0, 256, 320)).tolist() == [[4.0, 5.0]]
     assert part_of_scale(scale, (320, 256), (128, 128), Part(0, 192, 320)) is None
+    assert part_of_scale(torch.ones(5, 2), (320, 256), (64, 128), Part(0, 64, 128)).shape == (1, 2)
+    experts = torch.stack([scale, 10 * scale])
+    shape, block = (2, 320, 256), (128, 128)
+    assert torch.equal(part_of_scale(experts, shape, block, Part(2, 128, 256)), experts[..., 1:])
+    assert part_of_scale(experts, shape, block, Part(1, 192, 320)) is None
+    assert part_of_scale(torch.ones(2), shape, block, Part(1, 192, 320)).shape == (2,), "a scale each"
 
 
 def test_parts_of_random_weights(checkpoint):
@@ -131,6 +138,14 @@ def mix(layer, heads):
         ("smollm3", {}),
         ("olmo3", {"num_key_value_heads": 4}),
         ("granite", {"attention_bias": True}),
+        ("ministral3", {}),
+        ("mistral4", {"first_k_dense_replace": 1}),
+        ("glm", {}),
+        ("glm4", {}),
+        ("glm4_moe_lite", {}),
+        ("dots1", {}),
+        ("solar_open", {}),
+        ("exaone4", {}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
@@ -168,25 +183,46 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
             assert local.experts.shared_size * size == spec.experts.shared_size
 
 
-def test_experts_in_one_tensor_are_divided_too(checkpoint, tmp_path):
+def in_blocks(name: str, whole: torch.Tensor, block: tuple[int, int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Experts of one tensor in FP8, with scales, and what they stand for."""
+    count, rows, columns = whole.shape
+    scale = 0.001 + 0.01 * torch.rand(count, -(-rows // block[0]), -(-columns // block[1]))
+    each = scale[:, torch.arange(rows) // block[0]][:, :, torch.arange(columns) // block[1]]
+    stored = (whole / each).to(FP8)
+    return {name: stored, f"{name}_scale_inv": scale}, stored.float() * each
+
+
+@pytest.mark.parametrize("block", [None, (20, 20), (24, 16)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_in_one_tensor_are_divided_too(checkpoint, tmp_path, turned, block):
+    """Also where their matrices are [in, out], and in FP8, with blocks that ranks cut and others."""
+    torch.manual_seed(0)
     folder, _ = checkpoint("qwen3_moe")
-    shutil.copytree(folder, tmp_path / "whole")
+    for name in ("plain", "whole"):
+        shutil.copytree(folder, tmp_path / name)
     tensors = load_file(folder / "model.safetensors")
+    stored = {}
     for layer in range(2):
         at = f"model.layers.{layer}.mlp.experts."
         gate, up, down = (
             torch.stack([tensors.pop(f"{at}{expert}.{name}_proj.weight") for expert in range(6)])
             for name in ("gate", "up", "down")
         )
-        tensors[at + "gate_up_proj"], tensors[at + "down_proj"] = torch.cat([gate, up], 1), down
-    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+        for name, whole in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
+            tensors[at + name] = whole.mT.contiguous() if turned else whole
+            if block:
+                fp8, tensors[at + name] = in_blocks(at + name, tensors[at + name], block)
+                stored |= fp8
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    save_file(tensors | stored, tmp_path / "whole" / "model.safetensors")
     spec = spec_of(checkpoint, "qwen3_moe")
+    spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, inputs_first=turned))
 
     def run(where, group=None):
-        weights = SafetensorsWeights(where, torch.float32, CPU, progress=False)
+        weights = SafetensorsWeights(where, torch.float32, CPU, False, block or (128, 128), Products.STORED)
         return Decoder(spec, weights, group=group).forward(torch.arange(1, 20), torch.arange(19), mix)
 
-    expected = run(folder)
+    expected = run(tmp_path / "plain" if block else folder)
     assert torch.equal(run(tmp_path / "whole"), expected)
     for found in on_ranks(2, lambda group: run(tmp_path / "whole", group)):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)

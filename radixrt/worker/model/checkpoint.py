@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 OTHER_FORMS = "consolidated*"
 """Files of the same weights under other names, beside those of transformers."""
 SIDE_TENSORS = ("rotary_emb.inv_freq", "_scale", "_scale_inv")
-SEEING = ("vision_tower.", "multi_modal_projector.")
+SEEING = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.")
 """How names of tensors begin that make something of images."""
 TOKENIZER_FILES = ("tokenizer_config", "special_tokens_map", "tokenizer")
 LFS_POINTER = b"version https://git-lfs"
@@ -45,6 +45,9 @@ class Weights(Protocol):
 
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         """A matrix for products in FP8, or a part of it; None if it is to be loaded for others."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As it is stored; of a tensor that is there."""
 
     def get(self, name: str) -> torch.Tensor | None:
         """As it is stored, whatever its shape and dtype; None if there is no such tensor."""
@@ -78,8 +81,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def eos_ids(folder: Path) -> frozenset[int]:
     """Ids that end a sequence, of all files that name one: generation_config, config and the tokenizer's."""
     ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id")
+    model = read_json(folder / "config.json")
+    for named in (read_json(folder / "generation_config.json"), model, model.get("text_config") or {}):
+        value = named.get("eos_token_id")
         ids.update([value] if isinstance(value, int) else value or [])
     config, special, tokenizer = (read_json(folder / f"{name}.json") for name in TOKENIZER_FILES)
     token = config.get("eos_token") or special.get("eos_token")
@@ -158,6 +162,10 @@ class SafetensorsWeights:
 
     def __contains__(self, name: str) -> bool:
         return self._name(name) in self._places
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        name = self._name(name)
+        return tuple(self._open(self._places[name]).get_slice(name).get_shape())
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         if part is not None and self._cuts_a_block(name, shape, part):
@@ -267,6 +275,9 @@ class RandomWeights:
 
     def __contains__(self, name: str) -> bool:
         return False
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
 
     def get(self, name: str) -> None:
         return None

@@ -89,10 +89,14 @@ class Decoder:
         if self._embedding_factor != 1:
             residual *= self._embedding_factor
         turns = self._positions.turns(positions, residual.dtype)
+        growth = self._positions.growth(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
             cos, sin = turns[self._positions.kinds[number]]
-            x = attend(number, layer.heads.project(x, cos, sin, self._ops))
+            heads = layer.heads.project(x, cos, sin, self._ops)
+            if growth is not None:
+                heads.scale_queries(growth)
+            x = attend(number, heads)
             if number < len(self._layers) - 1:
                 x = self._after_attention(number, x, residual)
         return x, residual
@@ -152,6 +156,7 @@ class _Positions:
         self.kinds = [known.index(rope) for rope in spec.ropes]
         found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in known]
         self._angles = [(angles.to(device), factor) for angles, factor in found]
+        self._growth = spec.query_growth
 
     def turns(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By kind: cos and sin [T, 1, half of what is rotated] of int positions[T]."""
@@ -160,3 +165,10 @@ class _Positions:
             turn = positions[:, None, None].float() * angles
             found.append(((turn.cos() * factor).to(dtype), (turn.sin() * factor).to(dtype)))
         return found
+
+    def growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """What queries at int positions[T] are times, [T, 1, 1] (see `ModelSpec.query_growth`)."""
+        if self._growth is None:
+            return None
+        beta, tokens = self._growth
+        return (1 + beta * torch.log(1 + positions.float().div(tokens).floor()))[:, None, None].to(dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import gemma3_text
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.spec import ModelSpec, text_part
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Of its `text_config`."""
-    return gemma3_text.spec(config["text_config"])
+    return gemma3_text.spec(text_part(config))

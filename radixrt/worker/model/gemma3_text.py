@@ -6,7 +6,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, common, layer_windows, rope_parameters, ropes_by_kind
+from radixrt.worker.model.spec import (
+    ModelSpec,
+    NormsSpec,
+    common,
+    layer_kinds,
+    layer_windows,
+    rope_parameters,
+    ropes_by_kind,
+)
 
 NORMS = NormsSpec(
     after_attention="post_attention_layernorm",
@@ -29,10 +37,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         if config.get(name):
             raise ValueError(f"{name} {config[name]!r} is not served")
-    layers, every = config["num_hidden_layers"], config["sliding_window_pattern"]
-    kinds = config.get("layer_types") or [
-        ("sliding", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)
-    ]
+    kinds = layer_kinds(config, config["sliding_window_pattern"])
     config |= {"layer_types": kinds, "hidden_act": config["hidden_activation"]}
     by_kind = ropes_by_kind(config)
     plain = common(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.deepseek_v2 import with_routed
-from radixrt.worker.model.spec import ModelSpec, Routing, common
+from radixrt.worker.model.deepseek_v3 import by_sigmoid
+from radixrt.worker.model.spec import ModelSpec, common
 
 DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "norm_topk_prob": True}
 DEFAULTS |= {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
+DEFAULTS |= {"num_key_value_heads": 8}
 """Of transformers, in place of what a file leaves out."""
 
 
@@ -16,17 +18,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     """Heads of q and k are normalized with `use_qk_norm`; q, k and v have a bias with `attention_bias`, the output has
     none. Layers that guess tokens further ahead (`num_nextn_predict_layers`) are left out."""
     config = DEFAULTS | config
-    routing = Routing(
-        sigmoid=True,
-        groups=config.get("n_group") or 1,
-        kept_groups=config.get("topk_group") or 1,
-        factor=config.get("routed_scaling_factor", 1.0),
-        wide=True,
-    )
     plain = common(
         config,
         partial_rotary=True,
         qk_norm=bool(config.get("use_qk_norm")),
         qkv_bias=bool(config.get("attention_bias")),
     )
-    return with_routed(plain, config, routing, bool(config["norm_topk_prob"]))
+    return with_routed(plain, config, by_sigmoid(config), bool(config["norm_topk_prob"]))

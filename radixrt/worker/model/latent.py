@@ -70,6 +70,9 @@ class LatentHeads:
     def values(self) -> HeadLinear:
         return self.ups.v
 
+    def scale_queries(self, factors: torch.Tensor) -> None:
+        self.q.mul_(factors)
+
     def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = self.q.new_empty((*self.q.shape[:2], self.latent.shape[1]))
         self.ups.k.put(self.q[..., : -self.rope_dim], q[..., : self.rank])

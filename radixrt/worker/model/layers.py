@@ -138,6 +138,9 @@ class Projected(Protocol):
     def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, width of V], normalized and rotated."""
 
+    def scale_queries(self, factors: torch.Tensor) -> None:
+        """Multiply q by factors[T, 1, 1], in place: turning it comes to the same after and before."""
+
     @property
     def values(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """What makes of sums of V by weights, [T, heads, width of V], what heads give, [T, heads, width of a head's
@@ -174,6 +177,10 @@ class Heads:
         elif self.norms is not None:
             q, k = _normalized(q, self.norms[0], self.eps), _normalized(k, self.norms[1], self.eps)
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
+
+    def scale_queries(self, factors: torch.Tensor) -> None:
+        assert self.norms is None, "a norm would undo it"
+        self.qkv[:, : self.num_heads].mul_(factors)
 
     @property
     def values(self) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing, common, with_experts
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing, check_served, common, with_experts
 
 DEFAULTS = {"rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8, "use_qk_norm": True}
 SERVED = {
@@ -20,9 +20,7 @@ SERVED = {
 def spec(config: dict[str, Any]) -> ModelSpec:
     """`rotary_dim` elements of a head are rotated. Layers that guess tokens further ahead are left out."""
     config = DEFAULTS | config
-    for name, served in SERVED.items():
-        if config.get(name, served) != served:
-            raise ValueError(f"{name} {config[name]!r} is not served; {served!r} is")
+    check_served(config, SERVED)
     if config.get("rotary_dim"):
         config.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
     layers = config["num_hidden_layers"]

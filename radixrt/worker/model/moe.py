@@ -160,15 +160,11 @@ def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant:
     FP8; of each the inner features that are this rank's."""
     moe = spec.experts
     assert moe is not None
-    at, hidden, inner = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size, moe.intermediate_size
+    at, hidden = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size
     whole = f"model.layers.{layer}.{WHOLE}"
     if f"{whole}experts.gate_up_proj" in weights:
         router = weights.load(f"{whole}gate.weight", (moe.count, hidden))
-        shape = moe.count, 2 * inner, hidden
-        gate_up = stack(
-            [weights.load(f"{whole}experts.gate_up_proj", shape, part) for part in shard.halves(1, inner)], 1
-        )
-        down = weights.load(f"{whole}experts.down_proj", (moe.count, hidden, inner), shard.part(2, inner))
+        gate_up, down = _read_whole(weights, f"{whole}experts.", moe, hidden, shard)
         at = whole
     else:
         router = weights.load(f"{at}gate.weight", (moe.count, hidden))
@@ -187,6 +183,23 @@ def _read_bias(weights: Weights, name: str, moe: ExpertsSpec) -> torch.Tensor | 
         return None
     loaded, stored = weights.load(name, (moe.count,)), weights.get(name)
     return (loaded if stored is None else stored).float()
+
+
+def _read_whole(
+    weights: Weights, at: str, moe: ExpertsSpec, hidden: int, shard: Shard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gate_up` and `down`, each of one tensor."""
+    inner = moe.intermediate_size
+    ends = [weights.shape(at + name)[1:] for name in ("gate_up_proj", "down_proj")]
+    turned = moe.inputs_first and ends == [(hidden, 2 * inner), (inner, hidden)]  # one of them may be square
+    rows, columns = (2, 1) if turned else (1, 2)
+
+    def load(name: str, shape: tuple[int, int], part: Part | None) -> torch.Tensor:
+        return weights.load(at + name, (moe.count, *(shape[::-1] if turned else shape)), part)
+
+    gate_up = stack([load("gate_up_proj", (2 * inner, hidden), half) for half in shard.halves(rows, inner)], rows)
+    down = load("down_proj", (hidden, inner), shard.part(columns, inner))
+    return (gate_up.mT.contiguous(), down.mT.contiguous()) if turned else (gate_up, down)
 
 
 Matrix = tuple[str, tuple[int, int], Part | None]

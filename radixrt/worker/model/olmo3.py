@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import olmo2
-from radixrt.worker.model.spec import ModelSpec, layer_windows, rope_parameters, ropes_by_kind
+from radixrt.worker.model.spec import ModelSpec, layer_kinds, layer_windows, rope_parameters, ropes_by_kind
 
 DEFAULTS = {"sliding_window": 4096, "rope_theta": 5e5}
 
@@ -13,9 +13,7 @@ DEFAULTS = {"sliding_window": 4096, "rope_theta": 5e5}
 def spec(config: dict[str, Any]) -> ModelSpec:
     """By `layer_types`; every fourth layer attends to all where a file has none."""
     config = DEFAULTS | config
-    if not config.get("layer_types"):
-        kinds = ("full_attention", *["sliding_attention"] * 3)
-        config["layer_types"] = [kinds[(i + 1) % 4] for i in range(config["num_hidden_layers"])]
+    config["layer_types"] = layer_kinds(config, 4)
     by_kind = ropes_by_kind(config)
     return olmo2.spec(
         by_kind["full_attention"],

@@ -19,4 +19,4 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         if rope.get("rope_type", rope.get("type")) in OTHER_NAMES:
             config[name] = rope | {"rope_type": "longrope"}
     windows = (config.get("sliding_window"),) * config["num_hidden_layers"]
-    return common(config, partial_rotary=True, windows=windows, fused=True)
+    return common(config, partial_rotary=True, windows=windows, fused_qkv=True, fused_gate_up=True)

@@ -75,7 +75,7 @@ def read_scaled(name: str, weight: torch.Tensor, scale: torch.Tensor | None, blo
     ceil(C / columns)]. None for blocks of another size than BLOCK. ValueError where that cannot be."""
     scale = _known_scale(name, weight, scale)
     rows, columns = weight.shape
-    if scale.numel() == 1 or (scale.numel() == rows and scale.shape[0] == rows):
+    if scale.numel() == 1 or _by_first(scale, rows):
         return Scaled.by_rows(weight, scale.view(-1, 1).expand(rows, 1).contiguous())
     _check_blocks(name, weight, scale, block)
     return Scaled.by_blocks(weight, scale) if block == (BLOCK, BLOCK) else None
@@ -83,13 +83,12 @@ def read_scaled(name: str, weight: torch.Tensor, scale: torch.Tensor | None, blo
 
 def part_of_scale(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int], part: Part) -> torch.Tensor | None:
     """Of a part of a weight of that `shape`; None where the part's ends cut through a block. A scale that is none of
-    `read_scaled`'s is left as it is."""
-    rows = shape[0]
-    if scale.numel() == rows and scale.shape[0] == rows:
+    `dequantized`'s is left as it is."""
+    if _by_first(scale, shape[0]):
         return scale[part.start : part.stop] if part.dim == 0 else scale
-    if tuple(scale.shape) != tuple(-(-size // each) for size, each in zip(shape, block, strict=False)):
+    if tuple(scale.shape) != _grid(shape, block):
         return scale
-    each = block[part.dim]
+    each = _sides(shape, block)[part.dim]
     if part.start % each or (part.stop % each and part.stop != shape[part.dim]):
         return None
     return scale.narrow(part.dim, part.start // each, -(-part.count // each))
@@ -98,13 +97,19 @@ def part_of_scale(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, i
 def dequantized(
     name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A weight as it was stored, in `dtype`. FP8 is multiplied with its `scale`, see `read_scaled`."""
+    """A weight as it was stored, in `dtype`. FP8 is multiplied with its `scale`, see `read_scaled`; experts in one
+    tensor [E, R, C] have one number, or one each, or blocks each, [E, ceil(R / rows), ceil(C / columns)]."""
     if weight.dtype in PLAIN:
         return weight.to(dtype)
     scale = _known_scale(name, weight, scale)
-    if scale.numel() > 1:
-        scale = _spread(name, weight, scale, block)
-    return (weight.float() * scale).to(dtype)
+    if scale.numel() > 1 and not _by_first(scale, len(weight)):
+        _check_blocks(name, weight, scale, block)
+    if scale.numel() == 1 or weight.dim() < 3:
+        return _multiplied(weight, scale, block, dtype)
+    whole = torch.empty_like(weight, dtype=dtype)  # one by one: all of them in float32 are large
+    for out, *expert in zip(whole, weight, scale, strict=True):
+        out.copy_(_multiplied(*expert, block, dtype))
+    return whole
 
 
 def _known_scale(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -115,16 +120,32 @@ def _known_scale(name: str, weight: torch.Tensor, scale: torch.Tensor | None) ->
     return scale.float()
 
 
-def _spread(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Scales by row, or by block, so that they can be multiplied with."""
-    rows, columns = weight.shape
-    if scale.numel() == rows and scale.shape[0] == rows:
-        return scale.view(rows, 1)
-    _check_blocks(name, weight, scale, block)
-    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+def _multiplied(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Of one scale, or of scales by row or by block of a matrix."""
+    if scale.numel() > 1:
+        rows, columns = len(weight), weight.shape[-1]
+        if _by_first(scale, rows):
+            scale = scale.view(rows, *[1] * (weight.dim() - 1))
+        else:
+            scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * scale).to(dtype)
+
+
+def _by_first(scale: torch.Tensor, count: int) -> bool:
+    """One for each of the first dimension."""
+    return scale.numel() == count and scale.shape[0] == count
+
+
+def _sides(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """Of a block: experts in one tensor have blocks of their own."""
+    return (1,) * (len(shape) - 2) + block
+
+
+def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks there are."""
+    return tuple(-(-size // each) for size, each in zip(shape, _sides(shape, block), strict=False))
 
 
 def _check_blocks(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
-    rows, columns = weight.shape
-    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+    if weight.dim() < 2 or tuple(scale.shape) != _grid(weight.shape, block):
         raise ValueError(f"{name} {list(weight.shape)}: scales of shape {list(scale.shape)} are not served")

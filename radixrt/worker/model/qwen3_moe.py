@@ -11,7 +11,7 @@ from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
 def spec(config: dict[str, Any]) -> ModelSpec:
     """As Qwen3, but a window is that of all layers; layers have experts but for `mlp_only_layers`, every
     `decoder_sparse_step`-th of them."""
-    config = {"head_dim": None} | config | {"layer_types": None, "max_window_layers": 0}
+    config = {"head_dim": None, "num_key_value_heads": 4} | config | {"layer_types": None, "max_window_layers": 0}
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
     experts = ExpertsSpec(

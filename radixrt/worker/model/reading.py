@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.alternating import read_alternating
+from radixrt.worker.model.alternating import apart, read_alternating
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.latent import NORM_EPS, Latent, Ups
 from radixrt.worker.model.layers import Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
@@ -16,7 +16,7 @@ from radixrt.worker.model.linear import HeadLinear, Linear, stack
 from radixrt.worker.model.mlp import Mixture, Mlp, Shared
 from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
-from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, stack_scaled
+from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, stack_scaled
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import ModelSpec
 
@@ -32,6 +32,8 @@ class Piece:
     part: Part | None = None
     biased: bool = True
     """Where others that it is stacked with are, too."""
+    rotated: bool = False
+    """It makes q or k."""
 
     @property
     def rows(self) -> Part | None:
@@ -77,7 +79,7 @@ class Reader:
         whole = self._biases(pieces) if bias else None
         if weight := self._scaled(pieces):
             return ScaledLinear(weight, whole, self._weights.dtype, self._ops)
-        weight = stack([self._weights.load(f"model.{p.name}.weight", p.shape, p.part) for p in pieces])
+        weight = stack([self._weight(p) for p in pieces])
         return Linear(weight, whole, self._batch_invariant, self._ops)
 
     def _together(self, name: str, pieces: list[Piece]) -> list[Piece]:
@@ -94,10 +96,26 @@ class Reader:
 
     def _biases(self, pieces: list[Piece]) -> torch.Tensor:
         """Zeros of those that have none."""
-        found = [self._weights.load(f"model.{p.name}.bias", p.shape[:1], p.rows) if p.biased else None for p in pieces]
+        found = [self._bias(p) if p.biased else None for p in pieces]
         like = next(bias for bias in found if bias is not None)
         sizes = [p.rows.count if p.rows else p.shape[0] for p in pieces]
         return torch.cat([like.new_zeros(n) if bias is None else bias for bias, n in zip(found, sizes, strict=True)])
+
+    def _weight(self, piece: Piece) -> torch.Tensor:
+        return self._in_order(piece, self._weights.load(f"model.{piece.name}.weight", piece.shape, piece.part))
+
+    def _bias(self, piece: Piece) -> torch.Tensor:
+        return self._in_order(piece, self._weights.load(f"model.{piece.name}.bias", piece.shape[:1], piece.rows))
+
+    def _in_order(self, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of heads so that their elements i and i + half are turned together, where a checkpoint has 2i and
+        2i + 1: both of q and k, whose products stay the same."""
+        spec = self._spec
+        if not (piece.rotated and spec.interleaved):
+            return rows
+        numbers = torch.arange(len(rows), device=rows.device).unflatten(0, (-1, spec.head_dim))
+        turned, others = numbers[:, : spec.rope_dim], numbers[:, spec.rope_dim :]
+        return rows[torch.cat((apart(turned, 1), others), dim=1).flatten()]
 
     def _scaled(self, pieces: list[Piece]) -> Scaled | None:
         """Matrices as one in FP8; None where they are not kept so."""
@@ -105,6 +123,11 @@ class Reader:
         for p in pieces:
             if (weight := self._weights.scaled(f"model.{p.name}.weight", p.shape, p.part)) is None:
                 return None
+            if p.rotated and self._spec.interleaved:
+                if weight.rounding is not Rounding.ROWS:  # blocks would come apart
+                    return None
+                values = self._in_order(p, weight.values.view(torch.uint8)).view(FP8)  # torch indexes no FP8
+                weight = Scaled.by_rows(values, self._in_order(p, weight.scales))
             found.append(weight)
         return stack_scaled(found)
 
@@ -146,17 +169,18 @@ class Reader:
         spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
         own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec)
+        assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_whole)), "no family has both"
         norms = None
         if spec.qk_norm_whole:
             norms = self._norm_weight(at + "q_norm", q, own_heads), self._norm_weight(at + "k_norm", kv, own_kv)
         elif spec.qk_norm:
             norms = self._norm_weight(at + "q_norm", spec.head_dim), self._norm_weight(at + "k_norm", spec.head_dim)
         pieces = [
-            Piece(at + "q_proj", (q, hidden), own_heads),
-            Piece(at + "k_proj", (kv, hidden), own_kv),
+            Piece(at + "q_proj", (q, hidden), own_heads, rotated=True),
+            Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        qkv = self._product(self._together(at + "qkv_proj", pieces) if spec.fused else pieces, spec.qkv_bias)
+        qkv = self._product(self._together(at + "qkv_proj", pieces) if spec.fused_qkv else pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
         return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_whole, self._group)
 
@@ -212,7 +236,7 @@ class Reader:
         spec, hidden = self._spec, self._spec.hidden_size
         own = self._shard.part(0, inner)
         gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
-        if spec.fused:
+        if spec.fused_gate_up:
             gate_up = self._together(at + "gate_up_proj", gate_up)
         return Mlp(
             gate_up=self._product(gate_up, spec.mlp_bias),

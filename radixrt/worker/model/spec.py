@@ -59,6 +59,8 @@ class ExpertsSpec:
     """Inner features of what every token takes beside the experts it chooses."""
     alternating: bool = False
     """All experts of a layer are in one tensor, rows of gate and up by turns, with biases (see `alternating`)."""
+    inputs_first: bool = False
+    """Where all experts of a layer are in one tensor, its matrices may be [in, out]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,10 @@ class ModelSpec:
     """By layer: a token attends to itself and the `window - 1` tokens before it; None: to all before it. (A window that
     a whole context fits in is none.)"""
     qkv_bias: bool = False
-    fused: bool = False
-    """The checkpoint has q, k and v as one matrix, and gate and up."""
+    fused_qkv: bool = False
+    """The checkpoint has q, k and v as one matrix."""
+    fused_gate_up: bool = False
+    """It has gate and up as one."""
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
@@ -130,6 +134,11 @@ class ModelSpec:
     """In its place one of all heads of q together, and one of those of k."""
     rotated: int | None = None
     """Elements of a head that are rotated, its first ones, where that is not all of them."""
+    interleaved: bool = False
+    """Elements 2i and 2i + 1 are turned together in the checkpoint, not i and i + rope_dim / 2."""
+    query_growth: tuple[float, int] | None = None
+    """(beta, tokens): queries at position p are times 1 + beta ln(1 + floor(p / tokens)) (Llama 4's way of looking
+    far back). Not for heads that are normalized."""
     experts: ExpertsSpec | None = None
     norms: NormsSpec = NormsSpec()
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
@@ -210,6 +219,15 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
     return spec
 
 
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Of the file of a model that also sees: `text_config`, or all of it where it is older than that. Embeddings are
+    tied if either says so."""
+    text = dict(config.get("text_config") or config)
+    if config.get("tie_word_embeddings"):
+        text["tie_word_embeddings"] = True
+    return text
+
+
 def _rotated(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
     """By `partial_rotary_factor`, in the file or in its `rope`, from which it is taken: what is left is that of a head
     of the size that is returned. None for all of the head."""
@@ -233,6 +251,13 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     if experts.chosen > routing.kept_groups * size or (routing.sigmoid and routing.grouped and size < 2):
         raise ValueError(f"topk_group {routing.kept_groups}: groups of {size} are too small")
     return dataclasses.replace(spec, experts=experts)
+
+
+def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+    """ValueError where a file says anything else of these fields."""
+    for name, value in served.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} {config[name]!r} is not served; {value!r} is")
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +298,12 @@ def context(config: Mapping[str, Any]) -> int:
         case "linear":
             return int(factor * longest)
     return longest
+
+
+def layer_kinds(config: Mapping[str, Any], every: int) -> list[str]:
+    """`layer_types`, or, where a file has none: every so many layers attend to all, the others have windows."""
+    layers = range(config["num_hidden_layers"])
+    return config.get("layer_types") or [("sliding", "full")[(i + 1) % every == 0] + "_attention" for i in layers]
 
 
 def layer_windows(config: dict[str, Any]) -> tuple[int | None, ...]:

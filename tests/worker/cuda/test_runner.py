@@ -25,9 +25,9 @@ from radixrt.worker.grammar import Grammars
 from radixrt.worker.matching import Matcher
 from radixrt.worker.sharing import Cost
 from radixrt.worker.vocabulary import Vocabulary
-from tests.checkpoints import make_model
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.engine import Engine, prompts
+from tests.worker.families import make_model
 from tests.worker.test_drafting import Told
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -60,6 +60,11 @@ SIZES = {
         pytest.param("smollm3", marks=pytest.mark.slow),
         pytest.param("olmo3", marks=pytest.mark.slow),
         pytest.param("granite", marks=pytest.mark.slow),
+        pytest.param("ministral3", marks=pytest.mark.slow),
+        pytest.param("mistral4", marks=pytest.mark.slow),
+        pytest.param("glm4", marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+        pytest.param("exaone4", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
@@ -71,6 +76,8 @@ def folder(request, tmp_path_factory):
         "deepseek_v3": {"num_key_value_heads": 4, "moe_intermediate_size": 24},
         "glm4_moe": {"moe_intermediate_size": 24},
         "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
+        "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
     }
     path = tmp_path_factory.mktemp(request.param)
     make_model(path, request.param, **SIZES | changes.get(request.param, {}))

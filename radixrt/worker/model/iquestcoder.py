@@ -1,0 +1,14 @@
+"""IQuest-Coder: Llama by another name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import llama
+from radixrt.worker.model.spec import ModelSpec, check_served
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """What its own code could also do no checkpoint asks for."""
+    check_served(config, {"clip_qkv": None, "use_sliding_window": False})
+    return llama.spec({"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5} | config)

@@ -1,0 +1,18 @@
+"""Mistral Small 3.1, 3.2 and 4, Ministral 3 and Devstral: the part of them that is for text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import ministral3, mistral, mistral4
+from radixrt.worker.model.spec import ModelSpec, text_part
+
+PARTS = {"mistral": mistral.spec, "ministral3": ministral3.spec, "mistral4": mistral4.spec}
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Of the family that `text_config` names. ValueError for another."""
+    family = config["text_config"].get("model_type", "mistral")
+    if family not in PARTS:
+        raise ValueError(f"text_config: model_type {family!r} is not served; {', '.join(PARTS)} are")
+    return PARTS[family](text_part({"tie_word_embeddings": True} | config))

@@ -1,0 +1,85 @@
+"""Small checkpoints of all families: those of `tests.checkpoints`, others, and models that see."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from tests import checkpoints
+
+LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
+GROWING = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
+GROWING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
+"""Without `mscale_all_dim`, from which transformers makes another scale of Mistral 4's softmax."""
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
+    "exaone4": WINDOWS | {"head_dim": 32},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "glm4_moe_lite": LATENT | EXPERTS,
+    "iquestcoder": {"head_dim": 32},
+    "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
+    "mistral4": LATENT | EXPERTS | {"rope_parameters": GROWING},
+    "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
+}
+FAMILIES = (*checkpoints.FAMILIES, *SIZES)
+
+
+def make_model(folder: Path | str, family: str, **changes: Any):
+    """`checkpoints.make_model`, of any family that is for text alone."""
+    if family == "mistral4":
+        register_mistral4()
+    fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers adds to them
+    return checkpoints.make_model(folder, family, **fields)
+
+
+def register_mistral4() -> None:
+    """transformers looks for it as a part of others only."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+SEES = {
+    "gemma3": VISION | LAYERS,
+    "kimi_k25": VISION | LAYERS | {"pos_emb_height": 4, "pos_emb_width": 4},
+    "mistral3": VISION | LAYERS | {"model_type": "pixtral", "head_dim": 8},
+    "qwen2_5_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
+    "qwen3_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+}
+SEES["qwen3_vl_moe"] = SEES["qwen3_vl"]
+
+
+def make_seeing(folder: Path, family: str, original: bool, text: dict[str, Any], **fields: Any):
+    """Write a small random model that sees into `folder` and return that of transformers, float32. Its `config.json`
+    has these fields alone, and those of `text`, beside each other for the oldest families, and transformers reads it
+    from there; and if not `original`, it is then replaced by what transformers makes of it, as are names of tensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    sizes |= {"initializer_range": 0.2, "pad_token_id": None} | text
+    config = {"model_type": family, "vision_config": SEES[family], "torch_dtype": "bfloat16"} | fields
+    config |= sizes if family.startswith("qwen2") else {"text_config": sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    made = AutoConfig.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(folder, save_original_format=original)
+    if original:
+        (folder / "config.json").write_text(json.dumps(config))
+    return model
