@@ -91,10 +91,15 @@ class Mailbox:
     async def changed(self) -> None:
         """Return after the next `wake`; raise `failure` if there is one, at once or then."""
         if self.failure:
-            raise self.failure
+            raise self._taken_failure()
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
         self._waiter = None
+
+    def _taken_failure(self) -> Exception:
+        """Once raised it refers to who waits here, and so to all of this: it must not be kept here as well."""
+        failure, self.failure, self.finished = self.failure, None, True
+        return failure  # type: ignore[return-value]
 
     async def complete(self) -> None:
         """Return when all is there. ApiError, Disconnected."""

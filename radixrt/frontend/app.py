@@ -74,10 +74,29 @@ _tokenize = msgspec.json.Decoder(schema.TokenizeBody)
 _detokenize = msgspec.json.Decoder(schema.DetokenizeBody)
 _native = msgspec.json.Decoder(ClientRequest)
 POLL_SECONDS = 0.02
+MOST_KEYLESS_BYTES = 8 << 10
+"""Of a native message that is read before its key is known, which is in it."""
 
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
+
+
+def _unknown_key(more: str = "") -> ApiError:
+    return ApiError(401, f"unknown API key{more}", code="invalid_api_key")
+
+
+def _keyless(limit: int) -> ApiError:
+    return _unknown_key(f": a message of more than {limit} bytes needs it in a header")
+
+
+def _response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers(), "application/json")
+
+
+def _native_response(error: ApiError) -> Response:
+    line = native_line(Error(None, error.status, error.message, error.param, error.retry_after))
+    return Response(line, error.status, error.headers(), "application/x-ndjson")
 
 
 class Frontend:
@@ -142,7 +161,8 @@ class Frontend:
         told: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> Handler:
         """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's, or as
-        `told`."""
+        `told`. An error is given no name here that stays: it refers to this frame, and to those below with the body,
+        and all would wait for the cyclic collector, which seldom comes (`radixrt.garbage`)."""
 
         async def guarded(request: Request) -> Any:
             try:
@@ -150,23 +170,20 @@ class Frontend:
                 self._check(key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
-                error = told(api_error(problem))
-                return Response(error.body(), error.status, error.headers(), "application/json")
+                return _response(told(api_error(problem)))
 
         return guarded
 
     async def _native_guarded(self, request: Request) -> Any:
-        """The native route: errors are lines of its protocol, and a message may carry its key itself."""
+        """The native route: errors are lines of its protocol, and a small message may carry its key itself."""
         try:
             return await self.native(request)
         except (ApiError, FieldError, ServerError) as problem:
-            error = api_error(problem)
-            line = native_line(Error(None, error.status, error.message, error.param, error.retry_after))
-            return Response(line, error.status, error.headers(), "application/x-ndjson")
+            return _native_response(api_error(problem))
 
     def _check(self, key: str) -> None:
         if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
-            raise ApiError(401, "unknown API key", code="invalid_api_key")
+            raise _unknown_key()
 
     def _require_router(self) -> None:
         if not self._transport.connected:
@@ -177,13 +194,16 @@ class Frontend:
         self._require_router()
         return AsyncClient(self._transport, key, timeout=ROUTER_SECONDS)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, keyless: bool = False) -> bytes:
+        """`keyless`: only what is small enough to be read for anybody, ApiError (401) beyond."""
         if (coding := header(request, b"content-encoding")) not in ("", "identity"):
             raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
-        limit = self._config.max_body_bytes
+        limit, refused = self._config.max_body_bytes, _too_large
+        if keyless:
+            limit, refused = min(limit, MOST_KEYLESS_BYTES), _keyless
         length = header(request, b"content-length")
         if length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
+            raise refused(limit)
         parts, size, more = [], 0, True
         while more:
             message = await request.receive()
@@ -192,7 +212,7 @@ class Frontend:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > limit:
-                raise _too_large(limit)
+                raise refused(limit)
             more = message.get("more_body", False)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -344,11 +364,13 @@ class Frontend:
     # ------------------------------------------------------------ the native API
 
     async def native(self, request: Request) -> StreamAnswer:
-        """One ClientRequest as JSON; its ClientReplies, one a line. A key in the header counts before its own."""
+        """One ClientRequest as JSON; its ClientReplies, one a line. A key in the header counts before its own. Where
+        keys are configured, nobody without one in the header has a large body read."""
         key = key_of(request)
         if key:
             self._check(key)
-        message = schema.parse(_native, await self._body(request))
+        keyless = bool(self._tenants) and not key
+        message = schema.parse(_native, await self._body(request, keyless))
         if isinstance(message, Cancel):
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
         message.api_key = key or message.api_key

@@ -10,7 +10,9 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from radixrt.frontend.errors import ApiError
 
 LEAVING = "radixrt.leaving"
 """Among a scope's `extensions`: takes what is called if the client leaves before it is answered. To wait for that in
@@ -22,6 +24,9 @@ UPGRADE = re.compile(NAME, re.IGNORECASE)
 IGNORED = b"\nignored:"
 """As long as NAME: what is a place in one is the same in the other."""
 HEAD_END = b"\r\n\r\n"
+MOST_HEAD_BYTES = 64 << 10
+"""Of a request's head, or of the trailers behind a body in chunks: the parser itself would take any number, from
+anybody, and what is one value or URL as often again as it comes in parts."""
 
 
 class AnswerTransport:
@@ -64,6 +69,9 @@ class PatientProtocol(HttpToolsProtocol):
     a socket, and the last one its answer too, for as long as the client lives.
 
     When a client leaves, the request that is being answered is told, also if others came behind it.
+
+    A head that is too long is refused, or, where others are to be answered before it, ends the connection, as trailers
+    that are too long do. What comes in one read with the end of another request is not counted.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -76,6 +84,8 @@ class PatientProtocol(HttpToolsProtocol):
         """A request's head is to come, or the rest of one: `_past` is the end of what the parser has of it, `_held`
         what it will be given with the rest."""
         self._past = self._held = b""
+        self._head_bytes: int | None = 0
+        """Of a head, or of what is behind the last chunk; None in a body."""
         self._unread = 0
         """Bytes that it was still to read at the last look; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
@@ -88,18 +98,60 @@ class PatientProtocol(HttpToolsProtocol):
             cycle.message_event.set()
             if self._on_leave is not None:
                 self._on_leave()
+            self._forget_answering()
         super().connection_lost(exc)
+        # They refer to this connection: with what was not read of a body all would wait for the cyclic collector, which
+        # seldom comes.
+        self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         self._moved = self.loop.time()
-        super().data_received(self._without_upgrade(data) if self._in_head else data)
+        if self._in_head:
+            data = self._without_upgrade(data)
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._parse_head(data)
+                return
+        super().data_received(data)
+
+    def _parse_head(self, data: bytes) -> None:
+        """Data that goes beyond the most that a head may have, unless that ends before: the parser knows."""
+        parts, within = memoryview(data), len(data) - (self._head_bytes - MOST_HEAD_BYTES)
+        self._head_bytes = MOST_HEAD_BYTES
+        super().data_received(parts[:within])
+        if self.transport.is_closing():
+            return
+        if self._head_bytes != MOST_HEAD_BYTES:
+            super().data_received(parts[within:])
+        elif self._in_head and (self.cycle is None or self.cycle.response_complete):
+            self._refuse_head()
+        else:
+            self.transport.abort()
+
+    def _refuse_head(self) -> None:
+        body = ApiError(431, f"the head of the request is larger than {MOST_HEAD_BYTES} bytes").body()
+        lines = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
+        self.transport.write(STATUS_LINE[431] + b"\r\n".join(lines) + HEAD_END + body)
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_bytes = None
         super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """If it is the last one trailers follow, else the chunk."""
+        self._head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = None
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_head = True
+        self._head_bytes = 0
         super().on_message_complete()
 
     def _without_upgrade(self, data: bytes) -> bytes:
@@ -127,7 +179,13 @@ class PatientProtocol(HttpToolsProtocol):
         self._on_leave = None
         if self._answering is not None:
             self._answering.transport.flush()
+            self._forget_answering()
         super().on_response_complete()
+
+    def _forget_answering(self) -> None:
+        """It is answered, or never will be; its transport refers to it, and it to the plain one from now on."""
+        self._answering.transport = self.transport
+        self._answering = None
 
     def resume_writing(self) -> None:
         self._unread = 0
@@ -141,7 +199,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def _when_left(self, tell: Callable[[], None]) -> None:
         """See LEAVING."""
-        if self._answering is not None and self._answering.disconnected:
+        if self._answering is None:  # it has left
             tell()
             return
         self._on_leave = tell

@@ -96,6 +96,25 @@ def test_the_native_client_sees_the_errors_of_the_front_end(folder):
             assert http.get("/health").status_code == 200
 
 
+def test_a_native_message_without_a_key_is_not_read(folder):
+    """Beyond some KiB, in which it may have its key itself; where no keys are configured all of it is."""
+    ask = {"type": "tokenize", "id": 1, "prompt": {"type": "text", "text": "x"}}
+    small = json.dumps(ask | {"api_key": "key"}).encode()
+    large = json.dumps(ask | {"api_key": "key", "prompt": {"type": "text", "text": "x" * 9_000}}).encode()
+    with serving(folder, api_key=("t:key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
+        for size, body, status in ((1 << 40, b"", 401), (len(large), b"", 401), (len(small), small, 200)):
+            with socket.create_connection(("127.0.0.1", int(frontend.url.rpartition(":")[2])), 10) as sock:
+                sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % size + body)
+                assert sock.recv(65536).startswith(b"HTTP/1.1 %d " % status)
+        for body in (large, (large[i : i + 1000] for i in range(0, len(large), 1000))):
+            refused = http.post("/v1/native", content=body)
+            assert refused.status_code == 401 and "needs it in a header" in refused.json()["message"]
+        for headers in ({"x-api-key": "key"}, {"authorization": "Bearer key"}):
+            assert http.post("/v1/native", content=large, headers=headers).status_code == 200
+    with serving(folder) as frontend:
+        assert httpx.post(frontend.url + "/v1/native", content=large).status_code == 200
+
+
 def test_native_cancel_is_refused(http):
     assert http.post("/v1/native", json={"type": "cancel", "id": 1}).status_code == 400
 
@@ -276,11 +295,13 @@ def test_beyond_loopback_keys_are_needed():
     listen(FrontendConfig(host="0.0.0.0", port=0, api_key=("t:key",))).close()
 
 
-def test_processes_share_a_port():
-    with listen(FrontendConfig(port=0)) as first:
+def test_processes_of_a_stack_share_a_port():
+    with listen(FrontendConfig(port=0, shares_port=True)) as first:
         port = first.getsockname()[1]
-        with listen(FrontendConfig(port=port)) as second:
+        with listen(FrontendConfig(port=port, shares_port=True)) as second:
             assert second.getsockname()[1] == port
+        with pytest.raises(OSError, match="Address already in use"):
+            listen(FrontendConfig(port=port))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -14,7 +14,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from radixrt.frontend.protocol import LEAVING, PatientProtocol
+from radixrt.frontend.protocol import LEAVING, MOST_HEAD_BYTES, PatientProtocol
 
 PATIENCE = 0.1
 PART = b"x" * 65536
@@ -327,7 +327,7 @@ def test_heads_are_told_from_bodies_wherever_they_are_cut(monkeypatch):
         for second in (first, min(first + 3, len(sent))):
             protocol = object.__new__(PatientProtocol)
             protocol.loop, protocol._in_head = SimpleNamespace(time=lambda: 0.0), True
-            protocol._past = protocol._held = b""
+            protocol._past, protocol._held, protocol._head_bytes = b"", b"", 0
             told.clear()
             for part in (sent[:first], sent[first:second], sent[second:]):
                 protocol.data_received(part)
@@ -363,11 +363,12 @@ def test_who_asks_is_called_when_the_client_leaves(size):
                 pass
             (protocol,) = protocols
             protocol.flow.pause_reading()  # as behind a large part of a body
-            protocol._answering.scope["extensions"][LEAVING](lambda: called.append(path))
+            when_left = protocol._answering.scope["extensions"][LEAVING]
+            when_left(lambda: called.append(path))
             assert not protocol.flow.read_paused
             if path == "/wait":
                 await go.wait()
-                protocol._answering.scope["extensions"][LEAVING](lambda: called.append("late"))
+                when_left(lambda: called.append("late"))
                 return
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body"})
@@ -408,3 +409,187 @@ def test_a_client_that_leaves(behind):
         assert server.state.total_requests == 0
 
     test()
+
+
+def chunked(path: str, *more: str) -> bytes:
+    return head(path, 0, *more).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+
+
+def lines(size: int) -> bytes:
+    """So many bytes of headers."""
+    return (b"a: " + b"b" * 95 + b"\r\n") * (size // 100) + b"c: " + b"d" * (size % 100 + 95) + b"\r\n"
+
+
+GROWING = {
+    "lines": lambda size: b"GET / HTTP/1.1\r\n" + (b"a: b\r\n" * size)[: size - 16],
+    "a value": lambda size: b"GET / HTTP/1.1\r\na: " + b"b" * (size - 19),
+    "a name": lambda size: b"GET / HTTP/1.1\r\n" + b"a" * (size - 16),
+    "a URL": lambda size: b"GET /" + b"a" * (size - 5),
+    "empty lines": lambda size: b"\r\n" * (size // 2),
+}
+
+
+async def write_in_parts(writer: asyncio.StreamWriter, sent: bytes, size: int) -> None:
+    for at in range(0, len(sent), size):
+        writer.write(sent[at : at + size])
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+@pytest.mark.parametrize("before", [b"", head("/", 0)])
+@pytest.mark.parametrize("sent", GROWING.values(), ids=GROWING)
+def test_a_head_without_end_is_refused(sent, before, size):
+    """Right where it is longer than any may be; also behind a request that is answered."""
+
+    @served
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        if before:
+            writer.write(before)
+            await reader.readuntil(b"done")
+        await write_in_parts(writer, sent(MOST_HEAD_BYTES), size)
+        await asyncio.sleep(PATIENCE / 4)
+        assert server.state.connections and not reader.at_eof()
+        writer.write(b"\r")
+        answer = await reader.read(-1)
+        assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n") and answer.endswith(b"}}")
+        assert b"connection: close\r\n" in answer and server.state.total_requests == bool(before)
+        writer.close()
+
+    test()
+
+
+@pytest.mark.parametrize("size", [1000, 60_000, 1 << 20])
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_longest_head(over, size):
+    """With a body behind it that is longer by far, in the same read or not; the next request has as much to itself."""
+
+    @served
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        writer.transport.set_write_buffer_limits(1 << 20)
+        body = b"Upgrade: a\r\n\r\n" * 7_000
+        longest = head("/", len(body), *OFFER, "Upgrade: h2c")
+        longest = longest[:-2] + b"a: " + b"b" * (MOST_HEAD_BYTES - len(longest) - 5 + over) + b"\r\n\r\n"
+        assert len(longest) == MOST_HEAD_BYTES + over
+        for _ in range(2):
+            await write_in_parts(writer, longest if over else longest + body, size)
+            if over:
+                assert (await reader.read(-1)).startswith(b"HTTP/1.1 431 ")
+                break
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200 ")
+        assert server.app.heard == (b"" if over else 2 * body)
+        writer.close()
+
+    test()
+
+
+@pytest.mark.parametrize("size", [1, 999, 1 << 20])
+def test_long_heads_that_follow_each_other(size):
+    """Each counts for itself, sent before the one before it is answered or not."""
+
+    @served
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        count, more = (4, 40 << 10) if size > 1 else (2, 2_000)
+        request = head("/", 1, *lines(more).decode().split("\r\n")[:-1]) + b"x"
+        await write_in_parts(writer, request * count, size)
+        for _ in range(count):
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200 ")
+        writer.write(head("/", 1) + b"x")
+        await reader.readuntil(b"done")
+        assert server.app.heard == b"x" * (count + 1)
+        writer.close()
+
+    test()
+
+
+def never_tired(server: Server) -> None:
+    """The one connection is not ended for nothing moving on it."""
+    (protocol,) = server.state.connections
+    protocol._timer.cancel()
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+@pytest.mark.parametrize("more", ["a head", "trailers", "a trailer"])
+def test_a_request_under_way_ends_with_what_is_too_long_behind_it(more, size):
+    @served
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        flood = lines(MOST_HEAD_BYTES) if more != "a trailer" else b"a: " + b"b" * MOST_HEAD_BYTES
+        if more == "a head":
+            writer.write(head("/wait", 0))
+            flood = head("/", 0)[:-2] + flood
+        else:
+            writer.write(chunked("/wait") + b"3\r\nabc\r\n0\r\n")
+        await server.eventually(lambda: server.app.running)
+        never_tired(server)
+        await write_in_parts(writer, flood[: MOST_HEAD_BYTES + 1], size)
+        async with asyncio.timeout(10):
+            assert not await reader.read(-1)
+        await server.eventually(lambda: not server.app.running)
+        assert server.app.left == 1
+        writer.close()
+
+    test()
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1 << 20])
+def test_chunks_and_trailers(size):
+    """Chunks have any size, wherever they are cut; so have trailers, within the most. Both may come when the request is
+    answered."""
+
+    @served
+    async def test(server: Server) -> None:
+        reader, writer = await server.connect()
+        chunk, most = (b"x" * 200_000, 60_000) if size > 1 else (b"x" * 100, 500)
+        told = b"%x;a=b\r\n" % len(chunk)
+        trailers = b"0\r\n" + lines(most) + b"\r\n"
+        for _ in range(2):
+            writer.write(chunked("/"))
+            for _ in range(2):
+                writer.write(told)
+                await asyncio.sleep(PATIENCE / 20)  # so that the chunk begins a read
+                await write_in_parts(writer, chunk + b"\r\n", size)
+            await write_in_parts(writer, trailers, size)
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200 ")
+        assert server.app.heard == chunk * 4
+        server.app.answer = refuse
+        writer.write(chunked("/") + told)
+        assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401 ")
+        for part in (chunk + b"\r\n", told, chunk + b"\r\n", trailers):
+            await write_in_parts(writer, part, size)
+            await asyncio.sleep(PATIENCE / 20)
+        writer.write(head("/", 0))
+        assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+    test()
+
+
+async def refuse(path: str, receive, send) -> None:
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+@served
+async def test_trailers_of_a_request_that_is_answered(server: Server) -> None:
+    """Nothing is said of them, for it has had its answer."""
+    server.app.answer = refuse
+    reader, writer = await server.connect()
+    writer.write(chunked("/") + b"0\r\n")
+    await reader.readuntil(b"no")
+    never_tired(server)
+    await write_in_parts(writer, lines(MOST_HEAD_BYTES)[: MOST_HEAD_BYTES + 1], 1000)
+    async with asyncio.timeout(10):
+        assert not await reader.read(-1)
+    writer.close()
+
+
+@served
+async def test_what_is_no_head_is_so_within_a_long_one(server: Server) -> None:
+    reader, writer, writes = await connect_noted(server)
+    writer.write(b"GET / HTTP/1.1\r\n" + b"\0" * (MOST_HEAD_BYTES + 1000))  # one read
+    assert (await reader.read(-1)).startswith(b"HTTP/1.1 400 ") and len(writes) == 1
+    writer.close()

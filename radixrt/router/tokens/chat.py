@@ -169,7 +169,10 @@ class _Template:
                 return self._rendered(way, tools, answer_next, variables)
             except FieldError as error:
                 refusal = refusal or error
-        raise refusal  # type: ignore[misc]
+        try:
+            raise refusal  # type: ignore[misc]
+        finally:
+            del refusal  # it refers to this frame
 
     def _rendered(
         self, messages: list[Message], tools: list[Message] | None, answer_next: bool, variables: Mapping[str, Any]

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """As it is. Jinja's own way, with the template's lines in the traceback, makes a cycle of frames, which keep
+        the chat until the cyclic collector comes by."""
+        raise  # noqa: PLE0704
 
 
 class _Generation(Extension):
@@ -28,9 +35,7 @@ class _Generation(Extension):
 
 
 def templates_environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.filters["from_json"] = json.loads  # of llama.cpp's and vLLM's templates
     environment.globals["raise_exception"] = _raise
