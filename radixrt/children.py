@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -51,12 +52,14 @@ class Child:
         return self.process.poll() is None
 
 
-def start_child(role: str, name: str, config: Any) -> Child:
-    """A process `radixrt ROLE`, which reads its configuration from stdin and leaves when that closes."""
+def start_child(role: str, name: str, config: Any, log_level: str = "info", *, pipe: int | None = None) -> Child:
+    """A process `radixrt ROLE`, which reads its configuration from stdin and leaves when that closes. It has the file
+    descriptor `pipe`, too, under the same number."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "radixrt", role, "--config-from-stdin"],
+        [sys.executable, "-m", "radixrt", "--log-level", log_level, role, "--config-from-stdin"],
         stdin=subprocess.PIPE,
         start_new_session=True,
+        pass_fds=() if pipe is None else (pipe,),
     )
     assert process.stdin is not None
     try:
@@ -83,3 +86,10 @@ def stop_children(children: Iterable[Child], seconds: float = STOP_SECONDS) -> N
             child.process.wait()
         if child.process.stdin is not None:
             child.process.stdin.close()
+
+
+def tell_parent(pipe: int | None, port: int = 0) -> None:
+    """That this process listens, and on which port for HTTP (0: none), if there is a parent that wants to know."""
+    if pipe is not None:
+        with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as parent:
+            parent.write(b"%d\n" % port)

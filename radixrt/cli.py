@@ -24,7 +24,7 @@ from typing import Any
 
 from radixrt import __version__, launch, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.roles import ROLES, follow_parent, read_config, run_role
+from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
 
 INTERNAL = {"router", "name"}
 """Fields that `serve` sets itself."""
@@ -36,6 +36,8 @@ ALIASES = {
     "gpu_memory_utilization": ["--mem-fraction-static"],
 }
 """Names that users of vLLM and SGLang know."""
+log = logging.getLogger("radixrt.cli")
+
 DEFAULT_URL = "tcp://127.0.0.1:5555"
 
 
@@ -66,6 +68,22 @@ def from_args(config: type, args: argparse.Namespace) -> Any:
     given = vars(args)
     changes = {f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()})
+
+
+def read_keys(args: argparse.Namespace) -> None:
+    """Put the lines of a file in the place of each `--api-key @FILE`: what is on a command line anybody can see."""
+    if "api_key" in args:
+        args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
+
+
+def _keys_in(path: str) -> list[str]:
+    lines = (line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"--api-key @{path}: there is no TENANT:KEY in the file")
+    if not wire.is_private(path):
+        log.warning("%s, with API keys, can be read by others than its owner (chmod 600)", path)
+    return keys
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,6 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    read_keys(args)
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
     own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
     return launch.run_stack(StackConfig(**configs, **own))
@@ -118,7 +137,9 @@ def _role(args: argparse.Namespace) -> int:
         config = read_config(args.role)
         follow_parent()
     else:
+        read_keys(args)
         config = from_args(ROLES[args.role], args)
+    check_role(config)
     run_role(args.role, resolve(config))
     return 0
 

@@ -26,8 +26,8 @@ DEVICES = ("auto", "cpu", "cuda")
 class Host:
     """The actor: the parent of one worker, on the worker's machine. The worker ends with it."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._process = start_child("worker", config.name, config).process
+    def __init__(self, config: WorkerConfig, log_level: str) -> None:
+        self._process = start_child("worker", config.name, config, log_level).process
 
     def pid(self) -> int | None:
         return self._process.pid
@@ -102,6 +102,7 @@ class Fleet:
     def __init__(self, config: StackConfig) -> None:
         self._ray = ray = _import_ray()
         self._pattern = pattern = config.worker
+        self._log_level = config.log_level
         if pattern.device not in DEVICES:
             raise ValueError(f"device {pattern.device}: Ray says which GPUs a worker has; expected cuda or cpu")
         try:
@@ -127,7 +128,7 @@ class Fleet:
         ray = self._ray
         room = {"num_gpus": self._gpus, "num_cpus": 1 if self._gpus else config.cpu_threads or 1}
         host = ray.remote(Host).options(**room, max_concurrency=3, scheduling_strategy="SPREAD", name=None)
-        return Child("worker", config.name, Remote(ray, config.name, host.remote(config)))
+        return Child("worker", config.name, Remote(ray, config.name, host.remote(config, self._log_level)))
 
     def close(self) -> None:
         """Leave the cluster; what still runs of ours there ends."""

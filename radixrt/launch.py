@@ -3,29 +3,42 @@
     parent --stdin pipe--> router (with the front end, if there is one), workers, front ends
 
 A child reads its configuration (one line of JSON, so that keys are in no argument list) from the pipe and leaves
-when the pipe closes, however its parent ended. Children have a session of their own: Ctrl-C reaches the parent
-alone, which stops front ends, then workers, then the router, and kills what has not left in time.
+when the pipe closes, however its parent ended. The router tells by another pipe when it listens; the others start then.
+Children have a session of their own: Ctrl-C reaches the parent alone, which stops front ends, then workers, then the
+router, and kills what has not left in time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+import select
 import signal
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from radixrt import wire
 from radixrt.children import Child, start_child, stop_children
-from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, gpu_count, resolve
+from radixrt.config import (
+    FrontendConfig,
+    RouterConfig,
+    StackConfig,
+    WorkerConfig,
+    check,
+    gpu_count,
+    http_url,
+    resolve,
+)
 from radixrt.messages import Ask, ClientReply, Info
-from radixrt.roles import make_worker, say_leave
+from radixrt.roles import check_address, make_worker, say_leave
 
 if TYPE_CHECKING:
     from radixrt.fleet import Fleet
@@ -35,8 +48,8 @@ log = logging.getLogger("radixrt.launch")
 
 POLL_SECONDS = 0.1
 RESTART_SECONDS = 1.0
-"""After which a worker is started again that ended by itself while another one serves; twice as long each time that it
-did not last STEADY_SECONDS, up to MOST_SECONDS."""
+"""After which a worker or a front end is started again that ended by itself while another one serves; twice as long
+each time that it did not last STEADY_SECONDS, up to MOST_SECONDS."""
 STEADY_SECONDS = 600.0
 MOST_SECONDS = 60.0
 
@@ -60,9 +73,10 @@ def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class Life:
-    """Of a worker: when it was started, and what it waits for when it ends."""
+    """Of a worker or a front end: how it is started, when it was, and what it waits for when it has ended."""
 
-    config: WorkerConfig
+    name: str
+    start: Callable[[], Child]
     began: float
     delay: float = RESTART_SECONDS / 2
     due: float | None = None
@@ -70,14 +84,19 @@ class Life:
 
 
 class Stack:
-    """The processes of `radixrt serve`. `start` returns when all serve; `watch` when something ends it."""
+    """The processes of `radixrt serve`. `start` returns when all serve; `watch` when something ends it. ValueError
+    names a setting that cannot be."""
 
     def __init__(self, config: StackConfig) -> None:
+        check_stack(config)
         self._config = config
         self._children: list[Child] = []
         self._lives: dict[str, Life] = {}
         self._stopping = threading.Event()
         self._client_address, self._worker_address = reachable_addresses(config.router)
+        self._port = config.frontend.port
+        self._kept: socket.socket | None = None
+        """Keeps the port for front ends that share it."""
         self._fleet: Fleet | None = None
 
     def request_stop(self, *_signal: int | FrameType | None) -> None:
@@ -87,23 +106,67 @@ class Stack:
     def start(self) -> None:
         """Start everything and wait until every worker serves. StartError says what went wrong."""
         config, began = self._config, time.monotonic()
-        shares = config.frontend.share_sessions or config.api_server_count > 1
-        frontend = dataclasses.replace(config.frontend, router=self._client_address, share_sessions=shares)
+        deadline = began + config.ready_timeout
+        workers = self._worker_configs()
+        frontend = self._frontend_config()
         # One front end lives with the router: a request has two processes less to pass.
         http = resolve(frontend) if config.api_server_count == 1 else None
-        workers = self._worker_configs()
-        self._children.append(start_child("router", "router", dataclasses.replace(config.router, http=http)))
+        self._start_router(http, deadline)
+        if self._stopping.is_set():
+            return
         for worker in workers:
-            self._lives[worker.name] = Life(worker, began)
-            self._children.append(self._start_worker(worker))
+            self._begin(worker.name, functools.partial(self._start_worker, worker))
         for number in range(config.api_server_count if http is None else 0):
-            self._children.append(start_child("frontend", f"frontend-{number}", frontend))
-        self._wait(began + config.ready_timeout)
+            name = f"frontend-{number}"
+            self._begin(name, functools.partial(start_child, "frontend", name, frontend, config.log_level))
+        self._wait(deadline)
         if not self._stopping.is_set():
             places = [f"ZMQ {self._client_address.partition('#')[0]}"]
             if config.api_server_count:
-                places.insert(0, f"HTTP http://{frontend.host}:{frontend.port}")
+                places.insert(0, f"HTTP {http_url(frontend.host, self._port)}")
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
+
+    def _frontend_config(self) -> FrontendConfig:
+        """Of the front end, or of each of several. Where these share a port, nobody else has it."""
+        config = self._config
+        several = config.api_server_count > 1
+        frontend = dataclasses.replace(
+            config.frontend,
+            router=self._client_address,
+            share_sessions=config.frontend.share_sessions or several,
+            shares_port=several,
+        )
+        if several:
+            self._kept = keep_port(frontend.host, frontend.port)
+            self._port = self._kept.getsockname()[1]
+        return dataclasses.replace(frontend, port=self._port)
+
+    def _start_router(self, http: FrontendConfig | None, deadline: float) -> None:
+        """Start it and wait until it listens: workers that come before might join the router of another stack, if that
+        has the address, and take its workers' names over."""
+        ours, theirs = os.pipe()
+        with open(ours, "rb") as said:
+            try:
+                config = dataclasses.replace(self._config.router, http=http, tells=theirs)
+                child = start_child("router", "router", config, self._config.log_level, pipe=theirs)
+            finally:
+                os.close(theirs)
+            self._children.append(child)
+            poll = select.poll()
+            poll.register(said, select.POLLIN)
+            while not self._stopping.is_set():
+                if time.monotonic() > deadline:
+                    raise StartError("the router did not listen in time")
+                if poll.poll(POLL_SECONDS * 1000):
+                    if line := said.readline():
+                        self._port = int(line) or self._port
+                        return
+                    stop_children([child])
+                    raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
+
+    def _begin(self, name: str, start: Callable[[], Child]) -> None:
+        self._lives[name] = Life(name, start, time.monotonic())
+        self._children.append(start())
 
     def _worker_configs(self) -> list[WorkerConfig]:
         config = self._config
@@ -117,7 +180,9 @@ class Stack:
         return self._fleet.configs(config.workers)
 
     def _start_worker(self, config: WorkerConfig) -> Child:
-        return self._fleet.start(config) if self._fleet else start_child("worker", config.name, config)
+        if self._fleet:
+            return self._fleet.start(config)
+        return start_child("worker", config.name, config, self._config.log_level)
 
     def _wait(self, deadline: float) -> None:
         serving = 0
@@ -140,23 +205,27 @@ class Stack:
         host = self._config.frontend.host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         try:
-            socket.create_connection((host, self._config.frontend.port), timeout=1.0).close()
+            socket.create_connection((host, self._port), timeout=1.0).close()
         except OSError:
             return False
         return True
 
     def watch(self) -> int:
-        """Run until asked to stop (0), or until the router, all workers or all front ends have ended (1). A worker that
-        fails while another one serves is started again."""
+        """Run until asked to stop (0), or until the router, all workers or all front ends have ended (1). A worker or a
+        front end that fails while another one serves is started again."""
         while not self._stopping.wait(POLL_SECONDS):
-            for child in [child for child in self._children if not child.alive]:
+            ended = [child for child in self._children if not child.alive]
+            for child in ended:
                 self._bury(child)
             roles = {child.role for child in self._children}
             wanted = {"router", "worker"} | ({"frontend"} if self._config.api_server_count > 1 else set())
             if missing := wanted - roles:
                 log.error("no %s is left: stopping", " and no ".join(sorted(missing)))
                 return 1
-            self._revive(time.monotonic())
+            now = time.monotonic()
+            for child in ended:
+                self._expect(child, now)
+            self._revive(now)
         return 0
 
     def _bury(self, child: Child) -> None:
@@ -164,22 +233,21 @@ class Stack:
         self._children.remove(child)
         stop_children([child])
         if child.role == "worker":
-            code, pid = child.process.returncode, child.process.pid
-            say_leave(self._worker_address, child.name, f"exit code {code}", pid)
-            if code:  # else it was told to leave
-                self._expect(self._lives[child.name], time.monotonic())
+            say_leave(self._worker_address, child.name, f"exit code {child.process.returncode}", child.process.pid)
 
-    def _expect(self, life: Life, now: float) -> None:
-        """A worker has failed: say when it is started again."""
-        life.delay = RESTART_SECONDS if now - life.began > STEADY_SECONDS else min(2 * life.delay, MOST_SECONDS)
-        life.due = now + life.delay
-        log.warning("%s is started again in %.0f s", life.config.name, life.delay)
+    def _expect(self, child: Child, now: float) -> None:
+        """Something has ended while others serve: say when it is started again, unless it was told to leave."""
+        if child.process.returncode:
+            life = self._lives[child.name]
+            life.delay = RESTART_SECONDS if now - life.began > STEADY_SECONDS else min(2 * life.delay, MOST_SECONDS)
+            life.due = now + life.delay
+            log.warning("%s is started again in %.0f s", life.name, life.delay)
 
     def _revive(self, now: float) -> None:
         for life in self._lives.values():
             if life.due is not None and now >= life.due:
                 life.began, life.due = now, None
-                self._children.append(self._start_worker(life.config))
+                self._children.append(life.start())
 
     def stop(self) -> None:
         """Stop what runs: front ends, workers, the router. Returns when none is left."""
@@ -189,12 +257,31 @@ class Stack:
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
+
+
+def check_stack(config: StackConfig) -> None:
+    """ValueError, in one line, names a setting that cannot be."""
+    for part in (config, config.router, config.worker, config.frontend):
+        check(part)
+    check_address("client_address", config.router.client_address)
+    check_address("worker_address", config.router.worker_address)
+
+
+def keep_port(host: str, port: int) -> socket.socket:
+    """A socket, which does not listen, that keeps a port (0: a free one) for those who share it. OSError if anybody has
+    it, also one who would share it."""
+    with wire.bind_http(host, port) as alone:
+        port = alone.getsockname()[1]
+    return wire.bind_http(host, port, shared=True)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
@@ -213,8 +300,6 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
     """One configuration a worker: its name, the router's address, and its share of the machine: a GPU, or threads."""
     pattern = config.worker
     gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
-    if pattern.tensor_parallel_size < 1:
-        raise ValueError(f"tensor_parallel_size {pattern.tensor_parallel_size}: expected 1 or more")
     ranks = config.workers * pattern.tensor_parallel_size
     if 0 < gpus < ranks:
         name = "workers" if config.workers > 1 else "tensor_parallel_size"
@@ -232,16 +317,17 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
 
 
 def run_stack(config: StackConfig) -> int:
-    """`radixrt serve`: start, watch, stop. The exit code: 0 when asked to stop, 1 when something failed."""
+    """`radixrt serve`: start, watch, stop. The exit code: 0 when asked to stop, 1 when something failed, 2 when it
+    could not begin."""
     with Stack(config) as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stack.request_stop)
         try:
             stack.start()
-            return stack.watch()
         except StartError as error:
             log.error("%s", error)
-            return 1
+            return 2
+        return stack.watch()
 
 
 # ---------------------------------------------------------------- the same in threads
@@ -255,6 +341,8 @@ class LocalStack:
     """
 
     def __init__(self, config: StackConfig, *, client_address: str = "") -> None:
+        for part in (config, config.router, config.worker):
+            check(part)
         unique = uuid.uuid4().hex
         self.address = client_address or f"inproc://radixrt-clients-{unique}"
         worker_address = f"inproc://radixrt-workers-{unique}"

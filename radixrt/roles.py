@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -9,13 +10,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from radixrt import wire
-from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig
+from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag, gpu_count
 from radixrt.garbage import settle
 from radixrt.messages import Leave
 
@@ -29,6 +31,11 @@ log = logging.getLogger("radixrt.roles")
 ROLES = {"router": RouterConfig, "worker": WorkerConfig, "frontend": FrontendConfig}
 ORPHAN_SECONDS = 10.0
 """Time that a process has to leave after its parent is gone."""
+SILENT_SECONDS = 5.0
+"""After which a router that does not answer is named in the log; again after twice as long each time, up to
+MOST_SILENT_SECONDS."""
+MOST_SILENT_SECONDS = 600.0
+LOOK_SECONDS = 0.5
 FAKE_VOCAB = 32_000
 FAKE_TOKENS = 1 << 20
 """Token slots of a worker without a model, unless said otherwise."""
@@ -53,6 +60,24 @@ def follow_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def check_role(config: Any) -> None:
+    """ValueError, in one line, names a setting of a process that cannot be."""
+    check(config)
+    if isinstance(config, RouterConfig):
+        check_address("client_address", config.client_address, listens=True)
+        check_address("worker_address", config.worker_address, listens=True)
+    else:
+        check_address("router", config.router)
+
+
+def check_address(name: str, address: str, *, listens: bool = False) -> None:
+    """ValueError, with the flag of the setting `name`, for one where processes cannot meet."""
+    try:
+        wire.check_shared(address, listens=listens)
+    except ValueError as problem:
+        raise ValueError(f"{flag(name)}: {problem}") from None
+
+
 def run_role(role: str, config: Any) -> None:
     """Be the process `role` until SIGTERM or SIGINT. Imports what that role needs, and no more."""
     match role:
@@ -68,18 +93,65 @@ def run_role(role: str, config: Any) -> None:
         case "frontend":
             from radixrt.frontend import server
 
-            server.run(config)
+            with watched(config.router):
+                server.run(config)
         case "worker":
             worker = make_worker(config)
             settle()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: worker.stop())
-            _serve(worker)
+            with watched(config.router):
+                _serve(worker)
             if worker.dismissed:  # it has ended well for who would start it again
                 log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
 
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE)
+
+
+class Presence:
+    """Says in the log when a router is lost or does not answer, and when it does again."""
+
+    def __init__(self, address: str, now: float) -> None:
+        self._name = address.partition("#")[0]
+        self._connected = self._missed = False
+        self._due, self._wait = now + SILENT_SECONDS, SILENT_SECONDS
+
+    def look(self, connected: bool, refused: bool, now: float) -> None:
+        if self._connected and not connected:
+            self._missed = True
+            self._due, self._wait = now + SILENT_SECONDS, SILENT_SECONDS
+            log.warning("the router at %s is lost", self._name)
+        elif connected and self._missed:
+            self._missed = False
+            log.info("the router at %s is there", self._name)
+        elif not connected and now >= self._due:
+            self._missed = True
+            self._wait = min(2 * self._wait, MOST_SILENT_SECONDS)
+            self._due = now + self._wait
+            why = "who listens is no router, or the key after # is wrong or missing" if refused else "nobody answers"
+            log.warning("no router at %s: %s", self._name, why)
+        self._connected = connected
+
+
+@contextlib.contextmanager
+def watched(router: str) -> Iterator[None]:
+    """Inside, a thread says in the log what becomes of the router at an address."""
+    stopped = threading.Event()
+
+    def watch() -> None:
+        link, presence = wire.Watch(router), Presence(router, time.monotonic())
+        while not stopped.wait(LOOK_SECONDS):
+            presence.look(link.look(), link.refused, time.monotonic())
+        link.close()
+
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def _serve(worker: Worker) -> None:
@@ -134,7 +206,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
 def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
     """What drafts tokens, if anything does. ValueError names a bad setting."""
-    from radixrt.worker.drafting import Drafter
+    from radixrt.worker.drafting import MOST_SPARSE, Drafter
 
     if config.speculative_algorithm not in ("auto", "ngram", "none"):
         raise ValueError(f"speculative_algorithm: {config.speculative_algorithm!r}; expected auto, ngram or none")
@@ -142,7 +214,8 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
         raise ValueError(f"speculative_num_draft_tokens: {config.speculative_num_draft_tokens}, at least 1")
     if config.speculative_algorithm != "ngram":
         return None
-    return Drafter(config.speculative_num_draft_tokens, rests=runner.overlaps)
+    among = MOST_SPARSE if runner.sparse else sys.maxsize
+    return Drafter(config.speculative_num_draft_tokens, rests=runner.overlaps, among=among)
 
 
 def make_runner(config: WorkerConfig) -> Runner:
@@ -152,7 +225,12 @@ def make_runner(config: WorkerConfig) -> Runner:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from radixrt.worker.loading import load_runner
 
-        return load_runner(config)
+        try:
+            return load_runner(config)
+        except (RuntimeError, AssertionError) as error:  # torch's, which comes before all else
+            if has_device(config.device):
+                raise
+            raise ValueError(f"--device {config.device}: there is none ({str(error).splitlines()[0]})") from error
     from radixrt.worker.fake import FakeRunner
 
     try:
@@ -162,6 +240,12 @@ def make_runner(config: WorkerConfig) -> Runner:
     num_pages = (config.max_total_tokens or FAKE_TOKENS) // config.page_size + 1
     vocab_size = fake_vocab_size(config.model)
     return FakeRunner(num_pages, config.page_size, vocab_size, prefill_rate=prefill_rate, decode_step=decode_step)
+
+
+def has_device(name: str) -> bool:
+    """Whether there is a device of that name, as far as this can be told without torch."""
+    kind, _, number = name.partition(":")
+    return kind != "cuda" or int(number or 0) < gpu_count()
 
 
 def fake_vocab_size(folder: str) -> int:

@@ -18,7 +18,9 @@ import asyncio
 import errno
 import hashlib
 import ipaddress
+import os
 import secrets
+import socket as sockets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -38,6 +40,7 @@ HIGH_WATER = 10_000
 MAX_CLIENT_BYTES = 64 << 20
 """Largest message taken from a client; ZMQ drops the connection of one that sends more."""
 MAX_IPC_PATH = 107
+MOST_PORT = 65_535
 _BATCH = 512
 """Messages handled before other callbacks of the event loop get their turn."""
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -58,8 +61,12 @@ def split_address(address: str) -> tuple[str, bytes | None]:
     transport, sep, place = endpoint.partition("://")
     if not sep or transport not in ("tcp", "ipc", "inproc") or not place:
         raise ValueError(f"address {address!r}: expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
-    if transport == "tcp" and not place.rpartition(":")[0]:
-        raise ValueError(f"address {address!r}: tcp needs HOST:PORT")
+    if transport == "tcp":
+        host, _, port = place.rpartition(":")
+        if not host:
+            raise ValueError(f"address {address!r}: tcp needs HOST:PORT")
+        if port != "*" and not (port.isascii() and port.isdigit() and int(port) <= MOST_PORT):
+            raise ValueError(f"address {address!r}: a port is a number up to {MOST_PORT}")
     if transport == "ipc" and len(place.encode()) > MAX_IPC_PATH:
         raise ValueError(f"address {address!r}: an ipc path may have {MAX_IPC_PATH} bytes, this one has more")
     if not mark:
@@ -71,6 +78,17 @@ def split_address(address: str) -> tuple[str, bytes | None]:
     if len(raw) != 32:
         raise ValueError(f"address {endpoint}#...: a public key is 64 hex digits")
     return endpoint, z85.encode(raw)
+
+
+def check_shared(address: str, *, listens: bool = False) -> None:
+    """ValueError unless processes can meet at an address: it is none of a process alone and, but for who `listens`,
+    names a port."""
+    endpoint, _ = split_address(address)
+    transport, _, place = endpoint.partition("://")
+    if transport == "inproc":
+        raise ValueError(f"address {address!r}: no other process reaches it; expected tcp://HOST:PORT or ipc://PATH")
+    if transport == "tcp" and not listens and place.rpartition(":")[2].strip("0") in ("", "*"):
+        raise ValueError(f"address {address!r}: expected a port from 1 to {MOST_PORT}")
 
 
 def is_loopback(address: str) -> bool:
@@ -108,6 +126,11 @@ def load_secret_key(path: str, role: str) -> tuple[bytes, bytes]:
     return secret, zmq.curve_public(secret)
 
 
+def is_private(path: str) -> bool:
+    """Whether nobody but its owner can read a file."""
+    return not Path(path).stat().st_mode & 0o077
+
+
 def public_suffix(path: str, role: str) -> str:
     """What to append to the address of the socket of `role` to connect to it: `#` and 64 hex digits."""
     return "#" + z85.decode(load_secret_key(path, role)[1]).hex()
@@ -123,11 +146,33 @@ def _bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> 
     if key is not None:
         socket.curve_secretkey, socket.curve_publickey = key
         socket.curve_server = True
+    if endpoint.startswith("ipc://") and _is_served(endpoint.removeprefix("ipc://")):
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {endpoint}: {os.strerror(errno.EADDRINUSE)}")
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _is_served(path: str) -> bool:
+    """Whether somebody listens on an ipc path: ZMQ would take it from them."""
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        return probe.connect_ex(path.replace("@", "\0", 1) if path.startswith("@") else path) == 0
+
+
+def bind_http(host: str, port: int, *, shared: bool = False) -> sockets.socket:
+    """A socket bound to a port (0: a free one) for HTTP; `shared` with others that are, too. OSError if another has
+    it."""
+    socket = sockets.socket(sockets.AF_INET6 if ":" in host else sockets.AF_INET, sockets.SOCK_STREAM)
+    try:
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEPORT, int(shared))
+        socket.bind((host, port))
+    except OSError as error:
+        socket.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return socket
 
 
 def _connect(socket: zmq.Socket, address: str) -> None:
@@ -136,7 +181,10 @@ def _connect(socket: zmq.Socket, address: str) -> None:
     if server_key is not None:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_serverkey = server_key
-    socket.connect(endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"address {endpoint}: {error.strerror}") from None
 
 
 def _open(kind: int) -> zmq.Socket:
@@ -390,3 +438,37 @@ class Link:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+class Watch:
+    """A connection to `address` on which nothing is sent: whether somebody is there. For one thread. ValueError for a
+    bad address."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = _open(zmq.DEALER)
+        self.connected = False
+        self.refused = False
+        """Somebody is there who does not take the key, or is no router."""
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
+        try:
+            _connect(self._socket, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def look(self) -> bool:
+        """Whether somebody is there now."""
+        while _is_readable(self._monitor):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self.refused = not self.connected
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return self.connected
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)

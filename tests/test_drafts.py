@@ -11,6 +11,7 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.launch import LocalStack
 from radixrt.messages import Grammar
 from radixrt.roles import make_drafter
+from radixrt.worker.drafting import MOST_SPARSE
 from radixrt.worker.fake import FakeRunner
 
 NOTES = "Here are the notes.\nThe access code of the old mill is 4817. The owner of the red tower is Mia Bren."
@@ -62,7 +63,9 @@ def test_settings_of_drafts():
     assert resolve(WorkerConfig(device="cpu", speculative_algorithm="ngram")).speculative_algorithm == "ngram"
     assert make_drafter(WorkerConfig(speculative_algorithm="none"), runner) is None
     drafter = make_drafter(WorkerConfig(speculative_algorithm="ngram", speculative_num_draft_tokens=3), runner)
-    assert drafter is not None and drafter.most == 3
+    assert drafter is not None and drafter.most == 3 and drafter.among > 1000
+    runner.sparse = True
+    assert make_drafter(WorkerConfig(speculative_algorithm="ngram"), runner).among == MOST_SPARSE
     for settings, name in (
         ({"speculative_algorithm": "eagle"}, "speculative_algorithm"),
         ({"speculative_num_draft_tokens": 0}, "speculative_num_draft_tokens"),

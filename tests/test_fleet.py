@@ -70,7 +70,7 @@ class StandIn:
 
     def _options(self, **options) -> SimpleNamespace:
         self.options.append(options)
-        return SimpleNamespace(remote=lambda config: Actor())
+        return SimpleNamespace(remote=lambda config, log_level: Actor())
 
     def wait(self, refs: list, timeout: float | None) -> tuple[list, list]:
         assert timeout is not None or refs[0].value is not None, "it would wait for ever"

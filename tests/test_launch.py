@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from radixrt import cli, launch, roles, wire
-from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig
+from radixrt import children, cli, launch, roles, wire
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.messages import Leave, ToRouter
 from radixrt.worker.status import LIFE
 
@@ -42,7 +44,6 @@ def test_workers_share_the_cores(monkeypatch):
         (1, 2, 1, "workers: 2 workers need 2 GPUs, this machine has 1"),
         (4, 2, 4, "workers: 2 workers of 4 GPUs each need 8 GPUs, this machine has 4"),
         (1, 1, 2, "tensor_parallel_size: 1 workers of 2 GPUs each need 2 GPUs"),
-        (0, 1, 0, "tensor_parallel_size 0: expected 1 or more"),
     ],
 )
 def test_too_few_gpus(monkeypatch, gpus, workers, ranks, words):
@@ -88,3 +89,142 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
     roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
     assert said == [Leave("w", "stopped", os.getpid(), LIFE)] and LIFE
+
+
+# ---------------------------------------------------------------- settings that cannot be
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--worker-timeout", ["0", "-1", "nan", "inf"]),
+        ("--max-num-seqs", ["0"]),
+        ("--max-num-batched-tokens", ["-1"]),
+        ("--max-queued-requests", ["-1", "0"]),
+        ("--port", ["99999", "-1"]),
+        ("--api-server-count", ["-1"]),
+        ("--workers", ["0", "-1"]),
+        ("--tensor-parallel-size", ["0"]),
+        ("--page-size", ["0"]),
+        ("--cpu-threads", ["-2"]),
+        ("--tokenizer-threads", ["0"]),
+        ("--max-total-tokens", ["-5"]),
+        ("--max-model-len", ["-1", str(10**30)]),
+        ("--gpu-memory-utilization", ["0", "1.1"]),
+        ("--device", ["foo", "cuda:", "cuda:x"]),
+        ("--client-address", ["tcp://127.0.0.1:65536", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "inproc://x", "foo"]),
+        ("--worker-address", ["tcp://127.0.0.1:-1", "udp://127.0.0.1:1"]),
+    ],
+)
+def test_settings_that_cannot_be_are_named_before_anything_is_started(monkeypatch, capsys, flag, values):
+    monkeypatch.setattr(launch, "start_child", lambda *_, **__: pytest.fail("a child is started"))
+    for value in values:
+        assert cli.main(["serve", "nano", flag, value]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"radixrt serve: {flag}") and value in line
+        assert "expected" in line or "a port is a number" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frontend", "--router", "foo"],
+        ["worker", "--router", "inproc://x"],
+        ["worker", "--router", "tcp://127.0.0.1:1", "--name", "x" * 300],
+        ["worker", "--router", "tcp://127.0.0.1:1", "--name", "a\nb"],
+        ["router", "--worker-address", "tcp://127.0.0.1:99999"],
+        ["router", "--session-tokens", "-1"],
+    ],
+)
+def test_so_are_those_of_one_process(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(cli, "run_role", lambda *_: pytest.fail("it begins"))
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"radixrt {arguments[0]}: {arguments[-2]}") and len(line) < 200
+
+
+def test_what_is_set_by_default_may_be():
+    launch.check_stack(StackConfig(RouterConfig(), WorkerConfig(), FrontendConfig()))
+    for config in (WorkerConfig(router="ipc:///tmp/x"), RouterConfig(worker_address="tcp://127.0.0.1:*")):
+        roles.check_role(resolve(config))
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    def load(config: WorkerConfig) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled\nand more")
+
+    monkeypatch.setattr("radixrt.worker.loading.load_runner", load)
+    monkeypatch.setattr(roles, "gpu_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"--device cuda:1: there is none \(Torch not compiled with CUDA enabled\)$"):
+        roles.make_runner(WorkerConfig(device="cuda:1"))
+    for device in ("cuda:0", "cuda", "cpu"):
+        with pytest.raises(AssertionError):
+            roles.make_runner(WorkerConfig(device=device))
+
+
+# ---------------------------------------------------------------- keys, logs
+
+
+def test_keys_of_a_file(tmp_path, caplog, capsys):
+    """What is on a command line anybody can see."""
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\na:1\n  b:2 \n")
+    file.chmod(0o600)
+    args = cli.build_parser().parse_args(["serve", "nano", "--api-key", "c:3", "--api-key", f"@{file}"])
+    cli.read_keys(args)
+    assert cli.from_args(RouterConfig, args).api_key == cli.from_args(FrontendConfig, args).api_key
+    assert cli.from_args(RouterConfig, args).api_key == ("c:3", "a:1", "b:2") and not caplog.text
+    file.chmod(0o644)
+    cli.read_keys(cli.build_parser().parse_args(["router", "--api-key", f"@{file}"]))
+    assert "can be read by others" in caplog.text
+    file.write_text("# none\n")
+    assert cli.main(["serve", "nano", "--api-key", f"@{file}"]) == 2, "else it would be open to all"
+    assert "there is no TENANT:KEY" in capsys.readouterr().err
+
+
+def test_children_log_as_their_parent(monkeypatch):
+    run = []
+    monkeypatch.setattr(launch, "run_stack", lambda config: run.append(config) or 0)
+    cli.main(["--log-level", "debug", "serve", "nano"])
+    assert run[0].log_level == "debug"
+    started = []
+
+    def popen(command: list[str], **_more: object) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(stdin=io.BytesIO())
+
+    monkeypatch.setattr(children.subprocess, "Popen", popen)
+    children.start_child("worker", "w", WorkerConfig(), run[0].log_level)
+    args = cli.build_parser().parse_args(started[0][3:])
+    assert (args.command, args.log_level, args.config_from_stdin) == ("worker", "debug", True)
+
+
+def test_what_is_said_of_a_router(caplog):
+    caplog.set_level("INFO")
+    presence = roles.Presence("tcp://10.0.0.1:5#key", 100.0)
+
+    def said(connected: bool, *times: float, refused: bool = False) -> list[str]:
+        caplog.clear()
+        for now in times:
+            presence.look(connected, refused, now)
+        return [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+
+    assert said(False, 101.0, 104.9) == []
+    assert said(False, 105.0, 105.5) == ["WARNING no router at tcp://10.0.0.1:5: nobody answers"]
+    assert "the key after # is wrong or missing" in said(False, 115.0, refused=True)[0]
+    assert len(said(False, *range(116, 10_000))) < 25
+    assert said(True, 10_000.0, 10_001.0) == ["INFO the router at tcp://10.0.0.1:5 is there"]
+    assert said(False, 10_002.0, 10_003.0) == ["WARNING the router at tcp://10.0.0.1:5 is lost"]
+    assert len(said(False, 10_008.0)) == 1
+    assert len(said(True, 10_009.0)) == 1
+
+
+def test_a_worker_without_a_router_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(roles, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(roles, "LOOK_SECONDS", 0.02)
+    address = launch.free_tcp_address()
+    with roles.watched(address):
+        deadline = time.monotonic() + 10
+        while f"no router at {address}: nobody answers" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 
@@ -56,7 +59,12 @@ def config(folder: Path, workers: int, *, http: bool = False, **worker) -> Stack
 @contextmanager
 def stack(folder: Path, workers: int, **settings):
     """A running Stack, watched as `radixrt serve` does."""
-    running = Stack(config(folder, workers, **settings))
+    with watched(Stack(config(folder, workers, **settings))) as running:
+        yield running
+
+
+@contextmanager
+def watched(running: Stack):
     with running:
         running.start()
         watcher = threading.Thread(target=running.watch)
@@ -259,20 +267,30 @@ def test_a_killed_rank_costs_nothing(folder):
     assert not followers()
 
 
+def act(monkeypatch, ends: dict[str, str]) -> dict[str, list[float]]:
+    """Children do by name what a shell is told instead. When each was begun."""
+    begun: dict[str, list[float]] = {name: [] for name in ends}
+
+    def start(role: str, name: str, *_settings: object, **_more: object) -> Child:
+        begun[name].append(time.monotonic())
+        return Child(role, name, subprocess.Popen(["sh", "-c", ends[name]], stdin=subprocess.PIPE))
+
+    def start_router(running: Stack, http: object, deadline: float) -> None:
+        running._children.append(start("router", "router"))
+
+    monkeypatch.setattr(launch, "start_child", start)
+    monkeypatch.setattr(Stack, "_start_router", start_router)
+    monkeypatch.setattr(Stack, "_wait", lambda self, deadline: None)
+    return begun
+
+
 def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monkeypatch):
     """Each time after twice the time; one that was told to leave is not started again; when none is left, all end."""
     monkeypatch.setattr(launch, "RESTART_SECONDS", 0.1)
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(launch, "MOST_SECONDS", 0.4)
-    monkeypatch.setattr(Stack, "_wait", lambda self, deadline: None)
     ends = {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exec sleep 60", "worker-2": "exit 0"}
-    begun: dict[str, list[float]] = {name: [] for name in ends}
-
-    def start(role: str, name: str, settings: object) -> Child:
-        begun[name].append(time.monotonic())
-        return Child(role, name, subprocess.Popen(["sh", "-c", ends[name]], stdin=subprocess.PIPE))
-
-    monkeypatch.setattr(launch, "start_child", start)
+    begun = act(monkeypatch, ends)
     monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.05))
     with Stack(config(folder, 3)) as running:
         running.start()
@@ -289,21 +307,85 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
     assert len(begun["worker-1"]) == len(begun["worker-2"]) == len(begun["router"]) == 1
 
 
-def test_a_worker_that_lasted_is_started_again_soon(folder, monkeypatch):
-    running, life = Stack(config(folder, 2)), launch.Life(WorkerConfig(name="worker-0"), began=100.0)
+def test_workers_that_end_together_are_not_expected_again(folder, monkeypatch, caplog):
+    act(monkeypatch, {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exit 3"})
+    with Stack(config(folder, 2)) as running:
+        running.start()
+        for child in running._children[1:]:
+            child.process.wait(10)
+        assert running.watch() == 1
+    assert "no worker is left: stopping" in caplog.text and "started again" not in caplog.text
+
+
+def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
+    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.05))
+    several = dataclasses.replace(config(folder, 1, fake="0,0.001"), api_server_count=2)
+    with watched(Stack(several)) as running:
+        (victim,) = (child for child in running._children if child.name == "frontend-0")
+        os.kill(victim.process.pid, signal.SIGKILL)
+        wait_for(lambda: len(again := named(running, "frontend-0")) == 1 and again[0] is not victim)
+        (other,) = named(running, "frontend-1")
+        other.process.kill()
+        health = f"http://127.0.0.1:{several.frontend.port}/health"
+        wait_for(lambda: answers(health))
+
+
+def named(running: Stack, name: str) -> list[Child]:
+    return [child for child in running._children if child.name == name]
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_second_stack_disturbs_no_first(folder, caplog, capfd):
+    """It fails by itself, and none of its processes speaks to the first one's router, or answers for its front end."""
+    first = config(folder, 1, http=True, fake="0,0.001")
+    other = config(folder, 1, http=True, fake="0,0.001")
+    shares = dataclasses.replace(other, frontend=first.frontend, api_server_count=2)
+    with stack_of(first) as running, Client(running._client_address) as client:
+        before = client.health()["workers"][0]["pid"]
+        for second in (
+            dataclasses.replace(first, frontend=other.frontend),
+            dataclasses.replace(other, frontend=first.frontend),
+        ):
+            with pytest.raises(StartError, match="router ended with code 2"), stack_of(second):
+                pass
+        with pytest.raises(OSError, match="Address already in use"), stack_of(shares):
+            pass
+        assert [w["pid"] for w in client.health()["workers"]] == [before]
+        assert all(child.alive for child in running._children)
+    assert capfd.readouterr().err.count("Address already in use") == 2
+    assert caplog.text.count("worker-0") == 0
+
+
+def test_a_stack_on_free_ports_says_which(folder, caplog):
+    caplog.set_level("INFO")
+    settings = config(folder, 1, http=True, fake="0,0.001")
+    frontend = dataclasses.replace(settings.frontend, port=0, host="::1")
+    with stack_of(dataclasses.replace(settings, frontend=frontend)) as running:
+        assert f"HTTP http://[::1]:{running._port}," in caplog.text
+        assert answers(f"http://[::1]:{running._port}/health")
+
+
+def test_a_worker_that_lasted_is_started_again_soon(folder):
+    started: list[str] = []
+    life = launch.Life("worker-0", lambda: started.append("worker-0"), began=100.0)
+    running, child = Stack(config(folder, 2)), Child("worker", "worker-0", SimpleNamespace(returncode=3))
+    running._lives["worker-0"] = life
     waits = []
     for ended in (101.0, 102.0, 103.0, 103.0 + 2 * launch.STEADY_SECONDS):
-        running._expect(life, ended)
+        running._expect(child, ended)
         waits.append(life.due - ended)
         life.began = ended
     assert waits == [1.0, 2.0, 4.0, 1.0]
     life.began = 5000.0
     for _ in range(9):
-        running._expect(life, 5000.0)
+        running._expect(child, 5000.0)
     assert life.due == 5000.0 + launch.MOST_SECONDS
-    started: list[str] = []
-    monkeypatch.setattr(launch, "start_child", lambda role, name, config: started.append(name))
-    running._lives["worker-0"] = life
     for now in (5001.0, 5100.0, 5200.0):
         running._revive(now)
     assert started == ["worker-0"]
@@ -365,6 +447,7 @@ def test_a_worker_whose_name_was_taken_is_not_started_again(folder):
             link.send(wire.encode(Register(name="worker-0", pid=1, **about)))
             wait_for(lambda: not child.alive)
             running._bury(child)
+            running._expect(child, time.monotonic())
             assert child.process.returncode == 0 and running._lives["worker-0"].due is None
             time.sleep(0.1)
             assert 1 in [w["pid"] for w in client.health()["workers"]]

@@ -227,6 +227,9 @@ def test_addresses_that_cannot_be_used_say_why(tmp_path):
             ("tcp://127.0.0.1", "HOST:PORT"),
             ("ipc://" + "x" * 120, "107 bytes"),
             ("tcp://127.0.0.1:1#abc", "64 hex digits"),
+            ("tcp://127.0.0.1:65536", "a number up to 65535"),
+            ("tcp://127.0.0.1:x", "a number up to 65535"),
+            ("tcp://127.0.0.1:*", "Invalid argument"),
         ]:
             with pytest.raises(ValueError, match=why):
                 wire.DealerSocket(bad, print)
@@ -242,6 +245,52 @@ def test_addresses_that_cannot_be_used_say_why(tmp_path):
             wire.load_secret_key(str(tmp_path / "bad"), "clients")
 
     run(main())
+
+
+def test_an_ipc_path_that_is_served_is_not_taken_over(tmp_path):
+    async def main():
+        first = wire.RouterSocket(f"ipc://{tmp_path}/s", print)
+        with pytest.raises(OSError, match="Address already in use"):
+            wire.RouterSocket(first.address, print)
+        first.close()
+        await asyncio.sleep(0.05)
+        (tmp_path / "s").touch()  # what a process that was killed leaves behind
+        wire.RouterSocket(f"ipc://{tmp_path}/s", print).close()
+
+    run(main())
+
+
+def test_a_port_for_http_is_shared_only_by_those_who_agree():
+    with wire.bind_http("127.0.0.1", 0, shared=True) as first:
+        port = first.getsockname()[1]
+        first.listen()
+        wire.bind_http("127.0.0.1", port, shared=True).close()
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            wire.bind_http("127.0.0.1", port)
+
+
+def test_who_watches_knows_whether_somebody_is_there(tmp_path):
+    key = str(tmp_path / "key")
+    wire.make_secret_key(key)
+    watches = [wire.Watch("tcp://127.0.0.1:1")]
+
+    async def main():
+        server = wire.RouterSocket("tcp://127.0.0.1:*", print, key=wire.load_secret_key(key, "clients"))
+        suffixes = [wire.public_suffix(key, role) for role in ("clients", "workers")]
+        right, *wrong = (wire.Watch(server.address + suffix) for suffix in (*suffixes, ""))
+        watches.extend([right, *wrong])
+        await until(right.look)
+        for watch in wrong:
+            await until(lambda watch=watch: watch.look() or watch.refused)
+            assert not watch.connected
+        server.close()
+        await until(lambda: not right.look())
+        assert not right.refused
+
+    run(main())
+    assert not watches[0].look() and not watches[0].refused
+    for watch in watches:
+        watch.close()
 
 
 def test_loopback():

@@ -1,4 +1,4 @@
-"""The front-end process: the application on uvicorn. Several processes may share a port."""
+"""The front-end process: the application on uvicorn. Several processes of a stack may share a port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 
-from radixrt.config import FrontendConfig, RouterConfig
+from radixrt import wire
+from radixrt.children import tell_parent
+from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
 from radixrt.frontend.protocol import PatientProtocol
 from radixrt.garbage import settle
@@ -58,10 +60,25 @@ async def _serve_both(router: RouterServer, server: Server, sock: socket.socket)
     await ready.wait()
     try:
         if not routing.done():
+            tell_parent(router.config.tells, sock.getsockname()[1])
             await server.serve([sock])
     finally:
         stop.set()
         await routing
+
+
+class _AsOurs(logging.Filter):
+    """What uvicorn logs is said under our name. Its warnings are of requests that are none, which anybody may send:
+    they are for those who debug."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.name = log.name
+        if record.levelno == logging.WARNING:
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return log.isEnabledFor(record.levelno)
+
+
+_as_ours = _AsOurs()
 
 
 class Server(uvicorn.Server):
@@ -74,6 +91,7 @@ class Server(uvicorn.Server):
                 loop="uvloop",
                 http=PatientProtocol,
                 lifespan="on",
+                log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -83,6 +101,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=GRACE_SECONDS,
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(_as_ours)
         self._frontend = frontend
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,21 +121,18 @@ def make_server(config: FrontendConfig, text: TextService) -> Server:
 
 
 def listen(config: FrontendConfig) -> socket.socket:
-    """A listening socket whose port other front ends of this machine may share. ValueError beyond loopback without
-    keys; OSError if the port is taken by another program."""
+    """A listening socket. ValueError beyond loopback without keys; OSError if the port is taken, but for front ends
+    that share it."""
     if not config.api_key and not _is_loopback(config.host):
         raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = wire.bind_http(config.host, config.port, shared=config.shares_port)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((config.host, config.port))
         sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
+    except OSError as error:  # two may bind a port at the same time: the later one to listen is told here
         sock.close()
         raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+    sock.setblocking(False)
+    log.info("listening on %s", http_url(config.host, sock.getsockname()[1]))
     return sock
 
 
@@ -137,7 +153,7 @@ class FrontendThread:
         self._owns_text = text is None
         self._server = make_server(config, self._text)
         self._socket = listen(config)
-        self.url = f"http://{config.host}:{self._socket.getsockname()[1]}"
+        self.url = http_url(config.host, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="frontend")
         self._thread.start()
 

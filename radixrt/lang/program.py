@@ -148,9 +148,7 @@ class Program:
             for number, call in numbered:
                 if not isinstance(call, Mapping):
                     kind = type(call).__name__
-                    raise TypeError(
-                        f"{self.name}: call {number} of a batch is {kind}, no mapping of arguments"
-                    )
+                    raise TypeError(f"{self.name}: call {number} of a batch is {kind}, no mapping of arguments")
                 results[number] = None
                 try:
                     results[number] = await self(client, **call)

@@ -11,6 +11,7 @@ are, `members` knows, and which of them computes a run, `dispatch`.
 
 from __future__ import annotations
 
+import logging
 import random
 from array import array
 from collections import Counter
@@ -46,6 +47,8 @@ from radixrt.router.validate import Refused
 
 if TYPE_CHECKING:
     from radixrt.report import Report
+
+log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
 """Workers that may be lost under one run before it counts as what kills them."""
@@ -244,7 +247,10 @@ class RouterCore:
 
     def tick(self, now: float) -> list[Effect]:
         """Time passes: workers are lost by silence, runs give up waiting for one. Call about once a second."""
-        effects = self.lose(self.members.silent(now), now)
+        silent = self.members.silent(now)
+        for name in silent:
+            log.warning("worker %s is lost: not heard for %g s", name, self._config.worker_timeout)
+        effects = self.lose(silent, now)
         effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
@@ -364,4 +370,6 @@ class RouterCore:
     def _revive(self, name: str, now: float) -> list[Effect]:
         """One that does not serve has spoken: if it was lost by silence, it serves again."""
         orders = self.members.revive(name, now)
+        if orders:
+            log.info("worker %s is heard again, and serves", name)
         return orders + self._dispatcher.send_waiting(now) if orders else []

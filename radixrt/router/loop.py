@@ -90,6 +90,8 @@ class RouterServer:
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
+        if path and not wire.is_private(path):
+            log.warning("%s, the CURVE secret key, can be read by others than its owner (chmod 600)", path)
         key = {role: wire.load_secret_key(path, role) if path else None for role in ("clients", "workers")}
         limit = wire.MAX_CLIENT_BYTES
         clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
@@ -99,6 +101,7 @@ class RouterServer:
             clients.close()
             raise
         self.client_address, self.worker_address = clients.address, workers.address
+        log.info("listening on %s for clients, %s for workers", self.client_address, self.worker_address)
         return clients, workers
 
     def stop_workers(self) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import uvloop
 
+from radixrt.children import tell_parent
 from radixrt.config import RouterConfig
 from radixrt.garbage import settle
 from radixrt.report import Report
@@ -23,7 +24,7 @@ def run(config: RouterConfig) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await server.run(stop)
+        await server.run(stop, lambda: tell_parent(config.tells))
 
     server = RouterServer(config)
     settle()

@@ -41,6 +41,8 @@ class FakeRunner:
     """A Runner whose steps take `decode_step` seconds and `decode_each` for each decode, plus what prefilling takes at
     `prefill_rate` tokens a second."""
 
+    sparse = False
+
     def __init__(
         self,
         num_pages: int = 4096,

@@ -109,6 +109,9 @@ class Runner(Protocol):
     overlaps: bool
     """Step n+1 may be launched before the result of step n is asked for: tokens drawn stay on the device, by row."""
 
+    sparse: bool
+    """Not every token takes the same weights: the model has experts."""
+
     def bind(self, table: np.ndarray) -> None:
         """Called once with the page table, int32[rows, pages], which the host goes on writing."""
 

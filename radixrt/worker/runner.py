@@ -34,6 +34,7 @@ class ModelRunner:
         self.vocab_size = spec.vocab_size
         self.eos_ids = eos_ids
         self.max_model_len = spec.max_model_len
+        self.sparse = spec.experts is not None
         self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
         self.busy_seconds = 0.0
         self.pool = pool

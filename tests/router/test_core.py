@@ -339,6 +339,16 @@ def test_hits_count_where_the_prompt_was_computed():
     assert reply.message.items[0].usage.cached_tokens == 2
 
 
+def test_silence_and_its_end_are_logged(caplog):
+    caplog.set_level("INFO")
+    core = core_with(register("w0"), worker_timeout=5.0)
+    for now in (1.0, 3.0, 5.0, 7.0, 9.0):
+        core.tick(now)
+    assert [r.getMessage() for r in caplog.records] == ["worker w0 is lost: not heard for 5 s"]
+    core.heartbeat("w0", 10.0)
+    assert caplog.records[-1].getMessage() == "worker w0 is heard again, and serves" and len(caplog.records) == 2
+
+
 def test_silence_loses_a_worker_and_a_late_answer_of_it_is_nobodys():
     core = core_with(register("w0"), worker_timeout=5.0)
     _, run = only_run(core.submit(b"c", generate(), 1.0))

@@ -553,6 +553,12 @@ def test_as_many_as_match_and_as_may_come():
     assert not drafter.begins(request(long, limit=len(long) + 1), 1)
 
 
+def test_among_too_many_nobody_drafts():
+    drafter, text = Drafter(8, False, among=5), request(repeating(9))
+    assert drafter.begins(text, 5) and drafter.draft(text, 8, 5)
+    assert not drafter.begins(text, 6) and not drafter.draft(text, 8, 6)
+
+
 def test_what_another_request_said_is_drafted():
     """In its namespace alone; what it said, not what it was asked."""
     drafter = Drafter(8, False)

@@ -32,6 +32,16 @@ def test_bad_settings_are_named(folder):
             loading.load_runner(config(folder, **{name: value}))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"num_attention_heads": "6"}, {"quantization_config": [1]}, {"text_config": [1]}, {"head_dim": "x"}]
+)
+def test_a_config_with_values_of_another_kind(folder, monkeypatch, wrong):
+    read = loading.checkpoint.read_json
+    monkeypatch.setattr(loading.checkpoint, "read_json", lambda path: read(path) | wrong)
+    with pytest.raises(ValueError, match="config.json: a value is not of the kind that is expected"):
+        loading.look_up(config(folder))
+
+
 def on_gpu(folder, monkeypatch, capability) -> loading.Loaded:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     return replace(loading.look_up(config(folder)), device=torch.device("cuda", 0))

@@ -273,6 +273,11 @@ def test_logit_error_of_quantized_pages(checkpoint, record_property, kv_dtype, b
     assert 0 < error < bound
 
 
+@pytest.mark.parametrize(("family", "sparse"), [("llama", False), ("qwen3_moe", True)])
+def test_a_runner_says_whether_the_model_has_experts(checkpoint, family, sparse):
+    assert load(checkpoint(family)[0]).sparse is sparse
+
+
 def test_scores_are_log_probabilities(checkpoint):
     folder, model = checkpoint("llama")
     prompt = prompts(1, 60, 60)[0]
