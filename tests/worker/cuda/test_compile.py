@@ -232,7 +232,7 @@ if int(sys.argv[1]) == 90:
     types |= {"bias_ptr": "*bf16", "out_ptr": "*bf16"} | dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
     names = "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"
     constants = {name: getattr(hopper_experts, name) for name in names} | {"ACTIVATION": 3, "FIELDS": 3, "EARLY": True}
-    for gated in (False, True):
+    for gated in (False, True) if every else (True,):
         build_specialised(hopper_experts._product_specialised, types, constants | {"GATED": gated, "BIAS": gated})
 """
 
