@@ -26,7 +26,7 @@ from radixrt import __version__, launch, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
 
-INTERNAL = {"router", "name"}
+INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
 ALIASES = {
     "workers": ["--data-parallel-size", "--dp-size"],

@@ -187,8 +187,7 @@ class FrontendConfig:
     share_sessions: bool = setting(
         False, "sessions and stored responses are shared with the router's other front ends (serve sees to it)"
     )
-    shares_port: bool = False
-    """Other front ends of the same stack listen on the port, too."""
+    shares_port: bool = setting(False, "other front ends listen on the port, too (serve sees to it)")
 
 
 @dataclass(frozen=True, slots=True)

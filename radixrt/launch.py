@@ -281,7 +281,9 @@ def keep_port(host: str, port: int) -> socket.socket:
     it, also one who would share it."""
     with wire.bind_http(host, port) as alone:
         port = alone.getsockname()[1]
-    return wire.bind_http(host, port, shared=True)
+    kept = wire.bind_http(host, port, shared=True)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else others could bind it before anybody listens
+    return kept
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:

@@ -230,7 +230,8 @@ def make_runner(config: WorkerConfig) -> Runner:
         except (RuntimeError, AssertionError) as error:  # torch's, which comes before all else
             if has_device(config.device):
                 raise
-            raise ValueError(f"--device {config.device}: there is none ({str(error).splitlines()[0]})") from error
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(f"--device {config.device}: there is none ({why})") from error
     from radixrt.worker.fake import FakeRunner
 
     try:

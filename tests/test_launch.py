@@ -13,6 +13,7 @@ import pytest
 
 from radixrt import children, cli, launch, roles, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
 from radixrt.worker.status import LIFE
 
@@ -228,3 +229,12 @@ def test_a_worker_without_a_router_says_so(caplog, monkeypatch):
         while f"no router at {address}: nobody answers" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_kept_port_is_nobody_elses_before_anybody_listens():
+    with launch.keep_port("127.0.0.1", 0) as kept:
+        port = kept.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use"):
+            launch.keep_port("127.0.0.1", port)
+        with listen(FrontendConfig(port=port, shares_port=True)) as one:
+            assert one.getsockname()[1] == port

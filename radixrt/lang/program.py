@@ -143,19 +143,29 @@ class Program:
             raise ValueError(f"at_once must be 1 at least, not {at_once}")
         results: dict[int, Any] = {}
         numbered = enumerate(calls)
+        ended = False
+
+        async def take(number: int, call: Mapping[str, Any]) -> None:
+            if not isinstance(call, Mapping):
+                kind = type(call).__name__
+                raise TypeError(f"{self.name}: call {number} of a batch is {kind}, no mapping of arguments")
+            results[number] = None
+            try:
+                results[number] = await self(client, **call)
+            except (Exception, asyncio.CancelledError) as problem:
+                task = asyncio.current_task()
+                if not return_exceptions or (task is not None and task.cancelling()):
+                    raise
+                results[number] = problem
 
         async def take_turns() -> None:
-            for number, call in numbered:
-                if not isinstance(call, Mapping):
-                    kind = type(call).__name__
-                    raise TypeError(f"{self.name}: call {number} of a batch is {kind}, no mapping of arguments")
-                results[number] = None
-                try:
-                    results[number] = await self(client, **call)
-                except Exception as problem:
-                    if not return_exceptions:
-                        raise
-                    results[number] = problem
+            nonlocal ended
+            try:
+                while not ended and (following := next(numbered, None)) is not None:
+                    await take(*following)
+            except BaseException:
+                ended = True
+                raise
 
         turns = [asyncio.ensure_future(take_turns()) for _ in range(at_once)]
         try:

@@ -82,6 +82,46 @@ def test_the_first_exception_ends_it(client):
     assert sorted(ended) == [0, 1, 3] and len(begun) == 4, "who ran was cancelled, nobody else begun"
 
 
+def test_after_the_first_exception_nobody_is_begun(client):
+    """Also if others end at the same time as who fails."""
+    begun = []
+
+    @program
+    async def fail(s: Branch, number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(0)
+        if number == 0:
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail.run_batch(({"number": number} for number in range(20)), client, at_once=4)
+    assert begun == [0, 1, 2, 3]
+
+
+def test_a_run_that_is_cancelled_from_within_is_one_of_them(client):
+    @program
+    async def tell(s: Branch, number: int) -> int:
+        if number == 1:
+            raise asyncio.CancelledError
+        return number
+
+    zero, one, two = tell.run_batch(({"number": number} for number in range(3)), client, return_exceptions=True)
+    assert (zero, two) == (0, 2) and isinstance(one, asyncio.CancelledError)
+
+    @program
+    async def wait(s: Branch) -> None:
+        await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(wait.batch(client.aio, [{}, {}], return_exceptions=True))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    client.run(cancelled())
+
+
 def test_misuse(client):
     with pytest.raises(ValueError, match="at_once"):
         tell.run_batch([], client, at_once=0)
