@@ -102,6 +102,8 @@ def run_role(role: str, config: Any) -> None:
                 signal.signal(number, lambda *_: worker.stop())
             with watched(config.router):
                 _serve(worker)
+            for number in (signal.SIGTERM, signal.SIGINT):  # it ends: told once more, it still ends well
+                signal.signal(number, signal.SIG_IGN)
             if worker.dismissed:  # it has ended well for who would start it again
                 log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
