@@ -141,7 +141,13 @@ def _random(config, seed: int = 0):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if config.model_type == "mistral4":  # some versions look for it as a part of others only
+        from transformers import Mistral4ForCausalLM
+
+        model = Mistral4ForCausalLM._from_config(config, **settings).eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config, **settings).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

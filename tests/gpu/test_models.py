@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
@@ -51,8 +50,8 @@ OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1
 def made(request, tmp_path_factory):
     """(folder, transformers model on the GPU in bfloat16)."""
     folder = tmp_path_factory.mktemp(request.param)
-    make_model(folder, request.param, **SIZES | OF_FAMILY.get(request.param, {}))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # rotary frequencies stay float32
+    kind = type(make_model(folder, request.param, **SIZES | OF_FAMILY.get(request.param, {})))
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16)  # rotary frequencies stay float32
     return folder, model.to("cuda").eval()
 
 
@@ -80,7 +79,7 @@ def test_logits_are_those_of_transformers(made, page_size):
     """By the relative error in norm, the median of some prompts: both round to bfloat16, not in the same places, and
     with experts rounding may choose another one. Against float32 this is no farther off than transformers is."""
     folder, model = made
-    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda").eval()
+    wide = type(model).from_pretrained(folder, dtype=torch.float32).to("cuda").eval()
     errors: dict[str, list[float]] = {"theirs": [], "to float32": [], "theirs to float32": []}
     runner = load(folder, page_size=page_size, kv_cache_dtype="bfloat16")
     for prompt in prompts(9, 50, 900, vocab_size=4096):

@@ -33,17 +33,8 @@ FAMILIES = (*checkpoints.FAMILIES, *SIZES)
 
 def make_model(folder: Path | str, family: str, **changes: Any):
     """`checkpoints.make_model`, of any family that is for text alone."""
-    if family == "mistral4":
-        register_mistral4()
     fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers adds to them
     return checkpoints.make_model(folder, family, **fields)
-
-
-def register_mistral4() -> None:
-    """transformers looks for it as a part of others only."""
-    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
-
-    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}

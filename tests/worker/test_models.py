@@ -10,6 +10,8 @@ import torch
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
 from radixrt.worker.loading import load_runner
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Runner
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.families import FAMILIES, GROWING
@@ -335,3 +337,18 @@ def test_requests_with_poisoned_logits_fail_alone(checkpoint):
     assert engine.last(bad).finish == "error" and "not finite" in engine.last(bad).error
     assert [engine.tokens(id) for id in ids] == answers
     assert engine.cache.tree.match("", array("i", [*shared, 7, 11])).length <= len(shared)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
+    """As the weights of transformers' layers have them, without norms, biases and the experts' router."""
+    folder, model = checkpoint(family)
+    spec = read_spec(read_json(folder / "config.json"))
+    weights = {name: p for name, p in model.named_parameters() if ".layers." in name and p.dim() > 1}
+    elements = 0
+    for name, weight in weights.items():
+        if "experts" in name and weight.dim() == 3:  # all experts in one
+            elements += weight.numel() * spec.experts.chosen // spec.experts.count
+        elif not name.endswith(("gate.weight", "router.weight", "bias")):
+            elements += weight.numel()
+    assert spec.layer_elements == elements // spec.num_layers

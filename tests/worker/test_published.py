@@ -22,7 +22,7 @@ from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
 from tests.checkpoints import make_published
 from tests.worker.engine import Engine, prompts
-from tests.worker.families import GROWING, SEES, make_seeing, register_mistral4
+from tests.worker.families import GROWING, SEES, make_seeing
 from tests.worker.test_models import all_logits, load
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
@@ -146,7 +146,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_logits_of_published_configs(tmp_path, name):
     family, changes = PUBLISHED[name]
-    register_mistral4()
     model = make_published(tmp_path, family, **changes)
     prompt = prompts(1, 150, 150, 256)[0]
     with torch.inference_mode():

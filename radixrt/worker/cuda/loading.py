@@ -19,6 +19,7 @@ from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
 from radixrt.worker.cuda import full_chunks, ops
 from radixrt.worker.cuda.full_chunks import FullHeads
+from radixrt.worker.cuda.pieces import most_tokens
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
@@ -78,6 +79,7 @@ def _make(
         flashinfer=flashinfer,
         full=full,
         graph_batch=graphs,
+        graph_tokens=min(config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow)),
         processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
         tree_attention=config.tree_attention != "off",
         exact=config.deterministic,

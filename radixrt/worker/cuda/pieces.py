@@ -1,4 +1,4 @@
-"""Steps of a few hundred tokens, their attention launched by the host and all between as CUDA graphs.
+"""Steps of up to a few thousand tokens, their attention launched by the host and all between as CUDA graphs.
 
 A small step with chunks takes the device less time than Python needs to launch its three hundred kernels. Attention
 depends on lengths and cannot be captured; what lies between two attentions depends on the number of tokens alone:
@@ -23,9 +23,29 @@ from radixrt.worker.cuda.step import StepAttention, append
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.latent import LatentHeads, Ups
 from radixrt.worker.model.layers import Projected
+from radixrt.worker.model.spec import ModelSpec
 
-SIZES = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Tokens of a step; more, and the device has enough to do."""
+SIZES = (
+    16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, *range(512, 1024, 64), *range(1024, 2048, 128),
+    *range(2048, 4096 + 256, 256),
+)  # fmt: skip
+"""Tokens of a step."""
+LEAST = 512
+"""Tokens of the longest step that has graphs, at least."""
+PRODUCTS = 150 << 30
+"""Multiplications a layer, from which on a step keeps an H200 for longer than its host."""
+
+
+def most_tokens(spec: ModelSpec, narrow: bool) -> int:
+    """Of a step that is worth the memory of graphs: beyond, the device has enough to do. Experts take twice as many
+    launches; `narrow` weights, in FP8, half the time."""
+    longest = PRODUCTS // spec.layer_elements * (2 if spec.experts else 1) * (2 if narrow else 1)
+    return next((size for size in SIZES if size >= max(LEAST, longest)), SIZES[-1])
+
+
+def sizes_up_to(tokens: int) -> list[int]:
+    """That many, and all SIZES below."""
+    return [*(size for size in SIZES if size < tokens), tokens] if tokens else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
-from radixrt.worker.cuda.pieces import SIZES as PIECE_SIZES
-from radixrt.worker.cuda.pieces import Pieces
+from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.segments import Chip
@@ -89,8 +88,8 @@ class CudaRunner(ModelRunner):
     """On a GPU; for tests it also runs on a CPU, in Triton's interpreter, without graphs.
 
     At most `rows` requests run at once; `flashinfer` computes long chunks where it is given, `full` those of latent
-    attention; batches of up to
-    `graph_batch` decodes are graphs; `processors` is the number of multiprocessors that work is spread over. With
+    attention; batches of up to `graph_batch` decodes are graphs, and of other steps up to `graph_tokens` tokens what
+    lies between attentions; `processors` is the number of multiprocessors that work is spread over. With
     `tree_attention` decodes read once what they share (`sharing`); `thresholds` are those of CudaSampler. `exact`:
     results do not depend on the batch, to the last bit, if the model's do not: one kernel and one cut for all
     attention, nothing shared, no FlashInfer. The model's `group` is given here, too."""
@@ -108,6 +107,7 @@ class CudaRunner(ModelRunner):
         flashinfer: FlashInfer | None = None,
         full: FullHeads | None = None,
         graph_batch: int = 0,
+        graph_tokens: int = 0,
         processors: int = 1,
         tree_attention: bool = True,
         exact: bool = False,
@@ -159,6 +159,7 @@ class CudaRunner(ModelRunner):
         # The room for an exact batch's parts would be that of the longest context: it has graphs between attentions.
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._graphs_wanted and not exact else []
         self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._piece_sizes = sizes_up_to(graph_tokens)
         self._pieces: Pieces | None = None
         self._scratch: Scratch | None = None
         """Of all graphs, which hold its address alone."""
@@ -403,10 +404,11 @@ class CudaRunner(ModelRunner):
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 answer = self._decode(inputs, integers, logits[:size], scratch)
             self._graphs[size, shared] = Graph(inputs, integers, graph, logits[:size], answer)
-        self._pieces = Pieces(self._model, self._pages, self._drawn, list(PIECE_SIZES), self._chunks.has_full)
+        if sizes := self._piece_sizes:
+            self._pieces = Pieces(self._model, self._pages, self._drawn, sizes, self._chunks.has_full)
         used = before - torch.cuda.mem_get_info(self._device)[0]
-        log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", most, PIECE_SIZES[-1],
-                 used / 1e9)  # fmt: skip
+        log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", most,
+                 max(sizes, default=0), used / 1e9)  # fmt: skip
 
     def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """The step of a graph; what `_pick` says."""

@@ -65,6 +65,12 @@ class Decoder:
         return any(isinstance(layer.mlp, Mixture) and not layer.mlp.experts.narrow for layer in self._layers)
 
     @property
+    def narrow(self) -> bool:
+        """Whether most of its weights are in FP8."""
+        mlp = self._layers[-1].mlp
+        return mlp.experts.narrow if isinstance(mlp, Mixture) else mlp.rounding is not None
+
+    @property
     def own_width(self) -> int:
         """Of this rank's logits: `own_ids`, and on a last rank more behind, which mean nothing."""
         return len(self._head.weight)

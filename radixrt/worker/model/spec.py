@@ -163,6 +163,23 @@ class ModelSpec:
         return each * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
+    def layer_elements(self) -> int:
+        """Of the weights that a token is multiplied with in a layer, on average."""
+        hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
+        if latent is None:
+            attention = 2 * hidden * self.head_dim * (heads + self.num_kv_heads)
+        else:
+            of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
+            attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
+            attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
+        dense = 3 * hidden * self.intermediate_size
+        if self.experts is None:
+            return attention + dense
+        sparse = 3 * hidden * (self.experts.chosen * self.experts.intermediate_size + self.experts.shared_size)
+        share = len(self.experts.layers) / self.num_layers
+        return attention + int(share * sparse + (1 - share) * dense)
+
+    @property
     def value_dim(self) -> int:
         """Of what attention gives for a head."""
         return self.latent.rank if self.latent else self.head_dim

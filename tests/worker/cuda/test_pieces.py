@@ -1,0 +1,32 @@
+"""Steps whose kernels between attentions are graphs: up to which size."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.shapes import SHAPES
+from radixrt.worker.cuda.pieces import LEAST, SIZES, most_tokens, sizes_up_to
+from radixrt.worker.model import read_spec
+
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 700, 4096, 5000])
+def test_sizes_end_with_what_is_asked_for(tokens):
+    found = sizes_up_to(tokens)
+    assert found[-1] == tokens and found == sorted(set(found))
+    assert found[:-1] == [size for size in SIZES if size < tokens]
+
+
+def test_no_sizes_without_graphs():
+    assert sizes_up_to(0) == []
+
+
+def test_small_layers_have_graphs_of_longer_steps():
+    """As measured on an H200 (bench/results/pieces.json): beyond, a step without graphs takes as long or less."""
+    large, small = read_spec(SHAPES["llama-8b"]), read_spec(SHAPES["llama-8b"] | LLAMA_1B)
+    sparse = read_spec(SHAPES["qwen3-30b"])
+    assert most_tokens(read_spec(SHAPES["llama-70b"]), False) == LEAST
+    assert 700 <= most_tokens(large, False) <= 1000 and 2500 <= most_tokens(small, False) <= 3000
+    assert most_tokens(sparse, False) == SIZES[-1]
+    assert most_tokens(large, True) >= 2 * most_tokens(large, False) - 128
