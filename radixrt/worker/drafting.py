@@ -57,8 +57,8 @@ MOST_MATCHED = 8
 each."""
 MOST_SPARSE = 8
 """Requests among which anybody drafts, where the model has experts: each row more reads others of them, and its steps,
-which keep the host longest, would wait for it (the agents of `bench.serve`'s *sessions* got 2,320 tokens/s of Qwen3 30B
-with drafts among 64 of them, where they had got 2,866 without)."""
+which keep the host longest, would wait for it (the agents of `bench.serve`'s *sessions* got 2,863 tokens/s of
+Qwen3 30B with drafts among 64 of them, 3,043 without any)."""
 TAIL = 64
 """Tokens that are compared, at most."""
 SAID_TOKENS = 1 << 17

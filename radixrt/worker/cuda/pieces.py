@@ -33,13 +33,13 @@ SIZES = (
 LEAST = 512
 """Tokens of the longest step that has graphs, at least."""
 PRODUCTS = 150 << 30
-"""Multiplications a layer, from which on a step keeps an H200 for longer than its host."""
+"""Multiplications a layer, from which on a step keeps an H200 for longer than its host (bench/results/pieces.json)."""
 
 
 def most_tokens(spec: ModelSpec, narrow: bool) -> int:
-    """Of a step that is worth the memory of graphs: beyond, the device has enough to do. Experts take twice as many
-    launches; `narrow` weights, in FP8, half the time."""
-    longest = PRODUCTS // spec.layer_elements * (2 if spec.experts else 1) * (2 if narrow else 1)
+    """Of a step that is worth the memory of graphs: beyond, the device has enough to do. `narrow` weights, in FP8, take
+    it half the time."""
+    longest = PRODUCTS // spec.layer_elements * (2 if narrow else 1)
     return next((size for size in SIZES if size >= max(LEAST, longest)), SIZES[-1])
 
 

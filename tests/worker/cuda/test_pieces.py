@@ -28,5 +28,6 @@ def test_small_layers_have_graphs_of_longer_steps():
     sparse = read_spec(SHAPES["qwen3-30b"])
     assert most_tokens(read_spec(SHAPES["llama-70b"]), False) == LEAST
     assert 700 <= most_tokens(large, False) <= 1000 and 2500 <= most_tokens(small, False) <= 3000
-    assert most_tokens(sparse, False) == SIZES[-1]
+    assert 2500 <= most_tokens(sparse, False) <= 3300
+    assert most_tokens(sparse, True) == SIZES[-1]
     assert most_tokens(large, True) >= 2 * most_tokens(large, False) - 128
