@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore
+from radixrt.frontend.tools import permits_strict
 from radixrt.messages import Error, TokenLogprob, Usage
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import odd, sequences
@@ -122,6 +125,94 @@ def test_some_of_the_tools(model):
     assert response.output[0].name == "time" and response.tool_choice.to_dict() == ONLY_TIME
     assert len(model.grammar[1]["format"]["tags"]) == 1
     assert len(rendered_tools(model)) == 2
+
+
+CLOSED = CITY | {"additionalProperties": False}
+
+
+def is_held(model: Model, **fields: Any) -> bool:
+    """Whether a call's arguments must follow the schema of the tool, of which a response says the same."""
+    response = ask(model, "Nothing to call.", tools=[WEATHER | fields])
+    said = response.model_dump()["tools"][0]["strict"]
+    assert said == (model.grammar is not None) and (not said or "city" in str(model.grammar))
+    return said
+
+
+def test_tools_are_strict_by_default_where_their_schemas_permit_it(model):
+    """As OpenAI has it in this API, and not in chats; the prompt is the same."""
+    pytest.importorskip("xgrammar")
+    assert is_held(model, parameters=CLOSED) and is_held(model, parameters=CLOSED, strict=None)
+    prompt = model.answers[-1][0].prompt.ids
+    assert not is_held(model, parameters=CLOSED | {"additionalProperties": True})
+    assert not is_held(model) and is_held(model, strict=True)
+    assert not is_held(model, parameters=CLOSED, strict=False) and not is_held(model, parameters={"anyOf": [CLOSED]})
+    chat = {"type": "function", "function": {"name": "weather", "parameters": CLOSED}}
+    model.says("Nothing to call.")
+    fields = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "tools": [chat]}
+    model.client.with_options(api_key="key-a").chat.completions.create(**fields)
+    assert model.grammar is None
+    ask(model, "No.", tools=[WEATHER | {"parameters": CLOSED}], tool_choice="none")
+    assert model.grammar is None
+    ask(model, "No.", tools=[WEATHER | {"parameters": CLOSED}])
+    assert model.answers[-1][0].prompt.ids == prompt
+    loose, held = ask(model, "No.", tools=[WEATHER | {"name": "time"}, WEATHER | {"parameters": CLOSED}]).tools
+    assert (loose.strict, held.strict) == (False, True)
+    tags = {name: tag for name in ("time", "weather") for tag in model.grammar[1]["format"]["tags"] if name in str(tag)}
+    assert "city" in str(tags["weather"]) and "{'type': 'object'}" in str(tags["time"])
+
+
+def test_what_is_strict_by_default_is_no_reason_to_refuse(model, monkeypatch):
+    """A schema that cannot be compiled, schemas that are too much together, xgrammar that is missing."""
+    pytest.importorskip("xgrammar")
+    broken = CLOSED | {"properties": {"city": {"type": "string", "pattern": "("}}}
+    much = CLOSED | {"properties": {"city": {"type": "string", "pattern": "^a{1500}$"}}}
+    many = [WEATHER | {"name": name, "parameters": much} for name in ("one", "other")]
+    for tools in ([WEATHER | {"parameters": broken}], many):
+        response = ask(model, "Nothing to call.", tools=tools)
+        assert response.output_text == "Nothing to call." and not any(tool.strict for tool in response.tools)
+        assert model.grammar is None
+    refused(model, "tools[0].parameters", tools=[WEATHER | {"parameters": broken, "strict": True}])
+    refused(model, "temperature", tools=[WEATHER | {"parameters": CLOSED}], temperature=-1)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "xgrammar" else find(name, *a))
+    unseen = CLOSED | {"properties": {"city": {"type": "string", "description": "not seen before"}}}
+    assert not is_held(model, parameters=unseen)
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "permits"),
+    [
+        (of(), True),
+        (of(a={"type": ["string", "null"]}, b={"enum": ["x"]}, c={"const": 1}), True),
+        (of(a={"type": "array", "items": of(b={"type": "integer", "minimum": 1})}), True),
+        (of(a={"anyOf": [{"type": "null"}, of(b={"$ref": "#/$defs/c"})]}) | {"$defs": {"c": of()}}, True),
+        (of(additionalProperties={"type": "string"}), True),
+        ({}, False),
+        ({"type": "object"}, False),
+        (of() | {"additionalProperties": {"type": "string"}}, False),
+        (of(a={"type": "string"}) | {"required": []}, False),
+        (of() | {"required": ["a"]}, False),
+        (of(a={}), False),
+        (of(a=True), False),
+        (of(a={"type": "object"}), False),
+        (of(a={"type": ["object", "null"], "properties": {"b": {"type": "string"}}}), False),
+        (of(a={"type": ["object", "null"]}), False),
+        (of(a={"properties": {}}), False),
+        (of(a={"anyOf": [of()], "properties": {}}), False),
+        (of(a={"type": "array", "items": {"type": "object"}}), False),
+        (of(a={"type": "array", "items": [{"type": "string"}]}), False),
+        (of(a={"anyOf": [{"type": "object"}]}), False),
+        (of(a={"$ref": "#/$defs/b"}) | {"$defs": {"b": {"type": "object"}}}, False),
+        (of(a={"oneOf": [{"type": "string"}]}), False),
+        (of() | {"patternProperties": {}}, False),
+    ],
+)
+def test_what_a_strict_schema_is(schema, permits):
+    assert permits_strict(schema) is permits
 
 
 def test_formats(model):
@@ -323,6 +414,175 @@ def test_items_become_messages():
         messages_of([output])
 
 
+# ---------------------------------------------------------------- items of tools that OpenAI runs
+
+WORDS = {"role": "user", "content": "go on"}
+SHELL = {"type": "exec", "command": ["ls"], "env": {}, "user": None}
+RAN = [{"stdout": "a.py\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+PATCH = {"type": "delete_file", "path": "a.py"}
+SEARCH = {"type": "search", "query": "mill", "queries": ["mill"]}
+FOUND = {"file_id": "f", "filename": "a.md", "text": "4817", "score": 0.5, "attributes": None}
+ASKED = {"type": "mcp_approval_request", "id": "m1", "server_label": "s", "name": "roll", "arguments": "{}"}
+ROLLED = {"type": "mcp_call", "id": "m2", "server_label": "s", "name": "roll", "arguments": '{"n": 2}'}
+
+
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "id": "i1", "status": "completed"} | fields
+
+
+CODE = item("code_interpreter_call", code="1+1", container_id="k", outputs=[{"type": "logs", "logs": "2"}])
+
+
+@pytest.mark.parametrize(
+    ("items", "name", "arguments", "result"),
+    [
+        ([item("custom_tool_call", call_id="c", name="sh", input='ls "é"'),
+          {"type": "custom_tool_call_output", "call_id": "c", "output": "a.py"}], "sh", {"input": 'ls "é"'}, "a.py"),
+        ([item("custom_tool_call", call_id="c", name="sh", input="ls"), {"type": "custom_tool_call_output",
+          "call_id": "c", "output": [{"type": "input_text", "text": "a.py"}]}], "sh", {"input": "ls"}, "a.py"),
+        ([item("local_shell_call", call_id="c", action=SHELL), item("local_shell_call_output", id="c", output="a")],
+         "local_shell", {"type": "exec", "command": ["ls"], "env": {}}, "a"),
+        ([item("local_shell_call", call_id="c", action=SHELL),
+          {"type": "function_call_output", "call_id": "c", "output": "a"}],
+         "local_shell", {"type": "exec", "command": ["ls"], "env": {}}, "a"),
+        ([item("shell_call", call_id="c", action={"commands": ["ls"], "timeout_ms": None}),
+          item("shell_call_output", call_id="c", output=RAN)], "shell", {"commands": ["ls"]}, RAN),
+        ([item("apply_patch_call", call_id="c", operation=PATCH),
+          item("apply_patch_call_output", call_id="c", status="failed", output="no such file")],
+         "apply_patch", PATCH, "failed: no such file"),
+        ([item("apply_patch_call", call_id="c", operation=PATCH), item("apply_patch_call_output", call_id="c")],
+         "apply_patch", PATCH, "completed"),
+        ([item("program", call_id="c", code="f()", fingerprint="x"), item("program_output", call_id="c", result="3")],
+         "program", {"code": "f()"}, "3"),
+        ([item("web_search_call", action=SEARCH | {"sources": [{"type": "url", "url": "http://m"}]})],
+         "web_search", SEARCH, [{"type": "url", "url": "http://m"}]),
+        ([item("file_search_call", queries=["mill"], results=[FOUND])],
+         "file_search", {"queries": ["mill"]}, [{k: v for k, v in FOUND.items() if v is not None}]),
+        ([CODE], "code_interpreter", {"code": "1+1"}, "2"),
+        ([CODE | {"outputs": []}], "code_interpreter", {"code": "1+1"}, ""),
+        ([ROLLED | {"output": "7"}], "roll", {"n": 2}, "7"),
+        ([ROLLED | {"error": "it fell"}], "roll", {"n": 2}, "Error: it fell"),
+        ([ROLLED | {"error": {"type": "http_error", "code": 500, "message": "down"}}], "roll", {"n": 2}, "Error: down"),
+        ([ROLLED | {"error": {"type": "mcp_tool_execution_error", "content": [{"text": "x"}]}}],
+         "roll", {"n": 2}, 'Error: [{"text": "x"}]'),
+        ([ASKED, {"type": "mcp_approval_response", "approval_request_id": "m1", "approve": True},
+          ROLLED | {"approval_request_id": "m1", "output": "7"}], "roll", {"n": 2}, "7"),
+        ([ASKED, {"type": "mcp_approval_response", "approval_request_id": "m1", "approve": False, "reason": "no"}],
+         "roll", {}, "Error: the call was not approved: no"),
+    ],
+)  # fmt: skip
+def test_calls_of_a_conversation_begun_elsewhere(model, items, name, arguments, result):
+    """As a call and its result, which go back to the server as any others."""
+    first = ask(model, "So it is.", input=[WORDS, *items, WORDS])
+    user, answer, told, again = rendered(model)
+    (call,) = answer["tool_calls"]
+    assert user == again == WORDS and answer["content"] is None
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (name, arguments)
+    assert (told["role"], told["tool_call_id"]) == ("tool", call["id"])
+    assert (json.loads(told["content"]) if isinstance(result, list) else told["content"]) == result
+    ask(model, "Yes.", input=[WORDS], previous_response_id=first.id)
+    assert rendered(model)[:4] == [user, answer, told, again]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        item("web_search_call", action=SEARCH),
+        item("web_search_call"),
+        item("file_search_call", queries=["mill"], results=None),
+        CODE | {"outputs": None},
+        CODE | {"code": None},
+        ROLLED | {"output": None, "error": None},
+        ASKED,
+        item("mcp_list_tools", server_label="s", tools=[{"name": "roll", "input_schema": {}}]),
+        item("image_generation_call", status="failed", result=None),
+        item("tool_search_call", arguments={"paths": ["a"]}),
+        item("tool_search_output", tools=[WEATHER], execution="server"),
+    ],
+)
+def test_items_that_carry_nothing_are_left_out(thinking, left):
+    """Also from within an answer, which stays one."""
+    thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"role": "assistant", "content": "It is so."}
+    ask(thinking, "Yes.", input=[WORDS, thought, left, thought, said, WORDS])
+    assert rendered(thinking) == [WORDS, {"role": "assistant", "content": "It is so.", "reasoning_content": "hmhm"},
+                                  WORDS]  # fmt: skip
+
+
+def test_each_call_has_an_id_of_its_own(model):
+    """Of nine digits, over the turns of a chain as well."""
+    first = ask(model, "Yes.", input=[WORDS, CODE, CODE, WORDS])
+    ask(model, "Yes.", input=[WORDS, CODE, WORDS], previous_response_id=first.id)
+    ids = [call["id"] for message in rendered(model) for call in message.get("tool_calls", ())]
+    assert len({*ids}) == 3 and all(len(id) == 9 and id.isdecimal() for id in ids)
+    results = [message["tool_call_id"] for message in rendered(model) if message["role"] == "tool"]
+    assert results == ids
+
+
+def test_an_answer_with_calls_of_several_kinds(model):
+    call = {"type": "function_call", "call_id": "f", "name": "time", "arguments": "{}"}
+    custom = item("custom_tool_call", call_id="c", name="sh", input="ls")
+    outputs = [{"type": "custom_tool_call_output", "call_id": "c", "output": "a.py"},
+               {"type": "function_call_output", "call_id": "f", "output": "noon"}]  # fmt: skip
+    said = {"role": "assistant", "content": "Let me see."}
+    ask(model, "Yes.", input=[WORDS, said, call, custom, *outputs])
+    _, answer, one, other = rendered(model)
+    assert answer["content"] == "Let me see." and [c["id"] for c in answer["tool_calls"]] == ["f", "c"]
+    assert (one["content"], other["content"]) == ("a.py", "noon")
+
+
+NEVER = {"type": "mcp_approval_response", "approval_request_id": "m1", "approve": True}
+
+
+@pytest.mark.parametrize(
+    ("field", "items"),
+    [
+        ("[0].type", [item("computer_call", call_id="c", action={"type": "click", "x": 1, "y": 2})]),
+        ("[0].output", [{"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}}]),
+        ("[0].result", [item("image_generation_call", result="aGk=")]),
+        ("[0].outputs[1].type", [CODE | {"outputs": [*CODE["outputs"], {"type": "image", "url": "x"}]}]),
+        ("[0].outputs", [CODE | {"outputs": "2"}]),
+        ("[0].action", [item("web_search_call", action="mill")]),
+        ("[0].action.sources", [item("web_search_call", action=SEARCH | {"sources": ["x"]})]),
+        ("[0].results", [item("file_search_call", queries=[], results={})]),
+        ("[0].arguments", [ROLLED | {"arguments": None, "output": "7"}]),
+        ("[0].output", [ROLLED | {"output": 7}]),
+        ("[0].encrypted_content", [{"type": "compaction", "encrypted_content": "x"}]),
+        ("[0].tools", [{"type": "additional_tools", "role": "developer", "tools": [WEATHER]}]),
+        ("[0].tools", [item("tool_search_output", tools=[WEATHER], execution="client")]),
+        ("[0].type", [{"type": "configuration_update", "reasoning": {"effort": "low"}}]),
+        ("[0].type", [{"type": "compaction_trigger"}]),
+        ("[0].input", [item("custom_tool_call", call_id="c", name="sh", input={"a": 1})]),
+        ("[0].call_id", [item("custom_tool_call", name="sh", input="ls")]),
+        ("[0].name", [item("custom_tool_call", call_id="c", name="", input="ls")]),
+        ("[0].call_id", [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]),
+        ("[1].output[0].type", [item("custom_tool_call", call_id="c", name="sh", input="ls"), {
+            "type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]}]),
+        ("[0].action", [item("shell_call", call_id="c", action="ls")]),
+        ("[1].output", [item("shell_call", call_id="c", action={"commands": []}),
+                        item("shell_call_output", call_id="c", output="x")]),
+        ("[0].operation", [item("apply_patch_call", call_id="c")]),
+        ("[1].approve", [ASKED, NEVER]),
+        ("[1].approve", [ASKED, NEVER, ROLLED | {"approval_request_id": ["m1"], "output": "7"}]),
+        ("[1].approve", [ASKED, NEVER | {"approve": "yes"}]),
+        ("[0].approval_request_id", [NEVER]),
+        ("[1].approval_request_id", [ASKED, NEVER | {"approval_request_id": ["m1"]}]),
+        ("[0].id", [ASKED | {"id": 1}]),
+    ],
+)  # fmt: skip
+def test_items_that_cannot_be_told_are_refused(model, field, items):
+    refused(model, f"input{field}", input=[*items, WORDS])
+
+
+def test_items_nested_too_deeply(model):
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    refused(model, "input[0]", input=[item("shell_call", call_id="c", action={"commands": deep}), WORDS])
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 2000}
+    assert ask(model, "Yes.", input=[call, WORDS]).output_text == "Yes.", "a model may have written it"
+
+
 # ---------------------------------------------------------------- what is kept
 
 
@@ -503,7 +763,9 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
     [
         ("input", {"input": []}),
         ("input", {"input": None}),
-        ("input[0].type", {"input": [{"type": "web_search_call", "id": "x"}]}),
+        ("input", {"input": [{"type": "web_search_call", "id": "x"}], "instructions": "Be kind."}),
+        ("input[0].type", {"input": [{"type": "telepathy_call", "id": "x"}]}),
+        ("input[0].type", {"input": [{"type": ["message"]}]}),
         ("input[0].role", {"input": [{"role": "wizard", "content": "x"}]}),
         ("input[0].content", {"input": [{"role": "user"}]}),
         ("input[0].content[1].type", {"input": [{"role": "user", "content": [

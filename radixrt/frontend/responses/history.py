@@ -3,6 +3,7 @@
 reasoning, message (assistant), function_call, ...   one answer   -> one assistant message
 function_call_output                                              -> a tool message
 message (user, system, developer)                                 -> a message
+items of tools that OpenAI runs                                   -> calls and their results, by `hosted`
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.errors import refuse
+from radixrt.frontend.responses.hosted import CALLS, OUTPUTS, REFUSED, WHOLE, Call, error, string
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -28,32 +30,61 @@ def messages_of(items: str | list[Item], before: Sequence[Message] = ()) -> list
     history = _History(before)
     for i, item in enumerate(items):
         history.add(f"input[{i}]", item)
+    history.end()
+    if not history.messages and not before:
+        refuse("input", "holds nothing for a model to read")
     return history.messages
 
 
 class _History:
     def __init__(self, before: Sequence[Message]) -> None:
         self.messages: list[Message] = []
+        self._before = len(before)
         self._calls = {call["id"] for message in before for call in message.get("tool_calls") or ()}
+        self._asked: dict[str, Call] = {}
+        """Calls that a user was asked to approve, by the ids of the questions."""
+        self._approved: dict[str, str] = {}
+        """Fields of approvals whose calls have not come, by the same ids."""
         self._answer: Message | None = None
         """The assistant's message that the next item may belong to."""
         self._last = ""
-        """The kind of the item before."""
+        """The kind of the item before, of those that are told."""
 
     def add(self, field: str, item: Item) -> None:
         kind = item.get("type", "message")
-        match kind:
-            case "message":
-                self._message(field, item)
-            case "reasoning":
-                self._reasoning(field, item)
-            case "function_call":
-                self._call(field, item)
-            case "function_call_output":
-                self._result(field, item)
-            case _:
-                refuse(f"{field}.type", f"{kind!r} is not served; message, reasoning, function_call and its output are")
+        if not isinstance(kind, str):
+            refuse(f"{field}.type", "must be a string")
+        if kind in WHOLE:
+            self._approved.pop(str(item.get("approval_request_id")), None)
+            if (call := WHOLE[kind](field, item)) is None:
+                return
+            self._whole(call)
+        elif kind in CALLS:
+            self._call(string(field, item, "call_id", empty=False), CALLS[kind](field, item))
+        elif kind in OUTPUTS or kind in ("function_call_output", "custom_tool_call_output"):
+            self._result(field, kind, item)
+        elif kind in REFUSED:
+            name, why = REFUSED[kind]
+            refuse(f"{field}.{name}", why)
+        else:
+            match kind:
+                case "message":
+                    self._message(field, item)
+                case "reasoning":
+                    self._reasoning(field, item)
+                case "mcp_approval_request":
+                    self._asked[string(field, item, "id")] = CALLS["function_call"](field, item)
+                    return
+                case "mcp_approval_response":
+                    self._approval(field, item)
+                case _:
+                    refuse(f"{field}.type", f"{kind!r} is not served")
         self._last = kind
+
+    def end(self) -> None:
+        """All items have come."""
+        for field in self._approved.values():
+            refuse(field, "tools of MCP servers are not called here")
 
     def _message(self, field: str, item: Item) -> None:
         role = item.get("role")
@@ -82,26 +113,41 @@ class _History:
         thoughts = self._answer.get("reasoning_content", "") + "".join(part["text"] for part in parts)
         self._answer["reasoning_content"] = thoughts
 
-    def _call(self, field: str, item: Item) -> None:
-        for name in ("call_id", "name"):
-            if not isinstance(item.get(name), str) or not item[name]:
-                refuse(f"{field}.{name}", "must be a string that is not empty")
-        if not isinstance(item.get("arguments"), str):
-            refuse(f"{field}.arguments", "must be a string, the arguments as JSON")
+    def _call(self, call_id: str, call: Call) -> None:
         if self._answer is None:
             self._begin()
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        self._answer.setdefault("tool_calls", []).append(call)
-        self._calls.add(item["call_id"])
+        function = {"name": call.name, "arguments": call.arguments}
+        self._answer.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self._calls.add(call_id)
 
-    def _result(self, field: str, item: Item) -> None:
+    def _result(self, field: str, kind: str, item: Item) -> None:
         call_id = item.get("call_id")
+        if call_id is None and kind == "local_shell_call_output":
+            call_id = item.get("id")
         if not isinstance(call_id, str):
             refuse(f"{field}.call_id", "must be the id of the call that this answers")
         if call_id not in self._calls:
             refuse(f"{field}.call_id", f"no item before this one is a call with the id {call_id!r}")
-        self._put({"role": "tool", "tool_call_id": call_id, "content": _content(f"{field}.output", item.get("output"))})
+        said = OUTPUTS[kind](field, item) if kind in OUTPUTS else _content(f"{field}.output", item.get("output"))
+        self._put({"role": "tool", "tool_call_id": call_id, "content": said})
+
+    def _whole(self, call: Call) -> None:
+        """A call and its result. Its id is a number of nine digits: Mistral's templates take no other ids than such."""
+        call_id = f"{self._before + len(self.messages):09}"
+        self._call(call_id, call)
+        self._put({"role": "tool", "tool_call_id": call_id, "content": call.result})
+
+    def _approval(self, field: str, item: Item) -> None:
+        """A call that is not approved has come to nothing, of which the model is told; one that is comes later."""
+        if (asked := self._asked.pop(str(item.get("approval_request_id")), None)) is None:
+            refuse(f"{field}.approval_request_id", "no item before this one asks for an approval by this id")
+        if not isinstance(item.get("approve"), bool):
+            refuse(f"{field}.approve", "must be true or false")
+        if item["approve"]:
+            self._approved[item["approval_request_id"]] = f"{field}.approve"
+            return
+        why = f": {item['reason']}" if item.get("reason") else ""
+        self._whole(Call(asked.name, asked.arguments, error(f"the call was not approved{why}")))
 
     def _begin(self) -> None:
         self._answer = {"role": "assistant", "content": None}

@@ -1,4 +1,5 @@
-"""What a response answered to, as items of the Responses API: the way back from `history`."""
+"""What a response answered to, as items of the Responses API: the way back from `history`. Calls of all kinds are those
+of functions."""
 
 from __future__ import annotations
 

@@ -1,0 +1,209 @@
+"""Items of tools that OpenAI runs, or that have a form of their own, as calls of functions and their results, so that a
+conversation that was begun there goes on here. Every refusal names the field.
+
+custom_tool_call, local_shell_call, shell_call, ...   -> a call; its output is an item of its own
+web_search_call, file_search_call, mcp_call, ...      -> a call and its result; nothing where the item tells no result
+mcp_list_tools, tool_search_call, ...                 -> nothing: they say which tools there were
+computer_call, compaction, ...                        -> refused: images, and what only OpenAI can read
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from radixrt.frontend.errors import refuse
+
+Item = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a function: `arguments` as JSON, `result` as text."""
+
+    name: str
+    arguments: str
+    result: str = ""
+
+
+def error(text: str) -> str:
+    """A result that is an error, as a chat template has no other way to say so."""
+    return f"Error: {text}"
+
+
+# ---------------------------------------------------------------- calls whose outputs are items
+
+
+def _function(field: str, item: Item) -> Call:
+    name = string(field, item, "name", empty=False)
+    if not isinstance(item.get("arguments"), str):
+        refuse(f"{field}.arguments", "must be a string, the arguments as JSON")
+    return Call(name, item["arguments"])
+
+
+def _custom(field: str, item: Item) -> Call:
+    """Its input is any text."""
+    return Call(string(field, item, "name", empty=False), _json(field, {"input": string(field, item, "input")}))
+
+
+def _local_shell(field: str, item: Item) -> Call:
+    return Call("local_shell", _json(field, _object(field, item, "action")))
+
+
+def _shell(field: str, item: Item) -> Call:
+    return Call("shell", _json(field, _object(field, item, "action")))
+
+
+def _apply_patch(field: str, item: Item) -> Call:
+    return Call("apply_patch", _json(field, _object(field, item, "operation")))
+
+
+def _program(field: str, item: Item) -> Call:
+    return Call("program", _json(field, {"code": string(field, item, "code")}))
+
+
+CALLS: dict[str, Callable[[str, Item], Call]] = {
+    "function_call": _function,
+    "custom_tool_call": _custom,
+    "local_shell_call": _local_shell,
+    "shell_call": _shell,
+    "apply_patch_call": _apply_patch,
+    "program": _program,
+}
+"""By the kind of item; each has a `call_id`."""
+
+
+def _shell_output(field: str, item: Item) -> str:
+    return _json(field, _objects(field, item, "output"))
+
+
+def _patch_output(field: str, item: Item) -> str:
+    status = string(field, item, "status")
+    return f"{status}: {string(field, item, 'output')}" if item.get("output") else status
+
+
+OUTPUTS: dict[str, Callable[[str, Item], str]] = {
+    "local_shell_call_output": lambda field, item: string(field, item, "output"),
+    "shell_call_output": _shell_output,
+    "apply_patch_call_output": _patch_output,
+    "program_output": lambda field, item: string(field, item, "result"),
+}
+"""By the kind of item; each has the `call_id` of what it answers, of a local shell as its `id`."""
+
+
+# ---------------------------------------------------------------- calls that have their results
+
+
+def _web_search(field: str, item: Item) -> Call | None:
+    """What was found is told by the addresses alone, and only where the client has asked for them."""
+    action = _object(field, item, "action") if item.get("action") is not None else {}
+    if action.get("sources") is None:
+        return None
+    found = _objects(f"{field}.action", action, "sources")
+    return Call("web_search", _json(field, action | {"sources": None}), _json(field, found))
+
+
+def _file_search(field: str, item: Item) -> Call | None:
+    if item.get("results") is None:
+        return None
+    found = _objects(field, item, "results")
+    return Call("file_search", _json(field, {"queries": item.get("queries")}), _json(field, found))
+
+
+def _code_interpreter(field: str, item: Item) -> Call | None:
+    if item.get("code") is None or item.get("outputs") is None:
+        return None
+    logs = []
+    for i, output in enumerate(_objects(field, item, "outputs")):
+        if output.get("type") != "logs":
+            refuse(f"{field}.outputs[{i}].type", f"{output.get('type')!r} is not served, only logs are")
+        logs.append(string(f"{field}.outputs[{i}]", output, "logs"))
+    return Call("code_interpreter", _json(field, {"code": string(field, item, "code")}), "".join(logs))
+
+
+def _mcp(field: str, item: Item) -> Call | None:
+    problem = item.get("error")
+    if problem is None and item.get("output") is None:
+        return None
+    call = _function(field, item)
+    if problem is None:
+        return Call(call.name, call.arguments, string(field, item, "output"))
+    said = (problem.get("message") or problem.get("content")) if isinstance(problem, dict) else problem
+    return Call(call.name, call.arguments, error(said if isinstance(said, str) else _json(field, said)))
+
+
+def _image(field: str, item: Item) -> None:
+    if item.get("result") is not None:
+        refuse(f"{field}.result", "images are not served: this model reads text only")
+
+
+def _found_tools(field: str, item: Item) -> None:
+    """Those that the server has searched are all shown to the model; what a client has found it must be told."""
+    if item.get("execution") == "client" and item.get("tools"):
+        refuse(f"{field}.tools", "tools within a conversation are not served; send them as tools")
+
+
+def _nothing(field: str, item: Item) -> None:
+    """It carries nothing for a model."""
+
+
+WHOLE: dict[str, Callable[[str, Item], Call | None]] = {
+    "web_search_call": _web_search,
+    "file_search_call": _file_search,
+    "code_interpreter_call": _code_interpreter,
+    "mcp_call": _mcp,
+    "mcp_list_tools": _nothing,
+    "image_generation_call": _image,
+    "tool_search_call": _nothing,
+    "tool_search_output": _found_tools,
+}
+"""By the kind of item; None where there is nothing to tell."""
+
+_NO_IMAGES = "its screenshots are not served: this model reads text only"
+REFUSED = {
+    "computer_call": ("type", _NO_IMAGES),
+    "computer_call_output": ("output", _NO_IMAGES),
+    "compaction": ("encrypted_content", "cannot be read here"),
+    "additional_tools": ("tools", "tools within a conversation are not served; send them as tools"),
+    "configuration_update": ("type", "settings within a conversation are not served; send them with the request"),
+}
+"""By the kind of item: the field to blame, and why."""
+
+
+# ---------------------------------------------------------------- fields
+
+
+def string(field: str, item: Item, name: str, *, empty: bool = True) -> str:
+    """What an item has by that name. ApiError (400) unless it is a string."""
+    if not isinstance(item.get(name), str) or not (item[name] or empty):
+        refuse(f"{field}.{name}", "must be a string" + ("" if empty else " that is not empty"))
+    return item[name]
+
+
+def _object(field: str, item: Item, name: str) -> Item:
+    if not isinstance(item.get(name), dict):
+        refuse(f"{field}.{name}", "must be an object")
+    return item[name]
+
+
+def _objects(field: str, item: Item, name: str) -> list[Item]:
+    found = item.get(name)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        refuse(f"{field}.{name}", "must be a list of objects")
+    return found
+
+
+def _json(field: str, value: Any) -> str:
+    """Without what is null, as clients fill it in."""
+    try:
+        return json.dumps(_bare(value), ensure_ascii=False)
+    except RecursionError:
+        refuse(field, "is nested too deeply")
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _bare(inner) for key, inner in value.items() if inner is not None}
+    return [_bare(inner) for inner in value] if isinstance(value, list) else value
