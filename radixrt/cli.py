@@ -18,13 +18,15 @@ import runpy
 import sys
 import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from radixrt import __version__, launch, wire
-from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt import __version__, launch
+from radixrt.checkpoint_files import check_files, check_model
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.wire.keys import is_private, make_secret_key, public_suffix
 
 INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
@@ -76,12 +78,26 @@ def read_keys(args: argparse.Namespace) -> None:
         args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
 
 
+def read_key(given: str) -> str:
+    """A client's key. A file in its place may be the one that `serve` reads, if it has one key."""
+    if given[:1] != "@":
+        return given
+    keys = _keys_in(given[1:])
+    if len(keys) > 1:
+        raise ValueError(f"--api-key {given}: there are {len(keys)} keys in the file, and one is needed")
+    return keys[0].partition(":")[2] or keys[0]
+
+
 def _keys_in(path: str) -> list[str]:
-    lines = (line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--api-key @{path}: the file is not UTF-8") from error
+    lines = (line.strip() for line in text.splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"--api-key @{path}: there is no TENANT:KEY in the file")
-    if not wire.is_private(path):
+    if not is_private(path):
         log.warning("%s, with API keys, can be read by others than its owner (chmod 600)", path)
     return keys
 
@@ -113,7 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     program.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the program")
     for command, run in ((report, _report), (program, _run)):
         command.add_argument("--url", default=DEFAULT_URL, help=f"tcp://, ipc:// or http:// (default: {DEFAULT_URL})")
-        command.add_argument("--api-key", default="", help="key of the tenant")
+        command.add_argument("--api-key", default="", help="key of the tenant, or @FILE with KEY or TENANT:KEY")
         command.set_defaults(run=run)
 
     keygen = commands.add_parser("keygen", help="make a CURVE key for ZMQ beyond loopback")
@@ -127,9 +143,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     read_keys(args)
+    _check_here(check_model, args.model)
+    _check_here(check_files, vars(args).get("tokenizer", ""))
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
     own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
     return launch.run_stack(StackConfig(**configs, **own))
+
+
+def _check_here(check: Callable[[str], None], name: str) -> None:
+    """`check` the files of a checkpoint, before anything is started that would read them, if they are here already."""
+    if name and Path(folder := model_folder(name)).is_dir():
+        check(folder)
 
 
 def _role(args: argparse.Namespace) -> int:
@@ -139,6 +163,8 @@ def _role(args: argparse.Namespace) -> int:
     else:
         read_keys(args)
         config = from_args(ROLES[args.role], args)
+        if args.role == "worker":
+            _check_here(check_model, config.model)
     check_role(config)
     run_role(args.role, resolve(config))
     return 0
@@ -148,8 +174,9 @@ def _report(args: argparse.Namespace) -> int:
     from radixrt.client import Client, ServerError
     from radixrt.report import to_html, to_text
 
+    key = read_key(args.api_key)
     try:
-        with Client(args.url, api_key=args.api_key) as client:
+        with Client(args.url, api_key=key) as client:
             data = client.report()
     except ServerError as error:
         print(f"radixrt report: {error}", file=sys.stderr)
@@ -167,10 +194,11 @@ def _run(args: argparse.Namespace) -> int:
 
     if not Path(args.program).is_file():
         raise FileNotFoundError(f"there is no file {args.program}")
+    key = read_key(args.api_key)
     sys.argv = [args.program, *args.arguments]
     sys.path.insert(0, str(Path(args.program).resolve().parent))
     try:
-        client = Client(args.url, api_key=args.api_key)
+        client = Client(args.url, api_key=key)
     except ServerError as error:
         print(f"radixrt run: {error}", file=sys.stderr)
         return 2
@@ -211,10 +239,10 @@ def _print_causes(error: BaseException) -> None:
 
 
 def _keygen(args: argparse.Namespace) -> int:
-    wire.make_secret_key(args.file)
+    make_secret_key(args.file)
     print(f"wrote {args.file}: give it to the router as --curve-secret-key; connect with these appended to addresses")
     for role in ("clients", "workers"):
-        print(f"  {role}: {wire.public_suffix(args.file, role)}")
+        print(f"  {role}: {public_suffix(args.file, role)}")
     return 0
 
 

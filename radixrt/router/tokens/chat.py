@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from radixrt.checkpoint_files import are_templates
 from radixrt.messages import ChatPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens.environment import templates_environment
@@ -35,11 +36,12 @@ def read_templates(folder: Path, config: Mapping[str, Any], file: str = "") -> d
 
     In order: `file` (Jinja, or JSON with `chat_template`), chat_template.jinja (and
     additional_chat_templates/*.jinja), chat_template.json, `chat_template` of tokenizer_config.json.
-    ValueError if `file` cannot be read.
+    ValueError if one cannot be read.
     """
     if file:
         return _from_file(Path(file))
-    extra = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("additional_chat_templates/*.jinja")}
+    others = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    extra = {path.stem: template for path in others for template in _from_file(path).values()}
     if (folder / "chat_template.jinja").is_file():
         return extra | _from_file(folder / "chat_template.jinja")
     if extra:
@@ -52,7 +54,10 @@ def read_templates(folder: Path, config: Mapping[str, Any], file: str = "") -> d
 def _from_file(path: Path) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8")
-        return _by_name(json.loads(text)["chat_template"] if path.suffix == ".json" else text)
+        template = json.loads(text)["chat_template"] if path.suffix == ".json" else text
+        if template is not None and not are_templates(template):
+            raise ValueError("it is no text, and no list of templates by name")
+        return _by_name(template)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"no chat template in {path}: {error}") from error
 
@@ -258,7 +263,7 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call  # what a model wrote need not be JSON: the template gets it as it is
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 
+from radixrt.checkpoint_files import SPECIAL_NAMES, read_file
 from radixrt.messages import ChatPrompt
 from radixrt.router.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.router.tokens.chat import ChatTemplates, read_templates
@@ -18,7 +18,6 @@ from radixrt.router.tokens.cuts import NO_CUTS, AddedToken
 from radixrt.router.tokens.incremental import MEMORY_TOKENS, Incremental, Work
 from radixrt.router.tokens.pieces import Pieces, verified
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 LINE = "\n"
@@ -158,13 +157,13 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenize
     transformers can make of the files (imported only then). `chat_template_file` replaces the checkpoint's
     chat template. ValueError if there is no tokenizer or a file is broken."""
     folder = _local(folder)
-    config = _read_json(folder / "tokenizer_config.json")
-    special = _read_json(folder / "special_tokens_map.json")
+    config = read_file(folder / "tokenizer_config.json")
+    special = read_file(folder / "special_tokens_map.json")
     # A configuration that declares its tokens is newer than the map beside it.
     named = _named_tokens(*((config, special) if "added_tokens_decoder" in config else (special, config)))
     backend = _load_backend(folder, config, named, _extra_tokens(config, special))
-    model = _read_json(folder / "config.json")
-    generation = _read_json(folder / "generation_config.json")
+    model = read_file(folder / "config.json")
+    generation = read_file(folder / "generation_config.json")
     text_model = model.get("text_config") or {}
     eos = [config.get("eos_token_id") for config in (generation, model, text_model)]
     eos.append(backend.token_id(named.get("eos_token", "")))
@@ -288,23 +287,13 @@ def _added_token(token: Mapping[str, Any], special: bool = False) -> AddedToken:
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """Tokens beside a sentencepiece model: added_tokens.json, then tokenizer_config.json, which says more."""
-    listed = {i: AddedToken(token, special=False) for token, i in _read_json(folder / "added_tokens.json").items()}
+    listed = {i: AddedToken(token, special=False) for token, i in read_file(folder / "added_tokens.json").items()}
     declared = _declared_tokens(config).items()  # found in the text as it is, always
     return listed | {i: dataclasses.replace(token, normalized=False) for i, token in declared}
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} if there is no such file; ValueError if it holds no JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
 
 
 def _local(folder: str | Path) -> Path:

@@ -1,0 +1,183 @@
+"""The JSON files beside a checkpoint's weights: a value that is not of the kind that its readers expect is named before
+one of them meets it."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from radixrt.config import MOST_TOKENS, Form
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= MOST_TOKENS
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e18
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _are_tokens(values: Any) -> bool:
+    values = values.values() if isinstance(values, dict) else values if isinstance(values, list) else [None]
+    return all(map(_is_token, values))
+
+
+def _is_named_token(value: Any) -> bool:
+    """Its content may be null: then there is none."""
+    return _is_token(value) or (isinstance(value, dict) and value.get("content") is None)
+
+
+def _are_declared(values: Any) -> bool:
+    return isinstance(values, dict) and all(
+        key.isdecimal() and key.isascii() and len(key) < 10 and isinstance(value, dict) and _is_token(value)
+        for key, value in values.items()
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return all(map(_is_whole, value)) if isinstance(value, list) else _is_whole(value)
+
+
+def are_templates(value: Any) -> bool:
+    """Chat templates as files have them: one, or several by name."""
+    if isinstance(value, dict):
+        return all(isinstance(template, str) for template in value.values())
+    fields = ("name", "template")
+    named = _are(dict, value) and all(isinstance(one.get(name), str) for one in value for name in fields)
+    return named or isinstance(value, str)
+
+
+SIZE = Form(lambda value: _is_whole(value, 1), f"a number from 1 to {MOST_TOKENS}")
+COUNT = Form(_is_whole, f"a number from 0 to {MOST_TOKENS}")
+NUMBER = Form(_is_number, "a number")
+POSITIVE = Form(lambda value: _is_number(value) and value > 0, "a number above 0")
+FLAG = Form(lambda value: isinstance(value, bool), "true or false")
+STRING = Form(lambda value: isinstance(value, str), "a string")
+STRINGS = Form(lambda value: _are(str, value), "a list of strings")
+NUMBERS = Form(lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers")
+LIST = Form(lambda value: isinstance(value, list), "a list")
+OBJECT = Form(lambda value: isinstance(value, dict), "an object")
+IDS = Form(_are_ids, "a token id, or a list of some")
+TOKEN = Form(_is_named_token, "a string, or an object with its content")
+TOKENS = Form(_are_tokens, "a list of strings or objects with their content, or an object of these")
+DECLARED = Form(_are_declared, "an object of objects with a content, by token ids")
+TEMPLATES = Form(are_templates, "a string, or a list of objects with a name and a template")
+
+Table = Mapping[str, "Form | Table"]
+"""What fields may be that are there and not null; a table for an object."""
+ANY = "*"
+"""In a table: all other fields."""
+
+ROPE: dict[str, Any] = dict.fromkeys(("rope_type", "type"), STRING)
+ROPE |= dict.fromkeys(("short_factor", "long_factor"), NUMBERS)
+ROPE |= dict.fromkeys(
+    ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+     "mscale_all_dim", "partial_rotary_factor", "original_max_position_embeddings"),
+    NUMBER,
+)  # fmt: skip
+ROPE |= {"rope_theta": POSITIVE, "full_attention": ROPE, "sliding_attention": ROPE}
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+TEXT: dict[str, Any] = dict.fromkeys((*SIZES, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
+TEXT |= dict.fromkeys(
+    ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
+     "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
+     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
+     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", *LATENT),
+    COUNT,
+)  # fmt: skip
+TEXT |= dict.fromkeys(
+    ("rms_norm_eps", "routed_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha"),
+    NUMBER,
+)  # fmt: skip
+TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
+TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
+TEXT |= dict.fromkeys(("layer_types", "mlp_layer_types"), STRINGS)
+TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
+TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)
+TEXT["eos_token_id"] = IDS
+
+NAMED: dict[str, Any] = dict.fromkeys(SPECIAL_NAMES, TOKEN)
+NAMED |= dict.fromkeys(("additional_special_tokens", "extra_special_tokens"), TOKENS)
+TOKENIZER_CONFIG: dict[str, Any] = NAMED | {"added_tokens_decoder": DECLARED, "chat_template": TEMPLATES}
+TOKENIZER_CONFIG |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space", "legacy"), FLAG)
+
+OF_TEXT: dict[str, Any] = {"vocab_size": COUNT, "eos_token_id": IDS}
+"""All that is read of a model that lends its tokenizer."""
+TABLES: dict[str, Table] = {
+    "config.json": OF_TEXT | {"text_config": OF_TEXT},
+    "generation_config.json": {"eos_token_id": IDS},  # of sampling, what cannot be is left out with a warning
+    "tokenizer_config.json": TOKENIZER_CONFIG,
+    "special_tokens_map.json": NAMED,
+    "added_tokens.json": {ANY: COUNT},
+}
+
+
+def check_files(folder: str | Path) -> None:
+    """ValueError, in one line, names a file of a tokenizer, and what is wrong in it."""
+    for name in TABLES:
+        read_file(Path(folder, name))
+
+
+def check_model(folder: str | Path) -> None:
+    """The same for a checkpoint, whose config.json says more. Fields that are missing are left to who needs them."""
+    check_files(folder)
+    path = Path(folder, "config.json")
+    config = read_file(path)
+    _check(path, "", config, TEXT | {"text_config": TEXT})
+    whole = config | {name: value for name, value in (config.get("text_config") or {}).items() if value is not None}
+    for name in _needed(whole):
+        if whole.get(name, 0) is None:
+            raise ValueError(f"{path}: {name} is null, expected {TEXT[name].words}")
+
+
+def _needed(config: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of a model that null is no value for."""
+    yield from (*SIZES, "intermediate_size")
+    if any(config.get(name) is not None for name in LATENT):
+        yield from LATENT
+    if config.get("n_routed_experts"):
+        yield from ("moe_intermediate_size", "num_experts_per_tok")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a file says, {} if there is none; what is read of any has its kind, or is null. ValueError names the file,
+    and what is wrong in it."""
+    if not path.is_file():
+        return {}
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    _check(path, "", found, TABLES.get(path.name, {}))
+    return found
+
+
+def _check(path: Path, within: str, found: Mapping[str, Any], table: Table) -> None:
+    for name, value in found.items():
+        kind, field = table.get(name, table.get(ANY)), within + (name if name in table else repr(name))
+        if kind is None or value is None:
+            continue
+        form = kind if isinstance(kind, Form) else OBJECT
+        if not form.holds(value):
+            raise ValueError(f"{path}: {field} is {reprlib.repr(value)}, expected {form.words}")
+        if not isinstance(kind, Form):
+            _check(path, f"{field}.", value, kind)

@@ -1,0 +1,71 @@
+"""What the commands for a running stack are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixrt import cli
+from radixrt.client import ServerError
+
+
+@pytest.fixture(params=["report", "run"])
+def told(request, monkeypatch, tmp_path):
+    """Runs a command with an `--api-key`: (its exit code, the key that its client is given)."""
+    program = tmp_path / "program.py"
+    program.write_text("")
+    keys: list[str] = []
+
+    def client(url: str, *, api_key: str) -> None:
+        keys.append(api_key)
+        raise ServerError(503, "nobody is there")
+
+    monkeypatch.setattr("radixrt.client.Client", client)
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", [])
+
+    def run(key: str) -> tuple[int, str | None]:
+        keys.clear()
+        code = cli.main([request.param, "--api-key", key, *([str(program)] if request.param == "run" else [])])
+        return code, keys[0] if keys else None
+
+    run.command = request.param
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("key-a\n", "key-a"), ("# mine\n\n  tenant:key-a \n", "key-a"), ("t:a:b", "a:b"), ("\ufeffkey", "key")],
+)
+def test_a_key_in_a_file(told, tmp_path, caplog, text, key):
+    """Of the same form as that of a server with one tenant."""
+    file = tmp_path / "keys"
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+    assert told(f"@{file}")[1] == key and not caplog.text
+    file.chmod(0o644)
+    assert told(f"@{file}")[1] == key
+    assert "can be read by others" in caplog.text
+
+
+def test_a_key_as_it_is(told):
+    assert [told(key)[1] for key in ("key-a", "t:key-a", "")] == ["key-a", "t:key-a", ""]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a:1\nb:2\n", "there are 2 keys in the file, and one is needed"),
+        (b"# none\n", "there is no TENANT:KEY in the file"),
+        (b"\xff\n", "the file is not UTF-8"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_one_key(told, tmp_path, capsys, content, words):
+    """Nothing is asked of the server, and no key is shown."""
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(0o600)
+    assert told(f"@{file}") == (2, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"radixrt {told.command}: ") and words in line and str(file) in line and "b:2" not in line
