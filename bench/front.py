@@ -28,7 +28,8 @@ from bench.common import save, table
 from bench.load import prompt_ids
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo.checkpoint import make_checkpoint
-from radixrt.launch import Stack, free_tcp_address
+from radixrt.launch import Stack
+from radixrt.ports import free_tcp_address
 from radixrt.router.tokens import load_tokenizer
 from radixrt.worker.fake import fake_token
 

@@ -33,7 +33,7 @@ from radixrt.client import AsyncClient
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo.checkpoint import make_checkpoint
 from radixrt.lang import Branch, assistant, gen, program, trace, user
-from radixrt.launch import LocalStack
+from radixrt.local import LocalStack
 from radixrt.messages import ChatPrompt, Origin, PartsPrompt, Sampling, TextPrompt, TokenPrompt
 
 FAN, DEPTH = 5, 3

@@ -76,7 +76,7 @@ class AsyncClient:
         ValueError for an address of no known kind, or a folder that holds no model; ServerError (401) for a key that
         the server does not know."""
         if url.startswith("local:"):
-            from radixrt.launch import local_stack
+            from radixrt.local import local_stack
 
             stack = await asyncio.to_thread(local_stack(url.removeprefix("local:")).__enter__)
             return cls(ZmqTransport(stack.address), local=stack)

@@ -15,7 +15,8 @@ from typing import IO, Any
 
 from radixrt.children import Child, start_child
 from radixrt.config import RouterConfig, StackConfig, WorkerConfig
-from radixrt.wire import is_loopback, public_suffix
+from radixrt.wire.addresses import is_loopback
+from radixrt.wire.keys import public_suffix
 
 log = logging.getLogger("radixrt.fleet")
 

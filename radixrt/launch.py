@@ -1,4 +1,4 @@
-"""Starts the processes of one machine, or the same as threads, and stops them in order.
+"""Starts the processes of one machine and stops them in order.
 
     parent --stdin pipe--> router (with the front end, if there is one), workers, front ends
 
@@ -19,7 +19,6 @@ import signal
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -38,11 +37,12 @@ from radixrt.config import (
     resolve,
 )
 from radixrt.messages import Ask, ClientReply, Info
-from radixrt.roles import check_address, make_worker, say_leave
+from radixrt.ports import keep_port
+from radixrt.roles import check_address, say_leave
+from radixrt.wire.keys import public_suffix
 
 if TYPE_CHECKING:
     from radixrt.fleet import Fleet
-    from radixrt.worker.loop import Worker
 
 log = logging.getLogger("radixrt.launch")
 
@@ -276,16 +276,6 @@ def check_stack(config: StackConfig) -> None:
     check_address("worker_address", config.router.worker_address)
 
 
-def keep_port(host: str, port: int) -> socket.socket:
-    """A socket, which does not listen, that keeps a port (0: a free one) for those who share it. OSError if anybody has
-    it, also one who would share it."""
-    with wire.bind_http(host, port) as alone:
-        port = alone.getsockname()[1]
-    kept = wire.bind_http(host, port, shared=True)
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else others could bind it before anybody listens
-    return kept
-
-
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
     """How processes of this machine reach the router's clients' and workers' socket, with its keys."""
     path = router.curve_secret_key
@@ -294,7 +284,7 @@ def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
         for anywhere in ("tcp://0.0.0.0:", "tcp://*:"):
             if address.startswith(anywhere):
                 address = "tcp://127.0.0.1:" + address.removeprefix(anywhere)
-        addresses.append(address + (wire.public_suffix(path, role) if path else ""))
+        addresses.append(address + (public_suffix(path, role) if path else ""))
     return addresses[0], addresses[1]
 
 
@@ -330,80 +320,3 @@ def run_stack(config: StackConfig) -> int:
             log.error("%s", error)
             return 2
         return stack.watch()
-
-
-# ---------------------------------------------------------------- the same in threads
-
-
-class LocalStack:
-    """A router and workers as threads of this process, for programs and tests that want no other process.
-
-    A context manager: inside, `address` is the ZMQ address for clients: inproc, so for threads of this process, unless
-    one is given. ValueError or OSError where the configuration cannot be served.
-    """
-
-    def __init__(self, config: StackConfig, *, client_address: str = "") -> None:
-        for part in (config, config.router, config.worker):
-            check(part)
-        unique = uuid.uuid4().hex
-        self.address = client_address or f"inproc://radixrt-clients-{unique}"
-        worker_address = f"inproc://radixrt-workers-{unique}"
-        addresses = {"client_address": self.address, "worker_address": worker_address}
-        self._router = dataclasses.replace(config.router, **addresses)
-        self._worker_configs = worker_configs(config, worker_address)
-        self._ready_timeout = config.ready_timeout
-        self._workers: list[Worker] = []
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> Self:
-        from radixrt.router.process import RouterThread
-
-        self._router_thread = RouterThread(self._router)
-        try:
-            for config in self._worker_configs:
-                self._workers.append(make_worker(config))
-                self._threads.append(threading.Thread(target=self._workers[-1].run, name=config.name))
-                self._threads[-1].start()
-            self._wait()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self._ready_timeout
-        with wire.Link(self.address) as link:
-            while True:
-                health = ask_health(link, POLL_SECONDS)
-                if health and len(health["workers"]) == len(self._workers):
-                    return
-                if time.monotonic() > deadline:
-                    raise StartError("the workers were not ready in time")
-                time.sleep(POLL_SECONDS / 20)
-
-    def __exit__(self, *_exc: object) -> None:
-        for worker in self._workers:
-            worker.stop()
-        self._router_thread.stop_workers()  # who has no work looks up when a message comes
-        for thread in self._threads:
-            thread.join()
-        self._router_thread.stop()
-
-
-def free_tcp_address() -> str:
-    """A ZMQ address on a port of this machine that nobody listens on now, and that nobody else is given for a minute.
-
-    A connection that was closed here keeps its port for that time: who asks for that port gets it (with SO_REUSEADDR,
-    as ZMQ and web servers have it), who asks for any port gets another.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address, port = server.getsockname()
-        with socket.create_connection((address, port)):
-            server.accept()[0].close()  # the side that closes first waits
-    return f"tcp://{address}:{port}"
-
-
-def local_stack(model: str, **worker: Any) -> LocalStack:
-    """A LocalStack of one worker on the checkpoint folder `model`; further fields of WorkerConfig by keyword."""
-    router = resolve(RouterConfig(model=model))
-    return LocalStack(StackConfig(router, WorkerConfig(model=model, **worker), FrontendConfig()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -10,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,8 @@ from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag, gpu_count
 from radixrt.garbage import settle
 from radixrt.messages import Leave
+from radixrt.wire.addresses import check_shared
+from radixrt.wire.watch import watched
 
 if TYPE_CHECKING:
     from radixrt.worker.drafting import Drafter
@@ -31,11 +31,6 @@ log = logging.getLogger("radixrt.roles")
 ROLES = {"router": RouterConfig, "worker": WorkerConfig, "frontend": FrontendConfig}
 ORPHAN_SECONDS = 10.0
 """Time that a process has to leave after its parent is gone."""
-SILENT_SECONDS = 5.0
-"""After which a router that does not answer is named in the log; again after twice as long each time, up to
-MOST_SILENT_SECONDS."""
-MOST_SILENT_SECONDS = 600.0
-LOOK_SECONDS = 0.5
 FAKE_VOCAB = 32_000
 FAKE_TOKENS = 1 << 20
 """Token slots of a worker without a model, unless said otherwise."""
@@ -73,7 +68,7 @@ def check_role(config: Any) -> None:
 def check_address(name: str, address: str, *, listens: bool = False) -> None:
     """ValueError, with the flag of the setting `name`, for one where processes cannot meet."""
     try:
-        wire.check_shared(address, listens=listens)
+        check_shared(address, listens=listens)
     except ValueError as problem:
         raise ValueError(f"{flag(name)}: {problem}") from None
 
@@ -111,51 +106,6 @@ def run_role(role: str, config: Any) -> None:
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE)
 
 
-class Presence:
-    """Says in the log when a router is lost or does not answer, and when it does again."""
-
-    def __init__(self, address: str, now: float) -> None:
-        self._name = address.partition("#")[0]
-        self._connected = self._missed = False
-        self._due, self._wait = now + SILENT_SECONDS, SILENT_SECONDS
-
-    def look(self, connected: bool, refused: bool, now: float) -> None:
-        if self._connected and not connected:
-            self._missed = True
-            self._due, self._wait = now + SILENT_SECONDS, SILENT_SECONDS
-            log.warning("the router at %s is lost", self._name)
-        elif connected and self._missed:
-            self._missed = False
-            log.info("the router at %s is there", self._name)
-        elif not connected and now >= self._due:
-            self._missed = True
-            self._wait = min(2 * self._wait, MOST_SILENT_SECONDS)
-            self._due = now + self._wait
-            why = "who listens is no router, or the key after # is wrong or missing" if refused else "nobody answers"
-            log.warning("no router at %s: %s", self._name, why)
-        self._connected = connected
-
-
-@contextlib.contextmanager
-def watched(router: str) -> Iterator[None]:
-    """Inside, a thread says in the log what becomes of the router at an address."""
-    stopped = threading.Event()
-
-    def watch() -> None:
-        link, presence = wire.Watch(router), Presence(router, time.monotonic())
-        while not stopped.wait(LOOK_SECONDS):
-            presence.look(link.look(), link.refused, time.monotonic())
-        link.close()
-
-    thread = threading.Thread(target=watch, name="watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-
-
 def _serve(worker: Worker) -> None:
     """Until it is told to stop. Where its ranks no longer agree the process ends at once: on a GPU what runs there may
     wait for ever for a rank that is gone."""
@@ -184,10 +134,11 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     from radixrt.worker.scheduler import Limits
     from radixrt.worker.status import LIFE
 
-    ends = itertools.count()
+    ends, stopped = itertools.count(), threading.Event()
 
     def connect() -> wire.Link:
-        return wire.Link(config.router, f"{config.name}/{LIFE:x}/{next(ends)}".encode())  # each thread has its own
+        identity = f"{config.name}/{LIFE:x}/{next(ends)}".encode()  # each thread has its own
+        return wire.Link(config.router, identity, stopped=stopped)
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device
@@ -203,6 +154,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
         check=config.check,
         grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids, jump_forward=config.jump_forward),
         max_pinned_share=config.max_pinned_share,
+        stopped=stopped,
     )
 
 

@@ -20,8 +20,9 @@ from radixrt import Branch, gen, program
 from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_bytes, token_list
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.launch import LocalStack, free_tcp_address
+from radixrt.local import LocalStack
 from radixrt.messages import ChatPrompt, Forget, Sampling, TextPrompt, TokenPrompt
+from radixrt.ports import free_tcp_address
 from radixrt.router.process import RouterThread
 from radixrt.transports import HttpTransport, ZmqTransport
 from tests.checkpoints import make_model, make_tokenizer

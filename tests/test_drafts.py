@@ -8,7 +8,7 @@ import pytest
 
 from radixrt import Client, Sampling
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import LocalStack
+from radixrt.local import LocalStack
 from radixrt.messages import Grammar
 from radixrt.roles import make_drafter
 from radixrt.worker.drafting import MOST_SPARSE

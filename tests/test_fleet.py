@@ -18,9 +18,10 @@ import pytest
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.fleet import Fleet, Host
-from radixrt.launch import Stack, StartError, free_tcp_address
+from radixrt.launch import Stack, StartError
 from radixrt.messages import Sampling
-from radixrt.wire import make_secret_key, public_suffix
+from radixrt.ports import free_tcp_address
+from radixrt.wire.keys import make_secret_key, public_suffix
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 HERE, THERE = "10.0.0.1", "10.0.0.2"

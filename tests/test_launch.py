@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from radixrt import children, cli, launch, roles, wire
+from radixrt import children, cli, launch, ports, roles, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
+from radixrt.wire import watch
 from radixrt.worker.status import LIFE
 
 
@@ -60,7 +61,7 @@ def test_the_flags_of_other_engines(flag):
 
 def test_a_free_address_is_given_to_nobody_else():
     """Else two stacks that start at the same time may take each other's ports."""
-    given = {int(launch.free_tcp_address().rpartition(":")[2]) for _ in range(50)}
+    given = {int(ports.free_tcp_address().rpartition(":")[2]) for _ in range(50)}
     others = set()
     for _ in range(3000):
         with socket.socket() as sock:
@@ -202,7 +203,7 @@ def test_children_log_as_their_parent(monkeypatch):
 
 def test_what_is_said_of_a_router(caplog):
     caplog.set_level("INFO")
-    presence = roles.Presence("tcp://10.0.0.1:5#key", 100.0)
+    presence = watch.Presence("tcp://10.0.0.1:5#key", 100.0)
 
     def said(connected: bool, *times: float, refused: bool = False) -> list[str]:
         caplog.clear()
@@ -221,10 +222,10 @@ def test_what_is_said_of_a_router(caplog):
 
 
 def test_a_worker_without_a_router_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(roles, "SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(roles, "LOOK_SECONDS", 0.02)
-    address = launch.free_tcp_address()
-    with roles.watched(address):
+    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
+    address = ports.free_tcp_address()
+    with watch.watched(address):
         deadline = time.monotonic() + 10
         while f"no router at {address}: nobody answers" not in caplog.text:
             assert time.monotonic() < deadline
@@ -232,9 +233,9 @@ def test_a_worker_without_a_router_says_so(caplog, monkeypatch):
 
 
 def test_a_kept_port_is_nobody_elses_before_anybody_listens():
-    with launch.keep_port("127.0.0.1", 0) as kept:
+    with ports.keep_port("127.0.0.1", 0) as kept:
         port = kept.getsockname()[1]
         with pytest.raises(OSError, match="Address already in use"):
-            launch.keep_port("127.0.0.1", port)
+            ports.keep_port("127.0.0.1", port)
         with listen(FrontendConfig(port=port, shares_port=True)) as one:
             assert one.getsockname()[1] == port

@@ -25,7 +25,7 @@ TORCH = (
 )
 ALONE = {"tree", "messages", "config"}
 ONLY_IN = {
-    "zmq": ("wire.py",),
+    "zmq": ("wire/",),
     "torch": (*TORCH, "demo/checkpoint.py"),
     "safetensors": TORCH,
     "flashinfer": ("worker/cuda/",),

@@ -23,8 +23,9 @@ from radixrt.demo.__main__ import Marks, run_chat
 from radixrt.demo.program import calculator, describe
 from radixrt.frontend.server import FrontendThread
 from radixrt.lang import Branch, assistant, gen, program, race, select, system, user
-from radixrt.launch import LocalStack, free_tcp_address, local_stack
+from radixrt.local import LocalStack, local_stack
 from radixrt.messages import Sampling
+from radixrt.ports import free_tcp_address
 
 GREEDY = Sampling(max_tokens=64, temperature=0)
 NOTES = (

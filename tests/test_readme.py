@@ -12,7 +12,8 @@ import pytest
 
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.launch import LocalStack, free_tcp_address
+from radixrt.local import LocalStack
+from radixrt.ports import free_tcp_address
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

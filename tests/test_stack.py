@@ -23,8 +23,10 @@ import pytest
 from radixrt import launch, wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import Child, LocalStack, Stack, StartError, free_tcp_address, start_child
+from radixrt.launch import Child, Stack, StartError, start_child
+from radixrt.local import LocalStack
 from radixrt.messages import Cancel, Generate, Origin, Register, Sampling, TokenPrompt
+from radixrt.ports import free_tcp_address
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
 

@@ -8,12 +8,13 @@ import threading
 import pytest
 import uvloop
 
-from radixrt import wire
+from radixrt import ports, wire
+from radixrt.wire import addresses, keys, sockets
 
 
-def run(coroutine):
+def run(coroutine, seconds: float = 10.0):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(asyncio.wait_for(coroutine, 10))
+        return runner.run(asyncio.wait_for(coroutine, seconds))
 
 
 async def until(condition, seconds: float = 5.0) -> None:
@@ -86,7 +87,7 @@ def test_sending_to_a_vanished_peer_raises(address):
 
 
 def test_a_peer_that_does_not_read_is_refused_not_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(wire, "HIGH_WATER", 10)
+    monkeypatch.setattr(sockets, "HIGH_WATER", 10)
 
     async def main():
         peers, good = [], []
@@ -195,17 +196,17 @@ def test_a_broken_connection_is_told(tmp_path):
 
 def test_curve_admits_those_who_know_the_key_and_keeps_roles_apart(tmp_path):
     path = str(tmp_path / "key")
-    wire.make_secret_key(path)
+    keys.make_secret_key(path)
     assert (tmp_path / "key").stat().st_mode & 0o77 == 0
     with pytest.raises(FileExistsError):
-        wire.make_secret_key(path)
-    clients, workers = wire.public_suffix(path, "clients"), wire.public_suffix(path, "workers")
+        keys.make_secret_key(path)
+    clients, workers = keys.public_suffix(path, "clients"), keys.public_suffix(path, "workers")
     assert clients != workers
 
     async def main():
         heard = []
         server = wire.RouterSocket(
-            "tcp://127.0.0.1:*", lambda who, payload: heard.append(payload), key=wire.load_secret_key(path, "clients")
+            "tcp://127.0.0.1:*", lambda who, payload: heard.append(payload), key=keys.load_secret_key(path, "clients")
         )
         sockets = [wire.DealerSocket(server.address + suffix, print) for suffix in ("", workers, clients)]
         for name, socket in zip([b"plain", b"wrong", b"right"], sockets, strict=True):
@@ -242,7 +243,7 @@ def test_addresses_that_cannot_be_used_say_why(tmp_path):
         first.close()
         (tmp_path / "bad").write_text("not a key")
         with pytest.raises(ValueError, match="keygen"):
-            wire.load_secret_key(str(tmp_path / "bad"), "clients")
+            keys.load_secret_key(str(tmp_path / "bad"), "clients")
 
     run(main())
 
@@ -261,39 +262,15 @@ def test_an_ipc_path_that_is_served_is_not_taken_over(tmp_path):
 
 
 def test_a_port_for_http_is_shared_only_by_those_who_agree():
-    with wire.bind_http("127.0.0.1", 0, shared=True) as first:
+    with ports.bind_http("127.0.0.1", 0, shared=True) as first:
         port = first.getsockname()[1]
         first.listen()
-        wire.bind_http("127.0.0.1", port, shared=True).close()
+        ports.bind_http("127.0.0.1", port, shared=True).close()
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-            wire.bind_http("127.0.0.1", port)
-
-
-def test_who_watches_knows_whether_somebody_is_there(tmp_path):
-    key = str(tmp_path / "key")
-    wire.make_secret_key(key)
-    watches = [wire.Watch("tcp://127.0.0.1:1")]
-
-    async def main():
-        server = wire.RouterSocket("tcp://127.0.0.1:*", print, key=wire.load_secret_key(key, "clients"))
-        suffixes = [wire.public_suffix(key, role) for role in ("clients", "workers")]
-        right, *wrong = (wire.Watch(server.address + suffix) for suffix in (*suffixes, ""))
-        watches.extend([right, *wrong])
-        await until(right.look)
-        for watch in wrong:
-            await until(lambda watch=watch: watch.look() or watch.refused)
-            assert not watch.connected
-        server.close()
-        await until(lambda: not right.look())
-        assert not right.refused
-
-    run(main())
-    assert not watches[0].look() and not watches[0].refused
-    for watch in watches:
-        watch.close()
+            ports.bind_http("127.0.0.1", port)
 
 
 def test_loopback():
-    assert wire.is_loopback("tcp://127.0.0.9:1") and wire.is_loopback("tcp://[::1]:1")
-    assert wire.is_loopback("tcp://localhost:1") and wire.is_loopback("ipc:///tmp/x")
-    assert not wire.is_loopback("tcp://0.0.0.0:1") and not wire.is_loopback("tcp://example.org:1")
+    assert addresses.is_loopback("tcp://127.0.0.9:1") and addresses.is_loopback("tcp://[::1]:1")
+    assert addresses.is_loopback("tcp://localhost:1") and addresses.is_loopback("ipc:///tmp/x")
+    assert not addresses.is_loopback("tcp://0.0.0.0:1") and not addresses.is_loopback("tcp://example.org:1")

@@ -14,7 +14,8 @@ import httpx
 from bench.nano.tasks import Call, Example
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.launch import LocalStack, free_tcp_address
+from radixrt.local import LocalStack
+from radixrt.ports import free_tcp_address
 
 MOST_TURNS = 8
 """Of the assistant."""

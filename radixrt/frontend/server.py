@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 
-from radixrt import wire
 from radixrt.children import tell_parent
 from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
 from radixrt.frontend.protocol import PatientProtocol
 from radixrt.garbage import settle
+from radixrt.ports import bind_http
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 
@@ -125,7 +125,7 @@ def listen(config: FrontendConfig) -> socket.socket:
     that share it."""
     if not config.api_key and not _is_loopback(config.host):
         raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
-    sock = wire.bind_http(config.host, config.port, shared=config.shares_port)
+    sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
         sock.listen(BACKLOG)
     except OSError as error:  # two may bind a port at the same time: the later one to listen is told here

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from radixrt.messages import Load
 from radixrt.report.causes import Misses
 from radixrt.report.report import Report
+from radixrt.report.workers import MOST_GONE, WorkerState
 
 if TYPE_CHECKING:
     from radixrt.router.core import RouterCore
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:
     """The metrics in Prometheus' text format. Those with tenants are of one alone where one is named; sums over all
-    that name nobody, and the workers' loads, are shown always."""
+    that name nobody, and the workers' loads, are shown always. The sums of workers that are
+    gone are shown for an hour, of the last hundred."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(report, core, tenant))
     return generate_latest(registry).decode()
@@ -141,7 +143,7 @@ class _Collector(Collector):
                 ("accepted_tokens", "Of them, those that were right."),
             )
         }
-        for name, state in self._report.workers.items():
+        for name, state in self._states(serving).items():
             for counter, count in state.sums.items():
                 counters[counter].add_metric([name], count)
             if name in serving:
@@ -149,6 +151,13 @@ class _Collector(Collector):
         yield from gauges.values()
         yield pages
         yield from counters.values()
+
+    def _states(self, serving: set[str]) -> dict[str, WorkerState]:
+        """Of those that serve, and of the last that are gone: a sum that was scraped once more is not lost."""
+        states = self._report.workers
+        gone = [name for name in states if name not in serving]
+        hidden = set(gone[:-MOST_GONE])
+        return {name: state for name, state in states.items() if name not in hidden}
 
     @staticmethod
     def _add_gauges(name: str, load: Load, gauges: dict[str, GaugeMetricFamily], pages: GaugeMetricFamily) -> None:

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from radixrt.messages import Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.report.volatile import Decode, Volatile
+from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
 
 VERSION = 1
 MOST_PROGRAMS = 256
 """Names of programs come from callers: each tenant has so many lines of a program and a depth; the rest of its programs
-share one line a depth. (Tenants and workers are named by who runs the router.)"""
+share one line a depth. (Tenants are named by who runs the router.)"""
 MOST_DEPTH = 32
 MOST_NAME = 120
 """Characters of a program's name that are kept."""
@@ -80,42 +81,6 @@ class Tally:
 _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 
-SUMMED = (
-    "evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens",
-    "drafted_tokens", "accepted_tokens",
-)  # fmt: skip
-"""Counters of a Load."""
-_summed = operator.attrgetter(*SUMMED)
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """A worker's latest load, and what the lives before this one had counted when they ended."""
-
-    load: Load = Load()
-    before: tuple[float, ...] = (0,) * len(SUMMED)
-
-    def update(self, load: Load) -> None:
-        """Take a newer load, one a step. Steps that fell have begun anew, and all else with them."""
-        if load.steps < self.load.steps:
-            self.before = tuple(self.sums.values())
-        self.load = load
-
-    @property
-    def sums(self) -> dict[str, float]:
-        """Its counters, over all its lives."""
-        return dict(zip(SUMMED, map(operator.add, self.before, _summed(self.load)), strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        load = self.load
-        return {
-            "total_pages": load.total_pages,
-            "used_pages": load.total_pages - load.free_pages,
-            "free_pages": load.free_pages,
-            "evictable_pages": load.evictable_pages,
-        } | self.sums
-
-
 @dataclass(slots=True)
 class Waits:
     """A tenant's sessions that pause while a tool runs. `kept_tokens` of the `tokens` that they had were still cached
@@ -132,18 +97,19 @@ class Report:
     """Fed by the router. `token_budget` bounds the memory (about 5 bytes a token) of the infinite cache that the hits
     are compared with: the least recently used prefixes beyond it are forgotten, and the bound is then a lower one."""
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._budget = token_budget
         self._seen = RadixTree(values=False)
         self._forgotten = 0
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
         self._lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
-        self._workers: dict[str, WorkerState] = defaultdict(WorkerState)
+        self._workers = Workers(clock)
         self._sessions: dict[str, Counter[str]] = defaultdict(Counter)
         self._volatile = Volatile()
         self.waits: dict[str, Waits] = defaultdict(Waits)
         """By tenant."""
-        self._started = time.monotonic()
+        self._started = clock()
 
     # ------------------------------------------------------------ fed by the router
 
@@ -213,7 +179,15 @@ class Report:
 
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
-        self._workers[worker].update(load)
+        if worker not in self._workers.states:  # it makes place for itself
+            self._forget()
+        self._workers.load(worker, load)
+
+    def _forget(self) -> None:
+        """Workers that are long gone share a line."""
+        if names := self._workers.forget():
+            for place in [place for place in self._tallies if place.worker in names]:
+                self._tallies[place._replace(worker=OTHER)].merge(self._tallies.pop(place))
 
     def _remember(self, namespace: str, ids: bytes) -> int:
         """Put a path into the infinite cache: leading tokens of it that were there."""
@@ -243,10 +217,10 @@ class Report:
                        predicted_tokens, drift_tokens, misses {never_seen, elsewhere, evicted, page_rounding, logits}
             tenants    a list of the same, with `tenant`
             programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (forks above it)
-            workers    ... with `worker` ("" for none); for all tenants together also total_pages, used_pages (of them
-                       evictable_pages), free_pages, evicted_tokens, preemptions, steps, and what decodes attended to
-                       and read of it, plain_keys and read_keys, busy_seconds, forced_tokens, drafted_tokens and
-                       accepted_tokens (see `messages.Load`)
+            workers    ... with `worker` ("" for none, "(other)" for those long gone); for all tenants together also
+                       total_pages, used_pages (of them evictable_pages), free_pages, evicted_tokens, preemptions,
+                       steps, and what decodes attended to and read of it, plain_keys and read_keys, busy_seconds,
+                       forced_tokens, drafted_tokens and accepted_tokens (see `messages.Load`)
             sessions   answers in chats that were generated here: kept_turns (spelled by their ids), respelled_turns (of
                        them, those that the template writes in other words), dropped_turns (ids were lost; by cause)
             pauses     sessions that wait for a tool: now, ended, the seconds that these took, the tokens that they had
@@ -264,19 +238,22 @@ class Report:
         index foretold, `drift_tokens` the sum of |predicted - hit|; rates are shares of prompt tokens, 0 to 1.
         The misses sum to prompt_tokens - hit_tokens in every row; see `causes.explain`.
         """
+        self._forget()
         tallies = {place: t for place, t in self._tallies.items() if tenant in (None, place.tenant)}
         workers = self._group(tallies, lambda place: {"worker": place.worker})
         if tenant is None:
             known = {row["worker"]: row for row in workers}
-            names = sorted(known.keys() | self._workers.keys())
+            states = dict(self._workers.states)
+            if any(self._workers.forgotten.before):
+                states[OTHER] = self._workers.forgotten
             empty = Tally().to_json()
             workers = [
-                {"worker": name} | known.get(name, empty) | self._workers.get(name, WorkerState()).to_json()
-                for name in names
+                {"worker": name} | known.get(name, empty) | states.get(name, WorkerState()).to_json()
+                for name in sorted(known.keys() | states.keys())
             ]
         return {
             "version": VERSION,
-            "seconds": time.monotonic() - self._started,
+            "seconds": self._clock() - self._started,
             "tenant": tenant,
             "total": self.total(tallies.values()).to_json(),
             "tenants": self._group(tallies, lambda place: {"tenant": place.tenant}),
@@ -318,8 +295,9 @@ class Report:
 
     @property
     def workers(self) -> dict[str, WorkerState]:
-        """By name, also those that are gone."""
-        return self._workers
+        """By name, in the order in which they were heard, also the last that are gone."""
+        self._forget()
+        return self._workers.states
 
     def by_tenant(self) -> dict[str, Tally]:
         """Sums by tenant."""

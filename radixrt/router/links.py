@@ -13,6 +13,7 @@ from typing import Any
 
 from radixrt import wire
 from radixrt.messages import ClientReply, Deltas, Error, Stop, Unknown
+from radixrt.wire.sockets import HIGH_WATER
 
 log = logging.getLogger("radixrt.router")
 
@@ -26,7 +27,7 @@ MOST_REFUSED = 256
 REFUSED_SECONDS = 5.0
 """Until a worker that still does not register is told again: the message, or the answer, was lost with a connection."""
 
-MOST_OWED = 4 * wire.HIGH_WATER
+MOST_OWED = 4 * HIGH_WATER
 """Requests that a client is owed an Error for. One that asks on and on and never reads does not hear of the oldest."""
 NOT_READ = "the client did not read its replies: cancelled"
 

@@ -38,6 +38,7 @@ from radixrt.router.streams import TextStreams
 from radixrt.router.tasks import now
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import malformed
+from radixrt.wire.keys import is_private, load_secret_key
 
 log = logging.getLogger("radixrt.router")
 
@@ -90,9 +91,9 @@ class RouterServer:
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
-        if path and not wire.is_private(path):
+        if path and not is_private(path):
             log.warning("%s, the CURVE secret key, can be read by others than its owner (chmod 600)", path)
-        key = {role: wire.load_secret_key(path, role) if path else None for role in ("clients", "workers")}
+        key = {role: load_secret_key(path, role) if path else None for role in ("clients", "workers")}
         limit = wire.MAX_CLIENT_BYTES
         clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
         try:

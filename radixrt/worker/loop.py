@@ -60,7 +60,8 @@ class Flight:
 
 
 class Worker:
-    """One runner behind one link. `connect()` opens a link; the heartbeat thread opens its own."""
+    """One runner behind one link. `connect()` opens a link; the heartbeat thread opens its own. `stopped` is set when
+    neither is to wait for the router any more."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Worker:
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
         max_pinned_share: float = 0.25,
+        stopped: threading.Event | None = None,
     ) -> None:
         room = (runner.num_pages - 1) * runner.page_size
         self.runner = runner
@@ -96,7 +98,7 @@ class Worker:
         self._last_done = 0.0
         self._seq = 0
         self._newest_run = 0
-        self._stopped = threading.Event()
+        self._stopped = stopped or threading.Event()
         self._last_report = 0.0
         self._refused: list[m.Output] = []
         self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))

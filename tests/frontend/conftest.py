@@ -11,7 +11,7 @@ import pytest
 
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.launch import LocalStack
+from radixrt.local import LocalStack
 from tests.checkpoints import make_tokenizer
 
 

@@ -9,7 +9,7 @@ import pytest
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.anthropic.caching import common_length, prefix_tokens
 from radixrt.frontend.server import FrontendThread
-from radixrt.launch import LocalStack
+from radixrt.local import LocalStack
 from radixrt.router.tokens import load_tokenizer
 
 

@@ -15,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread, listen
-from radixrt.launch import LocalStack, free_tcp_address, start_child, stop_children
+from radixrt.launch import start_child, stop_children
+from radixrt.local import LocalStack
 from radixrt.messages import Origin, Sampling
+from radixrt.ports import free_tcp_address
 from radixrt.router.process import RouterThread
 from tests.frontend.conftest import serving
 

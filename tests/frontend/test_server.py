@@ -11,7 +11,7 @@ from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.frontend.server import FrontendThread, listen
 from radixrt.router.loop import RouterServer
 from radixrt.router.process import RouterThread
-from radixrt.wire import make_secret_key
+from radixrt.wire.keys import make_secret_key
 
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])

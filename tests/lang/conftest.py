@@ -9,7 +9,7 @@ import pytest
 
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import LocalStack
+from radixrt.local import LocalStack
 from tests.checkpoints import make_tokenizer
 
 

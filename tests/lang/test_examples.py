@@ -16,7 +16,9 @@ from radixrt import trace, use_client
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.launch import LocalStack, StackConfig, free_tcp_address
+from radixrt.launch import StackConfig
+from radixrt.local import LocalStack
+from radixrt.ports import free_tcp_address
 from tests.checkpoints import make_model
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))

@@ -14,8 +14,9 @@ from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
 from radixrt.lang.speaker import Speaker
-from radixrt.launch import LocalStack, free_tcp_address
+from radixrt.local import LocalStack
 from radixrt.messages import Error, Fork, Pause, SaidText, StatePrompt
+from radixrt.ports import free_tcp_address
 from tests.lang.conftest import stack
 
 SHORT = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -18,7 +18,7 @@ from radixrt.client import AsyncClient, Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
 from radixrt.lang.speaker import Speaker
-from radixrt.launch import LocalStack
+from radixrt.local import LocalStack
 from radixrt.messages import Fork, Generate, Pause, Score, StatePrompt
 from radixrt.router.states import Key
 from radixrt.router.validate import Refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,10 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from radixrt.cli import main
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig
-from radixrt.launch import LocalStack, free_tcp_address
-from radixrt.messages import Load, Origin, Register, Sampling
+from radixrt.local import LocalStack
+from radixrt.messages import Load, Origin, Register, Sampling, StepDone
+from radixrt.ports import free_tcp_address
 from radixrt.report import Report, to_text
 from radixrt.report.metrics import render
+from radixrt.report.workers import GONE_SECONDS, KEPT_SECONDS, MOST_GONE
 from radixrt.router.core import RouterCore
 
 SHORT = Sampling(max_tokens=4)
@@ -111,3 +114,124 @@ def test_names_are_escaped_and_only_serving_workers_have_loads():
     assert states == {"free": 4, "evictable": 1, "leased": 4}
     assert ("radixrt_worker_running_requests", ("worker", "gone")) not in found
     assert found["radixrt_worker_steps_total", ("worker", "gone")] == 7, "a sum never goes back"
+
+
+# ---------------------------------------------------------------- workers that come and go
+
+
+class Fleet:
+    """Workers of a router whose clock the test has; each step counts ten tokens that were evicted."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.report = Report(1000, lambda: self.now)
+        self.core = RouterCore(RouterConfig(), self.report)
+        self._steps: Counter[str] = Counter()
+        self._before: dict[tuple, float] = {}
+
+    def join(self, name: str) -> None:
+        self.core.register(
+            Register(name=name, model="m", max_model_len=9, page_size=1, total_pages=9, max_running=1), self.now
+        )
+        self._steps[name] = 0
+
+    def step(self, name: str) -> None:
+        self._steps[name] += 1
+        load = Load(free_pages=9, total_pages=9, steps=self._steps[name], evicted_tokens=10 * self._steps[name])
+        self.core.step(name, StepDone([], load), self.now)
+
+    def scrape(self) -> dict[str, int]:
+        """Lines of each worker. No sum of what is shown has gone back."""
+        found = samples(render(self.report, self.core))
+        for name, value in found.items():
+            if "_worker_" in name[0] and name[0].endswith("_total"):
+                assert value >= self._before.get(name, 0.0)
+        self._before = found
+        return Counter(dict(labels)["worker"] for _, *labels in found if "worker" in dict(labels))
+
+
+@pytest.mark.parametrize("seconds", [0.01, 1.0, 45.0])
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "lost"])
+def test_a_thousand_workers_come_and_go(seconds, leaves):
+    fleet = Fleet()
+    fleet.join("stays")
+    for number in range(1000):
+        name = f"host-{number}"
+        fleet.join(name)
+        for who in (name, name, "stays"):
+            fleet.step(who)
+        if number % 50 == 49:
+            assert len(fleet.scrape()) <= 2 + MOST_GONE
+        if leaves:
+            fleet.core.leave(name, fleet.now)
+        else:
+            fleet.core.lose([name], fleet.now)
+        fleet.now += seconds
+    lines = fleet.scrape()
+    assert lines["stays"] == 9 + 6 and lines["host-999"] == 9, "all is shown of who serves, sums of who is gone"
+    assert len(lines) == 1 + min(MOST_GONE, KEPT_SECONDS / seconds)
+    assert sum(row["steps"] for row in fleet.report.to_json()["workers"]) == 3 * 1000, "the report forgets no sum"
+    fleet.now += GONE_SECONDS
+    fleet.join("new")
+    fleet.step("new")
+    assert len(fleet.report.workers) <= 2 + MOST_GONE, "nor is much more kept than is shown"
+    names = {row["worker"] for row in fleet.report.to_json()["workers"]}
+    assert names >= {"(other)", "new"} and len(names) <= 3 + MOST_GONE
+    assert fleet.scrape()["new"] == 9 + 6
+
+
+def test_workers_that_nobody_asks_for_are_forgotten():
+    fleet = Fleet()
+    for number in range(1000):
+        fleet.report.load(f"w{number}", Load(steps=1))
+        fleet.now += 1.0
+    assert len(fleet.report._workers.states) <= MOST_GONE + GONE_SECONDS + 2
+
+
+def test_all_that_serve_are_shown():
+    fleet = Fleet()
+    names = [f"host-{number}" for number in range(3 * MOST_GONE)]
+    for _ in range(2):
+        for name in names:
+            fleet.join(name)
+            fleet.step(name)
+            fleet.step(name)
+        fleet.now += 1.0
+    fleet.join("new")
+    fleet.step("new")
+    assert fleet.scrape() == dict.fromkeys([*names, "new"], 9 + 6)
+    assert {state.sums["steps"] for state in fleet.report.workers.values()} == {1, 4}
+
+
+def test_a_worker_that_comes_back_goes_on_where_it_was():
+    fleet = Fleet()
+    for life in range(1, 4):
+        fleet.join("w")
+        fleet.step("w")
+        fleet.step("w")
+        assert fleet.scrape()["w"] == 9 + 6
+        assert fleet.report.workers["w"].sums["evicted_tokens"] == 20 * life
+        fleet.core.leave("w", fleet.now)
+        fleet.now += KEPT_SECONDS / 2
+        assert fleet.scrape()["w"] == 9
+    fleet.now += KEPT_SECONDS
+    assert not fleet.scrape()
+
+
+def test_what_forgotten_workers_had_done_stays_in_the_report():
+    fleet = Fleet()
+    for number in range(3):
+        fleet.report.load(f"w{number}", Load(steps=1))
+        fleet.report.arrived("n", bytes(8))
+        fleet.report.finished(
+            namespace="n", tenant="t", origin=Origin(), worker=f"w{number}", page_size=1, prompt=bytes(8),
+            generated=bytes(4), reusable_tokens=1, cached_tokens=0, bound_tokens=0, predicted_tokens=0, best_tokens=0,
+        )  # fmt: skip
+    before = fleet.report.to_json()
+    fleet.now += KEPT_SECONDS + 1.0
+    fleet.report.load("w2", Load(steps=2))
+    after = fleet.report.to_json()
+    rows = [(row["worker"], row["requests"], row["steps"]) for row in after["workers"]]
+    assert rows == [("(other)", 2, 2), ("w2", 1, 2)]
+    assert after["total"] == before["total"] and after["tenants"] == before["tenants"]
+    assert "worker (other)" in to_text(after)

@@ -177,7 +177,7 @@ def test_a_client_that_vanishes_is_cancelled(monkeypatch):
 
 
 def test_a_client_that_does_not_read_loses_its_requests_and_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(wire, "HIGH_WATER", 5)
+    monkeypatch.setattr("radixrt.wire.sockets.HIGH_WATER", 5)
     with stack(worker_timeout=0.5, pace=0.0005, client_address=f"ipc://{tmp_path}/c") as (router, _, client):
         deaf = Client(router.server.client_address)
         big = Sampling(max_tokens=3000, logprobs=None)

@@ -1,0 +1,68 @@
+"""Addresses of sockets: tcp://HOST:PORT, ipc://PATH or inproc://NAME.
+
+One may end in `#` and 64 hex digits: the CURVE public key of the server to connect to (`tcp://10.0.0.7:5555#0a1b...`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+MAX_IPC_PATH = 107
+MOST_PORT = 65_535
+
+
+def split_address(address: str) -> tuple[str, bytes | None]:
+    """`tcp://host:port#hexkey` -> ZMQ address, public key or None. ValueError names what is wrong."""
+    endpoint, mark, key = address.partition("#")
+    transport, sep, place = endpoint.partition("://")
+    if not sep or transport not in ("tcp", "ipc", "inproc") or not place:
+        raise ValueError(f"address {address!r}: expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+    if transport == "tcp":
+        host, _, port = place.rpartition(":")
+        if not host:
+            raise ValueError(f"address {address!r}: tcp needs HOST:PORT")
+        if port != "*" and not (port.isascii() and port.isdigit() and int(port) <= MOST_PORT):
+            raise ValueError(f"address {address!r}: a port is a number up to {MOST_PORT}")
+    if transport == "ipc" and len(place.encode()) > MAX_IPC_PATH:
+        raise ValueError(f"address {address!r}: an ipc path may have {MAX_IPC_PATH} bytes, this one has more")
+    if not mark:
+        return endpoint, None
+    try:
+        raw = bytes.fromhex(key)
+    except ValueError:
+        raw = b""
+    if len(raw) != 32:
+        raise ValueError(f"address {endpoint}#...: a public key is 64 hex digits")
+    return endpoint, raw
+
+
+def check_shared(address: str, *, listens: bool = False) -> None:
+    """ValueError unless processes can meet at an address: it is none of a process alone and, but for who `listens`,
+    names a port."""
+    endpoint, _ = split_address(address)
+    transport, _, place = endpoint.partition("://")
+    if transport == "inproc":
+        raise ValueError(f"address {address!r}: no other process reaches it; expected tcp://HOST:PORT or ipc://PATH")
+    if transport == "tcp" and not listens and place.rpartition(":")[2].strip("0") in ("", "*"):
+        raise ValueError(f"address {address!r}: expected a port from 1 to {MOST_PORT}")
+
+
+def is_loopback(address: str) -> bool:
+    """True where only this machine can connect: ipc, inproc, and tcp on 127.0.0.0/8, ::1 or localhost."""
+    transport, _, place = split_address(address)[0].partition("://")
+    if transport != "tcp":
+        return True
+    host = place.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_served(path: str) -> bool:
+    """Whether somebody listens on an ipc path: ZMQ would take it from them."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path.replace("@", "\0", 1) if path.startswith("@") else path) == 0

@@ -1,0 +1,96 @@
+"""A socket of a thread, which waits: a worker's, or that of who asks for something."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Self
+
+import zmq
+
+from radixrt.wire.sockets import NOW, WRITABLE, connect, connect_again, is_readable, open_socket, plain_send
+
+PATIENCE_SECONDS = 0.1
+"""For which a link that cannot send waits before it looks whether it is still to wait."""
+
+
+class Link:
+    """A blocking connection for one thread (ZMQ sockets are not thread safe: a second thread opens its own).
+
+    `identity` names this end to the router; a newer link of the same identity replaces it. When `stopped` is set, by
+    any thread, no send waits any more.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: bytes | None = None,
+        *,
+        send_timeout: float = 10.0,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        self._address = address
+        self._send_timeout = send_timeout
+        self._stopped = stopped or threading.Event()
+        self._socket = open_socket(zmq.DEALER)
+        if identity is not None:
+            self._socket.identity = identity
+        try:
+            connect(self._socket, address)
+        except BaseException:
+            self._socket.close(0)
+            raise
+        self._send = plain_send(self._socket)
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message. TimeoutError when the router has read nothing for so long that the queue is full, or ZMQ has
+        given up, for how it was refused: what was queued is dropped then, and the connection made anew."""
+        try:
+            self._send(payload, NOW)
+        except zmq.Again:
+            self._send_late(payload)
+
+    def _send_late(self, payload: bytes) -> None:
+        deadline = time.monotonic() + self._send_timeout
+        while not self._stopped.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._connect_again()
+                break
+            zmq.zmq_poll([(self._socket, WRITABLE)], round(1000 * min(left, PATIENCE_SECONDS)))
+            with contextlib.suppress(zmq.Again):
+                self._send(payload, NOW)
+                return
+        raise TimeoutError("the router does not read")
+
+    def _connect_again(self) -> None:
+        if not self._address.startswith("inproc:"):
+            self._socket.immediate = True  # from now on nothing is queued for who has not let this end in
+            connect_again(self._socket, self._address)
+
+    def recv(self, timeout: float | None = None) -> bytes | None:
+        """The next message; None when none came within `timeout` seconds (None: wait for ever)."""
+        if timeout is None:
+            milliseconds = -1
+        else:
+            milliseconds = max(1, round(timeout * 1000)) if timeout else 0
+        return self._socket.recv(NOW) if is_readable(self._socket, milliseconds) else None
+
+    def drain(self) -> list[bytes]:
+        """Every message that has arrived, without waiting."""
+        messages = []
+        while (message := self.recv(0)) is not None:
+            messages.append(message)
+        return messages
+
+    def close(self, linger: float = 0.0) -> None:
+        """Disconnect; `linger` seconds are given to messages not yet sent. Idempotent."""
+        if not self._socket.closed:
+            self._socket.close(round(linger * 1000))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
