@@ -3,13 +3,12 @@ one of them meets it."""
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from radixrt.config import MOST_TOKENS, Form
 
@@ -164,9 +163,11 @@ def read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = json.loads(path.read_bytes())  # NaN and infinities are no JSON, but Python writes them
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object: it holds {reprlib.repr(found)}")
     _check(path, "", found, TABLES.get(path.name, {}))
     return found
 

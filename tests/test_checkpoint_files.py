@@ -174,6 +174,13 @@ def test_what_may_be(folder, shared_data):
         check_model(folder)
 
 
+def test_numbers_that_python_writes(folder):
+    """NaN and infinities, which are no JSON, in fields that nobody reads; as some limits of lengths, huge."""
+    (folder / "config.json").write_text(json.dumps(MODEL | {"limits": [0.0, float("inf"), float("nan")]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": HUGE}))
+    check_model(folder)
+
+
 @pytest.mark.parametrize("field", [*MODEL.keys() - {"num_key_value_heads", "rms_norm_eps", "eos_token_id"}])
 def test_a_field_that_is_missing(folder, capsys, field):
     (folder / "config.json").write_text(json.dumps({name: value for name, value in MODEL.items() if name != field}))
