@@ -192,7 +192,7 @@ def test_graphs_keep_what_they_write_to(tmp_path, monkeypatch):
 
     import torch
 
-    from radixrt.worker.cuda import runner as module
+    from radixrt.worker.cuda.attend import Scratch
     from tests.checkpoints import make_model
     from tests.worker.cuda.test_runner import SIZES, runners
 
@@ -206,16 +206,15 @@ def test_graphs_keep_what_they_write_to(tmp_path, monkeypatch):
         "graph": lambda graph, pool, capture_error_mode: contextlib.nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(module, "Pieces", lambda *args: None)
     made = []
-    make = module.Scratch.make
+    make = Scratch.make
 
     def noted(*args):
         scratch = make(*args)
         made.append(weakref.ref(scratch.values))
         return scratch
 
-    monkeypatch.setattr(module.Scratch, "make", noted)
+    monkeypatch.setattr(Scratch, "make", noted)
     fast._graph_sizes, fast._graphs_wanted = [1, 2], True
     fast.bind(np.zeros((8, 64), dtype=np.int32))
     gc.collect()

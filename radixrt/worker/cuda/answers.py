@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda import drawing, kernels
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import NOT_FINITE
@@ -21,7 +21,7 @@ class Launched:
 
     logits: torch.Tensor
     answer: torch.Tensor
-    """See `runner.CudaRunner._pick`."""
+    """See `Drawn.pick`."""
     logit_rows: int
     """How many of the answer's first integers are about logits."""
 
@@ -65,6 +65,19 @@ class Drawn:
     def note(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Tokens int32[n] were drawn for int rows[n]."""
         self._tokens[rows.long()] = tokens
+
+    def pick(
+        self, logits: torch.Tensor, ids: range, rows: torch.Tensor, at: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int32[S + n]: whether each of float32 logits[S, this rank's], those of its token `ids`, is finite; the
+        likeliest token of those `at` int64[n] (None: all), which is noted for the `rows`."""
+        found = drawing.largest(logits, ids, self._group)
+        finite, best = found[: len(logits)], found[len(logits) :]
+        if at is not None:
+            best = best[at]
+            found = torch.cat([finite, best])
+        self.note(rows, best)
+        return found
 
     def resolve(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See `kernels.resolve`. What every step begins with."""

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from radixrt import garbage
-from radixrt.worker.cuda import attend, drawing, kernels, variants
+from radixrt.worker.cuda import attend, kernels, variants
 from radixrt.worker.cuda.answers import Answer, Drawing, Drawn, Launched, make_result
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
@@ -30,10 +30,9 @@ from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.segments import Chip
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.parallel import Group
@@ -46,32 +45,6 @@ log = logging.getLogger("radixrt.cuda")
 
 EXACT_PART = 1024
 """Keys of a part where results must not depend on the batch."""
-DRAW_INTEGERS = 16
-"""A request, at most, for its sampling."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Where the integers of a batch of decodes lie, padded to `size`; padding has a row of its own."""
-
-    size: int
-    tokens: Piece
-    positions: Piece
-    slots: Piece
-    rows: Piece
-    writes: Piece
-    lists: dict[int | None, Lists]
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """A captured step of decodes: it reads `integers`, and leaves logits [size, own_width] and `answer` (`_pick`)."""
-
-    inputs: Inputs
-    integers: torch.Tensor
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-    answer: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -158,11 +131,9 @@ class CudaRunner(ModelRunner):
         self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
         # The room for an exact batch's parts would be that of the longest context: it has graphs between attentions.
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._graphs_wanted and not exact else []
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._graphs: DecodeGraphs | None = None
         self._piece_sizes = sizes_up_to(graph_tokens)
         self._pieces: Pieces | None = None
-        self._scratch: Scratch | None = None
-        """Of all graphs, which hold its address alone."""
         self._group = group
         self._leads = group is None or group.shard.rank == 0
         """What other ranks draw is of no use."""
@@ -179,12 +150,10 @@ class CudaRunner(ModelRunner):
 
     def close(self) -> None:
         """Graphs go, by which NCCL's part could not be given up."""
-        for captured in self._graphs.values():
-            captured.graph.reset()
-        self._graphs.clear()
-        if self._pieces is not None:
-            self._pieces.close()
-        self._pieces = None
+        for graphs in (self._graphs, self._pieces):
+            if graphs is not None:
+                graphs.close()
+        self._graphs = self._pieces = None
 
     @property
     def plain_keys(self) -> int:
@@ -209,7 +178,7 @@ class CudaRunner(ModelRunner):
         packer = self._packers[self._steps % 2]
         packer.clear()
         serial = self._leads and any(request.serial for request in plan.requests)
-        size = self._graph_size(plan)
+        size = self._graphs.size_for(plan) if self._graphs else 0
         works = self._plan_decodes(plan, len(plan.requests), Room.of(size, self._cuts)) if size else None
         answer = self._answers[self._steps % 2]
         if works is not None and not any(len(work.trunks) for work in works.values()):
@@ -247,13 +216,6 @@ class CudaRunner(ModelRunner):
         assert late.picking is not None
         return late.picking.read(self._wait(late.answer))
 
-    def _graph_size(self, plan: Plan) -> int:
-        """Of the smallest graph that holds a step of decodes; 0 for other steps."""
-        if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
-            return 0
-        needed = max(len(plan.tokens), plan.table_writes.shape[1])
-        return next((size for size in self._graph_sizes if size >= needed), 0)
-
     def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
         """Of the first `count` requests."""
         return self._decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
@@ -262,9 +224,8 @@ class CudaRunner(ModelRunner):
         self, plan: Plan, packer: Packer, answer: Answer, size: int, works: dict[int | None, DecodeWork], serial: bool
     ) -> Launched:
         count = len(plan.requests)
-        self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
+        graph = self._graphs.packed(packer, plan, size, works)
         drawing = Drawing.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
-        graph = self._graphs[size, _shared(works)]
         if self.planned:
             self.planned(plan, self._decodes.looked_up)
         answer.begin()
@@ -274,23 +235,6 @@ class CudaRunner(ModelRunner):
         if drawing:
             self._draw(logits, drawing, sent, graph.answer[size:])
         return Launched(logits, graph.answer, size)
-
-    def _pack(
-        self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
-        positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
-    ) -> Inputs:  # fmt: skip
-        """Decodes for a graph: every integer lies where the graph of that size, with sharing or without, reads it."""
-        padding = np.array([[self._rows], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
-        cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
-        return Inputs(
-            size,
-            packer.add(tokens, size),
-            packer.add(positions, size),
-            packer.add(slots, size),
-            packer.add(rows, size, fill=self._rows),
-            packer.add(np.concatenate([writes, padding], axis=1)),
-            {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
-        )
 
     def _run(
         self, plan: Plan, packer: Packer, answer: Answer, serial: bool,
@@ -345,24 +289,13 @@ class CudaRunner(ModelRunner):
             resolved = self._drawn.resolve(tokens, rows_there[:decodes])
             x, residual = self._model.attend_all(resolved, positions_there, attention)
         logits = self._model.finish(x, residual, logit_at.of(sent).long())
-        picked = self._pick(logits, sampled_rows.of(sent), sampled.of(sent).long())
+        picked = self._drawn.pick(logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long())
         logits = self._gathered(plan, logits)
         if drawing:
             self._draw(logits, drawing, sent, picked[len(logits) :])
         return Launched(logits, picked, len(logits))
 
     # ------------------------------------------------------------ from logits to tokens
-
-    def _pick(self, logits: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
-        """int32[S + n]: whether each of float32 logits[S, own_width] is finite; the likeliest token of those `at`
-        int64[n] (None: all), which is noted for the `rows`."""
-        found = drawing.largest(logits, self._model.own_ids, self._group)
-        finite, best = found[: len(logits)], found[len(logits) :]
-        if at is not None:
-            best = best[at]
-            found = torch.cat([finite, best])
-        self._drawn.note(rows, best)
-        return found
 
     def _gathered(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
         """float32[S, vocab], where somebody wants them; that, too, all ranks do."""
@@ -378,67 +311,20 @@ class CudaRunner(ModelRunner):
     # ------------------------------------------------------------ graphs
 
     def _capture(self) -> None:
-        """Capture a graph for each size, with sharing and without, the largest first: the others live in its memory."""
-        width, most = self._model.own_width, max(self._graph_sizes, default=0)
-        logits = torch.empty((most, width), dtype=torch.float32, device=self._device)
-        room = Room.of(most, self._cuts)
-        self._scratch = scratch = Scratch.make(room.few + room.entries, self._shape, self._device)
-        pool = torch.cuda.graph_pool_handle()
-        packer = self._packers[0]
         before = torch.cuda.mem_get_info(self._device)[0]
-        kinds = (False, True) if self._cuts.cost else (False,)
-        wanted_graphs = [(size, shared) for size in sorted(self._graph_sizes, reverse=True) for shared in kinds]
-        for size, shared in tqdm(wanted_graphs, desc="capturing graphs", unit="graph", disable=not self._leads):
-            packer.clear()
-            none = np.zeros(0, dtype=np.int32)
-            works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
-            inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32))
-            integers = torch.zeros(packer.used + DRAW_INTEGERS * size + 1024, dtype=torch.int32, device=self._device)
-            packer.send(integers)
-            torch.cuda.synchronize(self._device)
-            for _ in range(2):  # kernels are compiled, workspaces made
-                self._decode(inputs, integers, logits[:size], scratch)
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads use the device as well: those of NCCL.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                answer = self._decode(inputs, integers, logits[:size], scratch)
-            self._graphs[size, shared] = Graph(inputs, integers, graph, logits[:size], answer)
-        if sizes := self._piece_sizes:
-            self._pieces = Pieces(self._model, self._pages, self._drawn, sizes, self._chunks.has_full)
+        if sizes := self._graph_sizes:
+            self._graphs = DecodeGraphs(
+                self._model, self._pages, self._compiled, self._cuts, self._windows, self._drawn, self._table, sizes,
+                self._packers[0], shown=self._leads,
+            )  # fmt: skip
+        if pieces := self._piece_sizes:
+            self._pieces = Pieces(self._model, self._pages, self._drawn, pieces, self._chunks.has_full)
         used = before - torch.cuda.mem_get_info(self._device)[0]
-        log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", most,
-                 max(sizes, default=0), used / 1e9)  # fmt: skip
-
-    def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """The step of a graph; what `_pick` says."""
-        rows = inputs.rows.of(integers)
-        kernels.scatter(inputs.writes.of(integers), self._table)
-        tokens = self._drawn.resolve(inputs.tokens.of(integers), rows)
-        lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
-        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, scratch, [])
-        self._model.finish(*self._model.attend_all(tokens, inputs.positions.of(integers), attention), out=logits)
-        return self._pick(logits, rows)
-
-
-def _shared(works: dict[int | None, DecodeWork]) -> bool:
-    return any(work.shared for work in works.values())
-
-
-def _nothing(cuts: Cuts, shared: bool) -> DecodeWork:
-    """The work of no decodes."""
-    few, many = Items.none(cuts.few.programs), Items.none(cuts.many.programs)
-    none, merges = np.zeros(0, dtype=np.int32), np.zeros((0, MERGE_FIELDS), dtype=np.int32)
-    return DecodeWork(few, many, merges, none, none, none, shared, np.zeros((0, 5), dtype=np.int64))
+        log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", max(sizes, default=0),
+                 max(pieces, default=0), used / 1e9)  # fmt: skip
 
 
 def _leading_decodes(plan: Plan) -> int:
     """How many of a step's first requests compute a single token."""
     more = np.flatnonzero(plan.counts > 1)
     return int(more[0]) if len(more) else len(plan.counts)
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Batch sizes that graphs are captured for: fine steps where padding would cost most, up to `most`."""
-    sizes: Sequence[int] = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
-    return sorted({min(size, most) for size in sizes}) if most > 0 else []

@@ -17,8 +17,9 @@ from radixrt.worker import loading
 from radixrt.worker.cuda import ops, segments, variants
 from radixrt.worker.cuda.chunk_plan import BesideTriton
 from radixrt.worker.cuda.chunks import Sequences
+from radixrt.worker.cuda.decode_graphs import graph_sizes
 from radixrt.worker.cuda.full_chunks import FullHeads, FullStep
-from radixrt.worker.cuda.runner import CudaRunner, graph_sizes
+from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.grammar import Grammars
@@ -299,14 +300,14 @@ def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     for together, chunk in ((False, 512), (True, 9)):
         plain, runner = runners(folder, exact=True)
         seen: dict[int, list[torch.Tensor]] = {}
-        inner = runner._pick
+        inner = runner._drawn.pick
 
-        def pick(found, rows, at=None, inner=inner, seen=seen):
+        def pick(found, ids, rows, at=None, inner=inner, seen=seen):
             for row, one in zip(rows.tolist(), found if at is None else found[at], strict=True):
                 seen.setdefault(row, []).append(one.clone())
-            return inner(found, rows, at)
+            return inner(found, ids, rows, at)
 
-        runner._pick = pick
+        runner._drawn.pick = pick
         sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)  # over the end of a part
         if together:
             tokens.append(Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate(asked, sampling))

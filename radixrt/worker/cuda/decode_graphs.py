@@ -1,0 +1,167 @@
+"""Batches of decodes as CUDA graphs, whole steps up to their likeliest tokens, for some sizes.
+
+    integers, in one copy -> writes of the page table -> tokens -> model -> likeliest tokens, noted by row
+
+Padding has a row of the page table of its own, behind all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from radixrt.worker.cuda import kernels
+from radixrt.worker.cuda.answers import Drawn
+from radixrt.worker.cuda.attend import Scratch
+from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
+from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.work import MERGE_FIELDS, Items
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.plan import Plan
+
+DRAW_INTEGERS = 16
+"""A request, at most, for its sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where the integers of a batch of decodes lie, padded to `size`; padding has a row of its own."""
+
+    size: int
+    tokens: Piece
+    positions: Piece
+    slots: Piece
+    rows: Piece
+    writes: Piece
+    lists: dict[int | None, Lists]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step of decodes: it reads `integers`, and leaves logits [size, own_width] and `answer` (`Drawn.pick`)
+    of `size`."""
+
+    inputs: Inputs
+    integers: torch.Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    answer: torch.Tensor
+
+
+class DecodeGraphs:
+    """All sizes, with sharing and without. The room of partial results and of logits has one place, which all share."""
+
+    def __init__(
+        self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
+        drawn: Drawn, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
+    ) -> None:  # fmt: skip
+        """`table` is the page table, whose last row is that of padding; `packer` is for now; `shown`: a bar says how
+        far it is."""
+        most = max(sizes)
+        self._model = model
+        self._pages = pages
+        self._compiled = compiled
+        self._cuts = cuts
+        self._windows = windows
+        self._drawn = drawn
+        self._table = table
+        self._sizes = sizes
+        room = Room.of(most, cuts)
+        # Graphs hold its address alone.
+        self._scratch = Scratch.make(room.few + room.entries, compiled.shape, model.device)
+        logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
+        pool = torch.cuda.graph_pool_handle()
+        kinds = (False, True) if cuts.cost else (False,)
+        # The largest first: the others live in its memory.
+        wanted = [(size, shared) for size in sorted(sizes, reverse=True) for shared in kinds]
+        self._graphs = {
+            (size, shared): self._capture(size, shared, logits[:size], pool, packer)
+            for size, shared in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
+        }
+
+    def size_for(self, plan: Plan) -> int:
+        """Of the smallest graph that holds a step of decodes; 0 for other steps."""
+        if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
+            return 0
+        needed = max(len(plan.tokens), plan.table_writes.shape[1])
+        return next((size for size in self._sizes if size >= needed), 0)
+
+    def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
+        """The graph of a step, the first of whose integers are packed: all but those of its drawing."""
+        self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
+        return self._graphs[size, _shared(works)]
+
+    def close(self) -> None:
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+
+    def _pack(
+        self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
+        positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
+    ) -> Inputs:  # fmt: skip
+        """Every integer lies where the graph of that size, with sharing or without, reads it."""
+        row = len(self._table) - 1
+        padding = np.array([[row], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
+        cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
+        return Inputs(
+            size,
+            packer.add(tokens, size),
+            packer.add(positions, size),
+            packer.add(slots, size),
+            packer.add(rows, size, fill=row),
+            packer.add(np.concatenate([writes, padding], axis=1)),
+            {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
+        )
+
+    def _capture(self, size: int, shared: bool, logits: torch.Tensor, pool: object, packer: Packer) -> Graph:
+        packer.clear()
+        none = np.zeros(0, dtype=np.int32)
+        works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
+        inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32))
+        room = packer.used + DRAW_INTEGERS * size + 1024
+        integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
+        packer.send(integers)
+        torch.cuda.synchronize(self._model.device)
+        for _ in range(2):  # kernels are compiled, workspaces made
+            self._decode(inputs, integers, logits)
+        torch.cuda.synchronize(self._model.device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads use the device as well: those of NCCL.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            answer = self._decode(inputs, integers, logits)
+        return Graph(inputs, integers, graph, logits, answer)
+
+    def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The step of a graph; what `Drawn.pick` says."""
+        rows = inputs.rows.of(integers)
+        kernels.scatter(inputs.writes.of(integers), self._table)
+        tokens = self._drawn.resolve(inputs.tokens.of(integers), rows)
+        lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
+        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
+        x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention)
+        self._model.finish(x, residual, out=logits)
+        return self._drawn.pick(logits, self._model.own_ids, rows)
+
+
+def _shared(works: dict[int | None, DecodeWork]) -> bool:
+    return any(work.shared for work in works.values())
+
+
+def _nothing(cuts: Cuts, shared: bool) -> DecodeWork:
+    """The work of no decodes."""
+    few, many = Items.none(cuts.few.programs), Items.none(cuts.many.programs)
+    none, merges = np.zeros(0, dtype=np.int32), np.zeros((0, MERGE_FIELDS), dtype=np.int32)
+    return DecodeWork(few, many, merges, none, none, none, shared, np.zeros((0, 5), dtype=np.int64))
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes that graphs are captured for: fine steps where padding would cost most, up to `most`."""
+    sizes: Sequence[int] = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    return sorted({min(size, most) for size in sizes}) if most > 0 else []
