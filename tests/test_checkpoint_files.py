@@ -12,7 +12,9 @@ import pytest
 
 from radixrt import cli, launch
 from radixrt.checkpoint_files import check_model
+from radixrt.config import WorkerConfig, resolve
 from radixrt.router.tokens import load_tokenizer
+from radixrt.worker.loading import load_runner
 from tests.checkpoints import make_tokenizer
 
 MODEL = {
@@ -179,6 +181,14 @@ def test_numbers_that_python_writes(folder):
     (folder / "config.json").write_text(json.dumps(MODEL | {"limits": [0.0, float("inf"), float("nan")]}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": HUGE}))
     check_model(folder)
+
+
+@pytest.mark.parametrize("change", [{"head_dim": -1}, {"vocab_size": "x"}, {"rope_theta": True}])
+def test_a_worker_in_this_process(folder, change):
+    """That no command has looked at the files for."""
+    (folder / "config.json").write_text(json.dumps(MODEL | change))
+    with pytest.raises(ValueError, match=f"config.json: {[*change][0]} is .*, expected a number"):
+        load_runner(resolve(WorkerConfig(model=str(folder), device="cpu", load_format="dummy")))
 
 
 @pytest.mark.parametrize("field", [*MODEL.keys() - {"num_key_value_heads", "rms_norm_eps", "eos_token_id"}])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES, KVPool
@@ -155,9 +156,10 @@ def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B0
     hf_config = checkpoint.read_json(folder / "config.json")
     if not hf_config:
         raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
+    check_model(folder)
     try:
         return _look_up(config, shard, folder, hf_config)
-    except (TypeError, AttributeError, IndexError) as error:
+    except (TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise ValueError(f"{folder}/config.json: a value is not of the kind that is expected ({error})") from error
 
 
