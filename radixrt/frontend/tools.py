@@ -162,29 +162,6 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool:
 
 # ---------------------------------------------------------------- JSON schemas
 
-STRICT_KEYWORDS = frozenset({
-    "$defs", "$ref", "additionalProperties", "anyOf", "const", "definitions", "description", "enum", "exclusiveMaximum",
-    "exclusiveMinimum", "format", "items", "maxItems", "maximum", "minItems", "minimum", "multipleOf", "pattern",
-    "properties", "required", "title", "type",
-})  # fmt: skip
-"""Of a schema that OpenAI follows strictly; others it refuses there."""
-
-
-def permits_strict(schema: Any) -> bool:
-    """Whether arguments by a schema, which has been checked, may be held to it as OpenAI defines it: no object has
-    properties that may be missing, or others than it names."""
-    if not isinstance(schema, dict) or not schema.keys() <= STRICT_KEYWORDS or isinstance(schema.get("items"), list):
-        return False
-    kinds = schema.get("type")
-    if kinds == "object" or (isinstance(kinds, list) and "object" in kinds) or "properties" in schema:
-        if schema.get("additionalProperties") is not False:
-            return False
-        if schema.get("properties", {}).keys() != set(schema.get("required", ())):
-            return False
-    elif not schema.keys() & {"type", "$ref", "anyOf", "enum", "const"}:
-        return False
-    return all(permits_strict(part) for path, part in _parts("", schema) if path != ".additionalProperties")
-
 
 def check_parameters(field: str, schema: Any) -> None:
     """ApiError (400) unless it has the shape of the JSON schema of an object."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.store import ResponseStore
-from radixrt.frontend.tools import permits_strict
 from radixrt.messages import Error, TokenLogprob, Usage
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import odd, sequences
@@ -127,92 +125,15 @@ def test_some_of_the_tools(model):
     assert len(rendered_tools(model)) == 2
 
 
-CLOSED = CITY | {"additionalProperties": False}
-
-
-def is_held(model: Model, **fields: Any) -> bool:
-    """Whether a call's arguments must follow the schema of the tool, of which a response says the same."""
-    response = ask(model, "Nothing to call.", tools=[WEATHER | fields])
-    said = response.model_dump()["tools"][0]["strict"]
-    assert said == (model.grammar is not None) and (not said or "city" in str(model.grammar))
-    return said
-
-
-def test_tools_are_strict_by_default_where_their_schemas_permit_it(model):
-    """As OpenAI has it in this API, and not in chats; the prompt is the same."""
+def test_tools_are_strict_where_they_say_so(model):
+    """Not by default, as at OpenAI: a grammar would hold a model to patterns and formats that were meant as hints."""
     pytest.importorskip("xgrammar")
-    assert is_held(model, parameters=CLOSED) and is_held(model, parameters=CLOSED, strict=None)
-    prompt = model.answers[-1][0].prompt.ids
-    assert not is_held(model, parameters=CLOSED | {"additionalProperties": True})
-    assert not is_held(model) and is_held(model, strict=True)
-    assert not is_held(model, parameters=CLOSED, strict=False) and not is_held(model, parameters={"anyOf": [CLOSED]})
-    chat = {"type": "function", "function": {"name": "weather", "parameters": CLOSED}}
-    model.says("Nothing to call.")
-    fields = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "tools": [chat]}
-    model.client.with_options(api_key="key-a").chat.completions.create(**fields)
+    closed = CITY | {"additionalProperties": False}
+    for strict, held in ((True, True), (False, False), (None, False)):
+        ask(model, "Nothing to call.", tools=[WEATHER | {"parameters": closed, "strict": strict}])
+        assert (model.grammar is not None) is held and ("city" in str(model.grammar)) is held
+    ask(model, "Nothing to call.", tools=[WEATHER | {"parameters": closed}])
     assert model.grammar is None
-    ask(model, "No.", tools=[WEATHER | {"parameters": CLOSED}], tool_choice="none")
-    assert model.grammar is None
-    ask(model, "No.", tools=[WEATHER | {"parameters": CLOSED}])
-    assert model.answers[-1][0].prompt.ids == prompt
-    loose, held = ask(model, "No.", tools=[WEATHER | {"name": "time"}, WEATHER | {"parameters": CLOSED}]).tools
-    assert (loose.strict, held.strict) == (False, True)
-    tags = {name: tag for name in ("time", "weather") for tag in model.grammar[1]["format"]["tags"] if name in str(tag)}
-    assert "city" in str(tags["weather"]) and "{'type': 'object'}" in str(tags["time"])
-
-
-def test_what_is_strict_by_default_is_no_reason_to_refuse(model, monkeypatch):
-    """A schema that cannot be compiled, schemas that are too much together, xgrammar that is missing."""
-    pytest.importorskip("xgrammar")
-    broken = CLOSED | {"properties": {"city": {"type": "string", "pattern": "("}}}
-    much = CLOSED | {"properties": {"city": {"type": "string", "pattern": "^a{1500}$"}}}
-    many = [WEATHER | {"name": name, "parameters": much} for name in ("one", "other")]
-    for tools in ([WEATHER | {"parameters": broken}], many):
-        response = ask(model, "Nothing to call.", tools=tools)
-        assert response.output_text == "Nothing to call." and not any(tool.strict for tool in response.tools)
-        assert model.grammar is None
-    refused(model, "tools[0].parameters", tools=[WEATHER | {"parameters": broken, "strict": True}])
-    refused(model, "temperature", tools=[WEATHER | {"parameters": CLOSED}], temperature=-1)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "xgrammar" else find(name, *a))
-    unseen = CLOSED | {"properties": {"city": {"type": "string", "description": "not seen before"}}}
-    assert not is_held(model, parameters=unseen)
-
-
-def of(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("schema", "permits"),
-    [
-        (of(), True),
-        (of(a={"type": ["string", "null"]}, b={"enum": ["x"]}, c={"const": 1}), True),
-        (of(a={"type": "array", "items": of(b={"type": "integer", "minimum": 1})}), True),
-        (of(a={"anyOf": [{"type": "null"}, of(b={"$ref": "#/$defs/c"})]}) | {"$defs": {"c": of()}}, True),
-        (of(additionalProperties={"type": "string"}), True),
-        ({}, False),
-        ({"type": "object"}, False),
-        (of() | {"additionalProperties": {"type": "string"}}, False),
-        (of(a={"type": "string"}) | {"required": []}, False),
-        (of() | {"required": ["a"]}, False),
-        (of(a={}), False),
-        (of(a=True), False),
-        (of(a={"type": "object"}), False),
-        (of(a={"type": ["object", "null"], "properties": {"b": {"type": "string"}}}), False),
-        (of(a={"type": ["object", "null"]}), False),
-        (of(a={"properties": {}}), False),
-        (of(a={"anyOf": [of()], "properties": {}}), False),
-        (of(a={"type": "array", "items": {"type": "object"}}), False),
-        (of(a={"type": "array", "items": [{"type": "string"}]}), False),
-        (of(a={"anyOf": [{"type": "object"}]}), False),
-        (of(a={"$ref": "#/$defs/b"}) | {"$defs": {"b": {"type": "object"}}}, False),
-        (of(a={"oneOf": [{"type": "string"}]}), False),
-        (of() | {"patternProperties": {}}, False),
-    ],
-)
-def test_what_a_strict_schema_is(schema, permits):
-    assert permits_strict(schema) is permits
 
 
 def test_formats(model):

@@ -188,7 +188,7 @@ class ResponseReply:
             "temperature": self.asked.sampled.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": self.asked.tools,
+            "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self.asked.sampled.top_p,
             "truncation": body.truncation or "disabled",

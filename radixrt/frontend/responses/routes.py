@@ -22,7 +22,6 @@ from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
 from radixrt.messages import Prompt
-from radixrt.router.errors import FieldError
 
 RESPONSES_PATH = "/v1/responses"
 _create = msgspec.json.Decoder(Create)
@@ -69,16 +68,7 @@ class Responses:
                 self._store.put(namespace, response_id, data, turns, [*asked.added, message], key)
 
         kind = functools.partial(ResponseReply, asked=asked)
-        generate = functools.partial(
-            self._generate, request, key, asked, kind, functools.partial(ResponseExchange, keep=keep)
-        )
-        try:
-            return await generate()
-        except (ApiError, FieldError):
-            if not asked.assumed:
-                raise
-        asked.assumes_strict = False  # what a client has not asked for is no reason to refuse what it has
-        return await generate()
+        return await self._generate(request, key, asked, kind, functools.partial(ResponseExchange, keep=keep))
 
     async def count(self, request: Request, key: str) -> Response:
         """The tokens of the prompt that a request would have."""

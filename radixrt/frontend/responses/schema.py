@@ -17,7 +17,7 @@ from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
 from radixrt.frontend.schema import Int, Seed, check_verbosity, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
-from radixrt.frontend.tools import Tool, ToolUse, permits_strict, tool_use
+from radixrt.frontend.tools import Tool, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
 
 UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt")
@@ -101,18 +101,6 @@ class Create(msgspec.Struct, kw_only=True):
             raise ApiError(400, param + error.message.removeprefix(error.param), param) from None
         return dataclasses.replace(use, tools=_flat(use.tools), forced=_flat(use.forced))
 
-    def unsaid_strict(self) -> set[str]:
-        """The names of tools that are strict although the request, which has been checked, does not say so: their
-        schemas permit it, and then it is the default of this API, though not of chats."""
-        return {
-            tool["name"]
-            for tool in self.tools or ()
-            if tool.get("strict") is None
-            and (schema := tool.get("parameters"))
-            and schema.get("type") == "object"
-            and permits_strict(schema)
-        }
-
     def constraint(self) -> Constraint | None:
         """What the text must be."""
         field = "text.format"
@@ -149,10 +137,6 @@ class Asked:
             refuse("input", "is missing")
         self.before = before
         self.added = messages_of(body.input or [], before)
-        self.assumes_strict = True
-        """Tools are strict where that is the default."""
-        self.assumed: set[str] = set()
-        """Those that are, by name; `tool_use` fills it."""
         self.model, self.stream, self.cache_salt = body.model, body.stream, body.cache_salt
 
     def choices(self) -> int:
@@ -170,17 +154,7 @@ class Asked:
 
     def tool_use(self) -> ToolUse:
         """See Create."""
-        use = self.body.tool_use()
-        self.assumed = self.body.unsaid_strict() if self.assumes_strict else set()
-        return dataclasses.replace(use, tools=self._held(use.tools), forced=self._held(use.forced))
-
-    def _held(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-        return tuple(dataclasses.replace(t, strict=t.strict or t.name in self.assumed) for t in tools)
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """As the request has them, and whether each is strict."""
-        return [{**t, "strict": bool(t.get("strict")) or t["name"] in self.assumed} for t in self.body.tools or ()]
+        return self.body.tool_use()
 
     def constraint(self) -> Constraint | None:
         """See Create."""
