@@ -12,6 +12,44 @@ from typing import Any
 
 from radixrt.config import MOST_TOKENS, Form
 
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "exaone4",
+    "gemma3",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "granite",
+    "iquestcoder",
+    "kimi_k2",
+    "kimi_k25",
+    "llama",
+    "minimax_m2",
+    "ministral3",
+    "mistral",
+    "mistral3",
+    "mistral4",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+)
+"""Every `model_type` that can be served."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -141,11 +179,19 @@ def check_model(folder: str | Path) -> None:
     check_files(folder)
     path = Path(folder, "config.json")
     config = read_file(path)
+    family = config.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES:  # of others values may be of other kinds
+        raise ValueError(not_served(family))
     _check(path, "", config, TEXT | {"text_config": TEXT})
     whole = config | {name: value for name, value in (config.get("text_config") or {}).items() if value is not None}
     for name in _needed(whole):
         if whole.get(name, 0) is None:
             raise ValueError(f"{path}: {name} is null, expected {TEXT[name].words}")
+
+
+def not_served(family: str) -> str:
+    """What is said of a `model_type` that is none of FAMILIES."""
+    return f"model_type {family!r} is not served; {', '.join(FAMILIES)} are"
 
 
 def _needed(config: Mapping[str, Any]) -> Iterator[str]:

@@ -143,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     read_keys(args)
-    _check_here(check_model, args.model)
+    _check_here(check_files if vars(args).get("fake") else check_model, args.model)
     _check_here(check_files, vars(args).get("tokenizer", ""))
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
     own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
@@ -164,7 +164,7 @@ def _role(args: argparse.Namespace) -> int:
         read_keys(args)
         config = from_args(ROLES[args.role], args)
         if args.role == "worker":
-            _check_here(check_model, config.model)
+            _check_here(check_files if config.fake else check_model, config.model)
     check_role(config)
     run_role(args.role, resolve(config))
     return 0

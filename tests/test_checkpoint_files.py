@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from radixrt import cli, launch
-from radixrt.checkpoint_files import check_model
+from radixrt.checkpoint_files import check_files, check_model
 from radixrt.config import WorkerConfig, resolve
 from radixrt.router.tokens import load_tokenizer
 from radixrt.worker.loading import load_runner
+from radixrt.worker.model.checkpoint import read_json
 from tests.checkpoints import make_tokenizer
 
 MODEL = {
@@ -181,6 +182,34 @@ def test_numbers_that_python_writes(folder):
     (folder / "config.json").write_text(json.dumps(MODEL | {"limits": [0.0, float("inf"), float("nan")]}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": HUGE}))
     check_model(folder)
+
+
+def test_a_byte_order_mark(folder):
+    """As some editors of Windows write it."""
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    check_model(folder)
+    assert read_json(path) == json.loads(path.read_bytes())
+    load_tokenizer(folder)
+
+
+def test_what_is_not_served_is_said_first(folder):
+    """Values of other families may be of other kinds, and are no fault of the file; a worker without a model reads
+    none."""
+    (folder / "config.json").write_text(json.dumps(MODEL | {"model_type": "gemma3n", "intermediate_size": [1, 2]}))
+    with pytest.raises(ValueError, match="model_type 'gemma3n' is not served"):
+        check_model(folder)
+    check_files(folder)
+
+
+@pytest.mark.parametrize("role", ["serve", "worker"])
+def test_without_a_model_its_family_does_not_matter(folder, role, monkeypatch, capsys):
+    (folder / "config.json").write_text(json.dumps({"model_type": "none", "vocab_size": 512}))
+    began = []
+    monkeypatch.setattr(launch, "run_stack", lambda config: began.append(config) or 0)
+    monkeypatch.setattr(cli, "run_role", lambda role, config: began.append(config))
+    named = [str(folder)] if role == "serve" else ["--model", str(folder), "--router", "tcp://127.0.0.1:1"]
+    assert not cli.main([role, *named, "--fake", "0,0.01"]) and began
 
 
 @pytest.mark.parametrize("change", [{"head_dim": -1}, {"vocab_size": "x"}, {"rope_theta": True}])

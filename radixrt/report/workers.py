@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 from radixrt.messages import Load
 
 GONE_SECONDS = 60.0
-"""After which a worker that says nothing is taken to be gone: while it serves it says something each second."""
+"""After which a worker that has told no step is taken to be gone."""
 KEPT_SECONDS = 3600.0
 """For which one that is gone is remembered: its sums go on if it comes back."""
 MOST_GONE = 100
 """Workers that are gone and remembered. Names need not come back: by default each process has one of its own."""
+MOST_FORGOTTEN = 10_000
+"""Workers whose last counters are known after that, so that what they count if they are back adds to it."""
 SUMMED = (
     "evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens",
     "drafted_tokens", "accepted_tokens",
@@ -61,11 +64,20 @@ class Workers:
         self.states: dict[str, WorkerState] = {}
         """Who was heard last comes last. To be read."""
         self.forgotten = WorkerState()
+        self._last: OrderedDict[str, Load] = OrderedDict()
+        """Of those that are forgotten."""
 
     def load(self, name: str, load: Load) -> None:
-        state = self.states.pop(name, None) or WorkerState()
+        state = self.states.pop(name, None) or self._back(name, load)
         state.update(load, self._clock())
         self.states[name] = state
+
+    def _back(self, name: str, load: Load) -> WorkerState:
+        """The state of one that is new, or was forgotten: in the same life its counters are counted up to there."""
+        last = self._last.pop(name, None)
+        if last is None or load.steps < last.steps:
+            return WorkerState()
+        return WorkerState(before=tuple(-count for count in _summed(last)))
 
     def forget(self) -> set[str]:
         """Drop those gone longest: their names."""
@@ -74,6 +86,9 @@ class Workers:
         excess = len(gone) - MOST_GONE
         names = {name for i, name in enumerate(gone) if i < excess or now - self.states[name].heard > KEPT_SECONDS}
         for name in names:
-            sums = self.states.pop(name).sums.values()
-            self.forgotten.before = tuple(map(operator.add, self.forgotten.before, sums))
+            state = self.states.pop(name)
+            self.forgotten.before = tuple(map(operator.add, self.forgotten.before, state.sums.values()))
+            self._last[name] = state.load
+        while len(self._last) > MOST_FORGOTTEN:
+            self._last.popitem(last=False)
         return names

@@ -266,7 +266,7 @@ class Worker:
             self._link.send(_encode(message))
             self._joined = True
         except TimeoutError:
-            if self._joined:
+            if self._joined and not self._stopped.is_set():
                 self._join_again()
 
     def _add(self, run: m.Run) -> None:

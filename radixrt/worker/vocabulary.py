@@ -140,4 +140,4 @@ def _named(config: dict[str, Any]) -> set[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return json.loads(path.read_bytes()) if path.is_file() else {}

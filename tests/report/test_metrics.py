@@ -180,6 +180,17 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
     assert fleet.scrape()["new"] == 9 + 6
 
 
+@pytest.mark.parametrize("told", [[(100, 100), (161, 161), (200, 200)], [(100, 100), (40, 140), (70, 170)]])
+def test_a_worker_that_was_forgotten_and_is_back_is_counted_once(told):
+    """Its counters go on where they were, or fall, if it began anew."""
+    fleet = Fleet()
+    for steps, total in told:
+        fleet.report.load("w", Load(steps=steps))
+        assert sum(row["steps"] for row in fleet.report.to_json()["workers"]) == total
+        fleet.now += 2 * KEPT_SECONDS
+        assert not fleet.report.workers
+
+
 def test_workers_that_nobody_asks_for_are_forgotten():
     fleet = Fleet()
     for number in range(1000):

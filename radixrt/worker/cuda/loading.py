@@ -19,7 +19,7 @@ from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
 from radixrt.worker.cuda import full_chunks, ops
 from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.pieces import most_tokens
+from radixrt.worker.cuda.pieces import kept_bytes, most_tokens
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
@@ -35,7 +35,7 @@ from radixrt.worker.scheduler import Limits, Scheduler
 log = logging.getLogger("radixrt.cuda")
 
 GRAPH_BYTES = 1 << 30
-"""Kept for CUDA graphs, beside their logits."""
+"""Kept for CUDA graphs, beside their logits and `pieces.kept_bytes`."""
 GATHERED_TOKENS = 1 << 17
 """That the workspace of long chunks holds, or the model's context, if that is less."""
 SILENT_SECONDS = 5.0
@@ -58,7 +58,8 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of what is penalized; logits of graphs
-        other = rows + (GRAPH_BYTES + rows if graphs else 0)
+        kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
+        other = rows + (GRAPH_BYTES + rows + kept if graphs else 0)
         tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + other, group)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
@@ -79,13 +80,18 @@ def _make(
         flashinfer=flashinfer,
         full=full,
         graph_batch=graphs,
-        graph_tokens=min(config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow)),
+        graph_tokens=graph_tokens(config, loaded, model),
         processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
         tree_attention=config.tree_attention != "off",
         exact=config.deterministic,
         thresholds=find_sampling(config, loaded),
         group=group,
     )
+
+
+def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
+    """Of the longest step whose kernels between attentions are graphs."""
+    return min(config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow))
 
 
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:

@@ -48,6 +48,16 @@ def sizes_up_to(tokens: int) -> list[int]:
     return [*(size for size in SIZES if size < tokens), tokens] if tokens else []
 
 
+def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
+    """Of graphs up to so many tokens, without what their kernels share: residual streams, queries, what attention gives
+    (of latent attention also heads' values and full queries)."""
+    sizes = sizes_up_to(tokens)
+    heads = spec.head_dim + spec.value_dim
+    if latent := spec.latent:
+        heads += latent.value_dim + latent.nope_dim + latent.rope_dim
+    return itemsize * (sum(sizes) * spec.hidden_size + tokens * spec.num_heads * heads)
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Of a step padded to some size: int32[size] each. Tokens may be FROM_DEVICE, then by row; others' rows are any."""

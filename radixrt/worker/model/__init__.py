@@ -9,48 +9,10 @@ import dataclasses
 import importlib
 from typing import Any
 
+from radixrt.checkpoint_files import FAMILIES, not_served
 from radixrt.worker.model.quantized import check_quantization
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
-
-FAMILIES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "exaone4",
-    "gemma3",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt_oss",
-    "granite",
-    "iquestcoder",
-    "kimi_k2",
-    "kimi_k25",
-    "llama",
-    "minimax_m2",
-    "ministral3",
-    "mistral",
-    "mistral3",
-    "mistral4",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-)
-"""Every `model_type` that can be served."""
 
 
 def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
@@ -58,7 +20,7 @@ def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
     ValueError names what of it is not served."""
     family = config.get("model_type", "")
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not served; {', '.join(FAMILIES)} are")
+        raise ValueError(not_served(family))
     check_quantization(config)
     try:
         spec: ModelSpec = importlib.import_module(f"{__name__}.{family}").spec(config)

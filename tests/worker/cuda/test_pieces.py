@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.shapes import SHAPES
-from radixrt.worker.cuda.pieces import LEAST, SIZES, most_tokens, sizes_up_to
+from radixrt.worker.cuda.pieces import LEAST, SIZES, kept_bytes, most_tokens, sizes_up_to
 from radixrt.worker.model import read_spec
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
@@ -31,3 +31,11 @@ def test_small_layers_have_graphs_of_longer_steps():
     assert 2500 <= most_tokens(sparse, False) <= 3300
     assert most_tokens(sparse, True) == SIZES[-1]
     assert most_tokens(large, True) >= 2 * most_tokens(large, False) - 128
+
+
+def test_bytes_that_graphs_keep():
+    spec = read_spec(SHAPES["llama-8b"])
+    heads = 2 * 32 * 128
+    assert kept_bytes(spec, 0, 2) == 0 and kept_bytes(spec, 20, 2) == 2 * ((16 + 20) * 4096 + 20 * heads)
+    latent = read_spec(SHAPES["deepseek-v2-lite"])
+    assert kept_bytes(latent, 16, 2) == 2 * 16 * (2048 + 16 * (576 + 512 + 128 + 192))
