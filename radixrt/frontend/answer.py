@@ -196,7 +196,8 @@ class Exchange(Mailbox):
     def reasoning_tokens(self) -> int:
         """Of all choices."""
         tokenizer = self._service.tokenizer
-        return sum(reasoning_tokens(tokenizer, choice.message.thoughts, choice.ids) for choice in self.choices)
+        thinking = [choice for choice in self.choices if choice.message.has_thoughts]
+        return sum(reasoning_tokens(tokenizer, choice.message.thoughts, choice.ids) for choice in thinking)
 
     # ------------------------------------------------------------ from the router
 

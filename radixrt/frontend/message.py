@@ -60,6 +60,10 @@ class AssistantMessage:
         return "".join(self._reasoning)
 
     @property
+    def has_thoughts(self) -> bool:
+        return bool(self._reasoning)
+
+    @property
     def thoughts(self) -> list[str]:
         """Its reasoning, in parts between which something else was said."""
         begins = [*self._begins.values(), None]

@@ -32,14 +32,17 @@ def usage_json(usages: Sequence[Usage], prompts: int, reasoning: int = 0) -> dic
 
     Cached are the prompt tokens reused by the first choice of each prompt: the others reuse the first one's."""
     each = len(usages) // prompts
-    firsts = usages[::each]
-    prompt = sum(u.prompt_tokens for u in firsts)
-    completion = sum(u.completion_tokens for u in usages)
+    prompt = cached = completion = 0
+    for number, usage in enumerate(usages):
+        completion += usage.completion_tokens
+        if number % each == 0:
+            prompt += usage.prompt_tokens
+            cached += usage.cached_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in firsts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
@@ -77,7 +80,7 @@ class Reply:
     """Log-probabilities are told of the tokens of the content alone: not of thoughts, calls, and what ends it."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
-        self.id = f"{self.prefix}{_random.getrandbits(128):032x}"
+        self.id = self.prefix + _random.randbytes(16).hex()
         self.created = int(time.time())
         self.model = model
         self.session: dict[str, Any] = {}

@@ -116,13 +116,19 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
                 if value is not None and value is not False and value not in ("", []):  # as some clients fill it in
                     refuse(name, "is not served")
         fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        fields |= {name: value for name, value in zip(_SAMPLING, _plain(self), strict=True) if value is not None}
-        try:
-            bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
-        except ValueError:
-            refuse("logit_bias", "keys must be token ids")
-        return Sampling(stop=tuple(stop), stop_token_ids=tuple(self.stop_token_ids or ()), logit_bias=bias, **fields)
+        for name, value in zip(_SAMPLING, _plain(self), strict=True):
+            if value is not None:
+                fields[name] = value
+        if self.stop is not None:
+            fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids:
+            fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias:
+            try:
+                fields["logit_bias"] = {int(token): value for token, value in self.logit_bias.items()}
+            except ValueError:
+                refuse("logit_bias", "keys must be token ids")
+        return Sampling(**fields)
 
 
 _PLAIN = (

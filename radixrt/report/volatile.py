@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from radixrt.tree import RadixTree, common_length, realigned
+from radixrt.tree import RadixTree, common_length, realigned, resembling
 
 Decode = Callable[[bytes], str]
 TOKEN_BYTES = 4
@@ -119,11 +119,12 @@ class Volatile:
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(key)
         before = max(0, known - MOST_SPAN)
-        for at, kind in enumerate(kinds):
-            same = common_length(kind.head, ids)
+        heads = [kind.head for kind in kinds]
+        for at, same in resembling(heads, ids, before, MOST_SPAN, ANCHOR, LEAST_SAME):
+            kind = kinds[at]
             if same * TOKEN_BYTES == len(kind.head):  # it has grown
                 return
-            if same >= before and (changes := aligned(kind.head, ids, same)):
+            if changes := aligned(kind.head, ids, same):
                 kinds.insert(0, kinds.pop(at))
                 self._count(namespace, kind, ids, changes, known)
                 return

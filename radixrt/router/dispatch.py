@@ -59,17 +59,17 @@ class Dispatcher:
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
         self.in_flight[run.id] = run
         member.dispatched(run.id, Sent(tokens, tokens - hit))
-        self._index.computing(member.number, request.namespace, run.prompt)
+        self._index.computing(member.number, run.id, request.namespace, run.prompt)
         return [Order(member.name, run.order(ids))]
 
     def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
         """By number: workers with room for all that was asked for, else those where it can go on at all."""
-        members = self._members.serving(run.request.model).members
+        members, missing = self._members.serving(run.request.model).members, run.missing
         if run.request.bounded:
-            roomy = {m.number: m for m in members if tokens + run.missing <= m.token_limit}
+            roomy = {m.number: m for m in members if tokens + missing <= m.token_limit}
             if roomy:
                 return roomy
-        return {m.number: m for m in members if tokens + min(1, run.missing) <= m.token_limit}
+        return {m.number: m for m in members if tokens + min(1, missing) <= m.token_limit}
 
     def move(self, run: RunState, now: float) -> list[Effect] | None:
         """Send a run that has filled its worker's room before it has all its tokens to one with more; None if it has
@@ -147,7 +147,7 @@ class Dispatcher:
         run.started = True
         if run.member is not None:
             run.member.started(run.id)
-            self._index.computed(run.member.number, run.request.namespace, run.prompt)
+            self._index.computed(run.member.number, run.id)
 
     def drop(self, run: RunState) -> None:
         """A run is over, however it ended."""

@@ -76,12 +76,13 @@ class Index:
             case Cleared():
                 self._cached.remove_owner(worker)
 
-    def computing(self, worker: int, namespace: str, ids: bytes) -> None:
-        """A prompt was sent to `worker`: until `computed`, others are placed as if it were cached there."""
-        self._computing.add(namespace, ids, worker)
+    def computing(self, worker: int, number: int, namespace: str, ids: bytes) -> None:
+        """A prompt was sent to `worker`, under a number that no other has there: until it is `computed`, others are
+        placed as if it were cached."""
+        self._computing.store(worker, namespace, number, 0, 0, 0, ids)
 
-    def computed(self, worker: int, namespace: str, ids: bytes) -> None:
-        self._computing.remove(namespace, ids, worker)
+    def computed(self, worker: int, number: int) -> None:
+        self._computing.cut(worker, number, 0)
 
     def match(self, namespace: str, ids: bytes) -> dict[int, int]:
         """Worker -> leading tokens of `ids` that it holds or is computing; workers with none are absent."""

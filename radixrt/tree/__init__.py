@@ -9,6 +9,6 @@ little-endian int32. A namespace is any string; paths of two namespaces never sh
 Errors: ValueError for arguments out of range, TypeError for wrong types, AssertionError from `check()`.
 """
 
-from radixrt.tree._radix import Lease, Match, OwnerTree, RadixTree, common_length, realigned
+from radixrt.tree._radix import Lease, Match, OwnerTree, RadixTree, common_length, realigned, resembling
 
-__all__ = ["Lease", "Match", "OwnerTree", "RadixTree", "common_length", "realigned"]
+__all__ = ["Lease", "Match", "OwnerTree", "RadixTree", "common_length", "realigned", "resembling"]

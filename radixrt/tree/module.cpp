@@ -799,12 +799,52 @@ PyObject* realigned(PyObject*, PyObject* const* given, Py_ssize_t n) {
   return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(found->first), static_cast<Py_ssize_t>(found->second));
 }
 
+// The objects of a sequence as arrays of tokens.
+bool load_all(PyObject* objects, const char* what, std::vector<IntBuffer>* out) {
+  const Py_ssize_t count = PySequence_Size(objects);
+  if (count < 0) return false;
+  *out = std::vector<IntBuffer>(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* object = PySequence_GetItem(objects, i);
+    const bool loaded = object && (*out)[i].load(object, what);
+    Py_XDECREF(object);  // its buffer holds it
+    if (!loaded) return false;
+  }
+  return true;
+}
+
+PyObject* resembling(PyObject*, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[6];
+  std::vector<IntBuffer> ones;
+  IntBuffer other;
+  size_t enough, span, anchor, least;
+  if (!arguments(given, n, nullptr, 6, 6, nullptr, args) || !load_all(args[0], "ones", &ones) ||
+      !other.load(args[1], "other") || !load_count(args[2], "enough", &enough) || !load_count(args[3], "span", &span) ||
+      !load_count(args[4], "anchor", &anchor) || !load_count(args[5], "least", &least))
+    return nullptr;
+  PyObject* list = PyList_New(0);
+  for (size_t i = 0; list && i < ones.size(); ++i) {
+    const IntBuffer& one = ones[i];
+    const size_t same = radix::first_difference(one.data(), other.data(), std::min(one.size(), other.size()));
+    if (same < one.size() && (same < enough || !radix::realigned(one.data(), one.size(), other.data(), other.size(), same,
+                                                                 same, span, anchor, least)))
+      continue;
+    PyObject* pair = Py_BuildValue("(nn)", static_cast<Py_ssize_t>(i), static_cast<Py_ssize_t>(same));
+    if (!pair || PyList_Append(list, pair) < 0) Py_CLEAR(list);
+    Py_XDECREF(pair);
+  }
+  return list;
+}
+
 PyMethodDef functions[] = {
     {"common_length", method(common_length), kFast, "common_length(one, other) -> int: leading tokens that are the same."},
     {"realigned", method(realigned), kFast,
      "realigned(one, other, at, to, span, anchor, least) -> (int, int) | None: where both go on alike, for `anchor` + `least` "
      "tokens or more, of which token `at` of one and `to` of the other differ. `anchor` tokens of the other, 1, 16, 48 or "
      "`span` behind `to`, are looked for in one; None if none leads to it, or one has more than `span` tokens between."},
+    {"resembling", method(resembling), kFast,
+     "resembling(ones, other, enough, span, anchor, least) -> [(index, length)]: of those of `ones` that the other begins "
+     "with, or that begin like it, for `enough` tokens or more, and are `realigned` behind: which, and how long they agree."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_radix", "The radix tree.", -1, functions};
 

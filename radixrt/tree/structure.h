@@ -23,10 +23,11 @@ namespace radix {
 
 using Token = int32_t;
 
-// Index of the first difference of two arrays, `n` if there is none. A block of 64 bytes costs one branch; the
-// compiler makes vector instructions of it.
+// Index of the first difference of two arrays, `n` if there is none. The C library compares a KiB at a time by the widest
+// instructions that the processor has. Then a block of 64 bytes costs one branch: the compiler makes vectors of it.
 inline size_t first_difference(const Token* a, const Token* b, size_t n) {
   size_t i = 0;
+  while (i + 256 <= n && !std::memcmp(a + i, b + i, 256 * sizeof(Token))) i += 256;
   for (; i + 16 <= n; i += 16) {
     uint32_t differ = 0;
     for (size_t j = 0; j < 16; ++j) differ |= static_cast<uint32_t>(a[i + j] ^ b[i + j]);

@@ -160,7 +160,7 @@ class PageCache:
         start, stop = request.lease.length, tokens - tokens % self.page_size
         if stop <= start:
             return
-        pages = self._pages(request.row, start, stop).copy()
+        pages = self._pages(request.row, start, stop)
         with request.path(start, stop) as path:
             present = self.tree.insert(request.lease, path, pages)
         if present:  # somebody else's pages take the place of ours
@@ -219,6 +219,7 @@ class PageCache:
         return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
 
     def _take(self, count: int) -> np.ndarray:
+        """So many pages, to be put into the table before any are given back."""
         if count > self._num_free:
             while not self.can_take(count):
                 if not self.pins.release_oldest():
@@ -227,17 +228,23 @@ class PageCache:
             self.evicted_tokens += len(freed) * self.page_size
             self._give_back(freed)
         self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
+        return self._free[self._num_free : self._num_free + count]
 
     def _give_back(self, pages: np.ndarray) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
     def _fill(self, row: int, first: int, pages: np.ndarray) -> None:
-        if len(pages):
-            self.table[row, first : first + len(pages)] = pages
-            self.held[row] = max(int(self.held[row]), first + len(pages))
-            self._writes.append((row, range(first, first + len(pages))))
+        if not len(pages):
+            return
+        stop = first + len(pages)
+        self.table[row, first:stop] = pages
+        self.held[row] = max(int(self.held[row]), stop)
+        before, places = self._writes[-1] if self._writes else (None, None)
+        if isinstance(places, range) and before == row and places.stop == first:
+            self._writes[-1] = row, range(places.start, stop)  # each costs as much as a hundred places
+        else:
+            self._writes.append((row, range(first, stop)))
 
     def _pages(self, row: int, start: int, stop: int) -> np.ndarray:
         return self.table[row, start // self.page_size : stop // self.page_size]

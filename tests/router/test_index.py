@@ -110,13 +110,13 @@ def test_what_is_being_computed_counts_until_it_is():
     index = Index()
     for worker in (0, 1):
         index.add_worker(worker, fresh=True)
-    index.computing(0, "a", ids(1, 2, 3))
-    index.computing(0, "a", ids(1, 2, 3))
-    index.computing(1, "a", ids(1, 9))
+    index.computing(0, 5, "a", ids(1, 2, 3))
+    index.computing(0, 6, "a", ids(1, 2, 3))
+    index.computing(1, 7, "a", ids(1, 9))
     assert index.match("a", ids(1, 2, 3, 4)) == {0: 3, 1: 1}
-    index.computed(0, "a", ids(1, 2, 3))
+    index.computed(0, 5)
     assert index.match("a", ids(1, 2, 3, 4)) == {0: 3, 1: 1}
-    index.computed(0, "a", ids(1, 2, 3))
+    index.computed(0, 6)
     assert index.match("a", ids(1, 2, 3, 4)) == {1: 1}
     index.drop_worker(1)
     assert index.match("a", ids(1, 2, 3, 4)) == {}

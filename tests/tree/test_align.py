@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from radixrt.tree import realigned
+from radixrt.tree import common_length, realigned, resembling
 
 Found = tuple[int, int] | None
 
@@ -73,3 +73,40 @@ def test_absurd_counts_read_nothing_else():
         assert realigned(one, one, *counts) in (None, (1, 1))
     with pytest.raises(ValueError, match="at"):
         realigned(one, one, -1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_resembles(seed):
+    """Against one after the other."""
+    rng = random.Random(seed)
+    values = rng.choice([2, 3, 50_000])
+
+    def some(most: int) -> list[int]:
+        return [rng.randrange(values) for _ in range(rng.randrange(most))]
+
+    head, trunk = some(400), some(300)
+    other = head + some(20) + trunk
+    ones = [head + some(20) + trunk[: rng.choice([20, 300])] + some(30) for _ in range(rng.randrange(6))]
+    ones += [other[: rng.randrange(len(other) + 1)], other + some(5)]
+    rng.shuffle(ones)
+    enough, span, anchor, least = rng.randrange(400), rng.choice([4, 128]), rng.choice([1, 4]), rng.choice([0, 16])
+    expected = []
+    for at, one in enumerate(ones):
+        same = common_length(to_bytes(one), to_bytes(other))
+        alike = same >= enough and plain(one, other, same, same, span, anchor, least) is not None
+        if same == len(one) or alike:
+            expected.append((at, same))
+    found = resembling([to_bytes(one) for one in ones], to_bytes(other), enough, span, anchor, least)
+    assert found == expected
+
+
+def test_what_cannot_be_compared():
+    one = to_bytes([1, 2])
+    assert resembling([], one, 0, 1, 1, 1) == []
+    for ones in (None, 3, [one, "x"], [one, b"123"]):
+        with pytest.raises((TypeError, ValueError)):
+            resembling(ones, one, 0, 1, 1, 1)
+    with pytest.raises(ValueError, match="negative"):
+        resembling([one], one, -1, 1, 1, 1)
+    with pytest.raises(TypeError):
+        resembling([one], one)

@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixrt.tree import OwnerTree, RadixTree, common_length
@@ -262,6 +262,16 @@ def test_the_length_that_two_paths_have_in_common(one, other, same):
     length = common_length(one, other.tobytes())
     assert one[:length] == other[:length]
     assert length == min(len(one), len(other)) or one[length] != other[length]
+
+
+@given(st.integers(0, 1400), st.integers(0, 700), st.integers(0, 700))
+@example(1400, 255, 256)
+@example(1400, 511, 512)
+def test_the_length_that_long_paths_have_in_common(size, first, second):
+    """Of which as much is compared at once as there is."""
+    one = array("i", range(size))
+    other = array("i", [-1 if i in (first, first + second) else i for i in range(size)])
+    assert common_length(one, other) == common_length(other.tobytes(), one) == min(first, size)
 
 
 def test_what_has_nothing_in_common_with_a_path():

@@ -10,6 +10,7 @@ import pytest
 from radixrt.messages import Run, Sampling
 from radixrt.worker.cache import PageCache
 from radixrt.worker.fake import EOS, FakeRunner, fake_logprob, fake_token
+from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -33,6 +34,8 @@ class Bench:
         self.cache = PageCache(pages + 1, page_size, rows, max_len)
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
         self.runner.bind(self.cache.table)
+        self.mirror = np.zeros_like(self.cache.table)
+        """What a device has of the page table, which is told what changes."""
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, str] = {}
         self.cached: dict[int, int] = {}
@@ -50,7 +53,7 @@ class Bench:
 
     def step(self) -> int:
         """One step; how many tokens it computed. With a runner that overlaps, the result taken in is the one before."""
-        plan = self.scheduler.plan()
+        plan = self.plan()
         self.cache.check()
         landing, self.flight = self.flight, (plan, self.runner.launch(plan)) if plan else None
         if not self.runner.overlaps:
@@ -61,6 +64,17 @@ class Bench:
             return 0
         assert len(plan.tokens) <= self.scheduler.limits.max_num_batched_tokens
         return len(plan.tokens)
+
+    def plan(self) -> Plan | None:
+        """The next step, of whose requests a device has the right pages."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            rows, places, pages = plan.table_writes
+            self.mirror[rows, places] = pages
+            for row in {request.row for request in plan.requests}:
+                held = self.cache.held[row]
+                assert np.array_equal(self.mirror[row, :held], self.cache.table[row, :held]), "what changes is told"
+        return plan
 
     def land(self, plan, wait) -> None:
         for output in self.scheduler.apply(plan, wait()):
@@ -287,7 +301,7 @@ def test_a_failed_request_fails_alone_and_leaves_nothing() -> None:
     bench = Bench(chunk=100)
     bench.add(0, [5] * 10, 4)
     bench.add(1, [6] * 10, 4)
-    plan = bench.scheduler.plan()
+    plan = bench.plan()
     result = bench.runner.launch(plan)()
     result.failed[plan.requests.index(next(r for r in plan.requests if r.id == 0))] = "logits are not finite"
     outputs = bench.scheduler.apply(plan, result)
@@ -301,7 +315,7 @@ def test_a_failed_request_fails_alone_and_leaves_nothing() -> None:
 def test_a_step_that_cannot_run_fails_its_requests_only() -> None:
     bench = Bench(chunk=100)
     bench.add(0, [5] * 10, 4)
-    plan = bench.scheduler.plan()
+    plan = bench.plan()
     assert [o.error for o in bench.scheduler.fail(plan, "out of memory")] == ["out of memory"]
     bench.cache.check()
     assert bench.cache.tree.tokens == 0
@@ -327,7 +341,7 @@ def test_what_is_cached_is_not_written_again() -> None:
     bench.add(1, [5, 6, 7, 8], max_tokens=1)
     bench.drain()
     bench.add(2, [5, 6, 7, 8], max_tokens=1)
-    plan = bench.scheduler.plan()
+    plan = bench.plan()
     assert plan.tokens.tolist() == [8] and plan.starts.tolist() == [3] and plan.slots.tolist() == [0]
 
 
@@ -380,3 +394,17 @@ def test_a_request_aborted_in_flight_is_not_heard_of_again() -> None:
     assert bench.scheduler.abort(0) and not bench.scheduler.abort(0)
     bench.drain()
     assert bench.tokens == {0: seen, 1: alone([8, 9], 20)}
+
+
+def test_pages_that_take_the_place_of_others_are_told_beside_these() -> None:
+    bench = Bench(chunk=100)
+    one, other = bench.add(0, [5] * 8), bench.add(1, [5] * 8 + [6] * 4)
+    for request in (one, other):
+        bench.cache.admit(request)
+        bench.cache.reserve(request, len(request.tokens))
+    for request in (one, other):
+        bench.cache.publish(request, len(request.tokens))
+    rows, places, pages = bench.cache.drain_writes()
+    bench.mirror[rows, places] = pages
+    assert (bench.mirror == bench.cache.table).all()
+    bench.cache.check()

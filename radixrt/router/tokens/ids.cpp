@@ -7,6 +7,11 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__) && !defined(RADIXRT_NO_AVX2)
+#define RADIXRT_AVX2 __attribute__((target("avx2,bmi,popcnt")))
+#include <immintrin.h>
+#endif
+
 namespace {
 
 bool is_space(char c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
@@ -80,6 +85,102 @@ void parse_together(Part* parts, Py_ssize_t count) {
   std::copy_n(now, kParts, parts);
 }
 
+#ifdef RADIXRT_AVX2
+
+// Which of 64 bytes are what, the first one lowest.
+struct Block {
+  uint64_t digits = 0, zeros = 0, commas = 0, spaces = 0;
+
+  RADIXRT_AVX2 explicit Block(const char* at) {
+    for (int i = 0; i < 64; i += 32) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + i));
+      const __m256i values = _mm256_sub_epi8(bytes, _mm256_set1_epi8('0'));
+      digits |= mask(_mm256_cmpeq_epi8(_mm256_min_epu8(values, _mm256_set1_epi8(9)), values)) << i;
+      zeros |= mask(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8('0'))) << i;
+      commas |= mask(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(','))) << i;
+      spaces |= mask(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(' '))) << i;
+    }
+  }
+  RADIXRT_AVX2 static uint64_t mask(__m256i equal) { return static_cast<uint32_t>(_mm256_movemask_epi8(equal)); }
+};
+
+uint64_t eight_bytes(const char* at) {
+  uint64_t bytes;
+  std::memcpy(&bytes, at, 8);
+  return bytes;
+}
+
+// Four numbers of one to eight digits, of which `lengths` says how many each has.
+RADIXRT_AVX2 __m128i convert_four(const char* const* at, __m128i lengths) {
+  __m256i digits = _mm256_set_epi64x(eight_bytes(at[3]), eight_bytes(at[2]), eight_bytes(at[1]), eight_bytes(at[0]));
+  digits = _mm256_xor_si256(digits, _mm256_set1_epi8('0'));
+  const __m128i shifts = _mm_sub_epi32(_mm_set1_epi32(64), _mm_slli_epi32(lengths, 3));
+  digits = _mm256_sllv_epi64(digits, _mm256_cvtepi32_epi64(shifts));  // zeros in front, what follows is gone
+  const __m256i pairs = _mm256_maddubs_epi16(digits, _mm256_set1_epi16(10 + (1 << 8)));
+  const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(100 + (1 << 16)));
+  const __m256i eights = _mm256_madd_epi16(_mm256_packus_epi32(fours, fours), _mm256_set1_epi32(10'000 + (1 << 16)));
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(eights, 0b1000));
+}
+
+// What is written as most lists are: numbers of at most eight digits, and behind each a comma and a space, or a comma,
+// alike in all of them. Puts numbers to `out`, and returns what is behind the comma of the last one. The commas of 64 bytes
+// are found together, and what is between them is converted by four: no step waits for the one before.
+RADIXRT_AVX2 const char* parse_blocks(const char* const begin, const char* const end, int32_t** out) {
+  const char* comma = static_cast<const char*>(std::memchr(begin, ',', end - begin));
+  if (!comma || end - begin > INT32_MAX) return begin;
+  const int32_t* const first = *out;
+  const uint32_t gap = comma[1] == ' ' ? 2 : 1;
+  // Of commas, from `begin`: that before the first number to convert, then those behind. In a block are 32 at most.
+  uint32_t places[1 + 3 + 32];
+  places[0] = -gap;
+  int found = 0;
+  uint64_t after_digit = 0, after_comma = 0, after_zero = 0;  // whether the next block's first byte is
+  for (const char* at = begin; end - at >= 64 + 8; at += 64) {
+    const Block block(at);
+    after_digit |= block.digits << 1;
+    after_comma |= block.commas << 1;
+    const uint64_t first_zeros = block.zeros & ~after_digit;  // with which numbers begin: no digit may follow
+    after_zero |= first_zeros << 1;
+    const uint64_t others = ~(block.digits | block.commas | block.spaces);
+    const uint64_t odd_spaces = block.spaces ^ (gap == 2 ? after_comma : 0);
+    if (others | odd_spaces | (block.commas & ~after_digit) | (block.digits & after_zero)) break;
+    uint64_t commas = block.commas;
+    const int count = __builtin_popcountll(commas);
+    for (int i = 0; i < count; i += 16)  // more than there are: how many, a processor does not foresee
+      for (int j = 0; j < 16; ++j, commas = _blsr_u64(commas))
+        places[1 + found + i + j] = static_cast<uint32_t>(at - begin + _tzcnt_u64(commas));
+    found += count;
+    int done = 0;
+    __m128i longest = _mm_setzero_si128();
+    for (; done + 4 <= found; done += 4) {
+      const uint32_t* before = places + done;
+      const char* numbers[4];
+      for (int j = 0; j < 4; ++j) numbers[j] = begin + (before[j] + gap);
+      const __m128i stops = _mm_loadu_si128(reinterpret_cast<const __m128i*>(before + 1));
+      const __m128i starts = _mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(before)), _mm_set1_epi32(gap));
+      const __m128i lengths = _mm_sub_epi32(stops, starts);
+      longest = _mm_max_epi32(longest, lengths);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(*out + done), convert_four(numbers, lengths));
+    }
+    if (_mm_movemask_epi8(_mm_cmpgt_epi32(longest, _mm_set1_epi32(8)))) break;
+    *out += done;
+    found -= done;
+    std::copy_n(places + done, 1 + 3, places);
+    after_digit = block.digits >> 63;
+    after_comma = block.commas >> 63;
+    after_zero = first_zeros >> 63;
+  }
+  return *out == first ? begin : begin + places[0] + 1;
+}
+
+bool has_avx2() {
+  static const bool has =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
+  return has;
+}
+
+#endif
+
 // How many commas are in [at, end). Bytes are summed in a byte, in blocks, of which the compiler makes vectors.
 Py_ssize_t count_commas(const char* at, const char* end) {
   Py_ssize_t count = 0;
@@ -93,6 +194,10 @@ Py_ssize_t count_commas(const char* at, const char* end) {
 
 // Whether between `at` and the bracket `close` are ids and commas; `out` has room for one id more than there are commas.
 bool parse(const char* at, const char* close, int32_t* out) {
+#ifdef RADIXRT_AVX2
+  at = skip_space(at, close);
+  if (has_avx2()) at = parse_blocks(at, close + 1, &out);
+#endif
   Part parts[kParts];
   const Py_ssize_t share = (close - at) / kParts;
   Py_ssize_t least = PY_SSIZE_T_MAX;

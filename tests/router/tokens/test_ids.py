@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import subprocess
+import sysconfig
 from array import array
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.router.tokens import cut_ids, ids_below, parse_ids
+from radixrt.router import tokens
+from radixrt.router.tokens import cut_ids, ids_below
+
+SOURCE = Path(tokens.__file__).parent / "ids.cpp"
+
+
+@pytest.fixture(scope="module", params=["as built", "without AVX2"])
+def parse_ids(request, tmp_path_factory):
+    """The parser, also as it is on processors that have fewer instructions."""
+    if request.param == "as built":
+        return tokens.parse_ids
+    path = tmp_path_factory.mktemp("built") / "_ids.so"
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-DRADIXRT_NO_AVX2", f"-I{sysconfig.get_path('include')}"]
+    subprocess.run(["c++", *options, str(SOURCE), "-o", str(path)], check=True)
+    spec = importlib.util.spec_from_file_location("_ids", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.parse_ids
 
 
 @given(st.lists(st.integers(0, (1 << 31) - 1), min_size=1), st.sampled_from([None, 1, "\t"]))
-def test_lists_of_ids(ids, indent):
+def test_lists_of_ids(parse_ids, ids, indent):
     assert parse_ids(json.dumps(ids, indent=indent).encode()) == array("i", ids).tobytes()
 
 
 @given(
     st.lists(st.integers(1, 9).flatmap(lambda digits: st.integers(0, 10**digits - 1)), min_size=1), st.integers(0, 9)
 )
-def test_ids_of_few_digits(ids, spaces):
+def test_ids_of_few_digits(parse_ids, ids, spaces):
     text = "[" + f",{' ' * spaces}".join(map(str, ids)) + "]" + " " * spaces
     assert parse_ids(text.encode()) == array("i", ids).tobytes()
 
@@ -32,7 +53,7 @@ def test_ids_of_few_digits(ids, spaces):
 @pytest.mark.parametrize(
     "number", ["7", "0", "00", "012345", "1234567", "12345678", "2147483647", "2147483648", "/", ":"]
 )
-def test_what_stands_behind_a_number(number, behind):
+def test_what_stands_behind_a_number(parse_ids, number, behind):
     text = f"[3,{number}{behind}"
     try:
         ids = json.loads(text)
@@ -52,8 +73,16 @@ def expected(text: bytes) -> bytes | None:
     return array("i", ids).tobytes() if plain else None
 
 
+ODD = [
+    b"", b",", b", ", b",  ", b" ,", b",,", b" ", b"\n", b"0", b"00", b"7", b"12345678", b"123456789", b"2147483647",
+    b"2147483648", b"9" * 70, b"0" * 70, b" " * 70, b"-", b"-1", b"+1", b"1.0", b"1e3", b"/", b":", b"\0", b"\xff",
+    b"\xac", b"\xb0", b"[1]", b"[", b"]", b'"1"', b"null", b"{}",
+]  # fmt: skip
+"""What stands in few lists of ids, or in none."""
+
+
 @pytest.mark.parametrize("seed", range(100))
-def test_long_lists_and_what_one_wrong_byte_makes_of_them(seed):
+def test_long_lists_and_what_one_wrong_byte_makes_of_them(parse_ids, seed):
     """Everything that can stand across the end of a block of bytes that are looked at together."""
     draw = random.Random(seed)
     comma = [",", ", ", " ,", ",\n\t", ",\r\n  "][: draw.randint(1, 5)]
@@ -69,7 +98,26 @@ def test_long_lists_and_what_one_wrong_byte_makes_of_them(seed):
         text[place] = kept
 
 
-def test_a_list_that_is_mostly_space():
+@pytest.mark.parametrize("seed", range(100))
+def test_lists_that_are_written_alike_throughout(parse_ids, seed):
+    """As most are, and what else there may be in one place of them."""
+    draw = random.Random(seed)
+    comma, most = draw.choice([",", ", "]), draw.randint(1, 9)
+    for _ in range(3):
+        ids = [str(draw.randrange(10 ** draw.randint(1, most))) for _ in range(draw.randint(1, 300))]
+        text = draw.choice([b"[", b" [ "]) + comma.join(ids).encode() + b"]"
+        assert parse_ids(text) == expected(text)
+        for _ in range(20):
+            other = draw.choice(ODD)
+            begin = draw.randrange(len(text))
+            changed = text[:begin] + other + text[begin + draw.randint(0, 2) :]
+            found = parse_ids(changed)
+            assert found == expected(changed) or (found is None and b"-0" in changed), changed
+        cut = text[: draw.randrange(len(text))]
+        assert parse_ids(cut) is None
+
+
+def test_a_list_that_is_mostly_space(parse_ids):
     """Its first part has all ids, or all but one: the others are empty."""
     for spaces in (400, 1000):
         text = "[" + "1," * 60 + " " * spaces + "2" + " " * spaces + "]"
@@ -100,7 +148,7 @@ def test_ids_are_below_a_limit(ids, odd, limit):
 @example("[1 2]")
 @example("[1]]")
 @example("[1")
-def test_anything_else_is_none(text):
+def test_anything_else_is_none(parse_ids, text):
     try:
         ids = json.loads(text)
         plain = isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
@@ -114,7 +162,7 @@ def test_anything_else_is_none(text):
 
 def test_only_bytes():
     with pytest.raises(TypeError):
-        parse_ids("[1]")
+        tokens.parse_ids("[1]")
 
 
 # ---------------------------------------------------------------- in an object
@@ -141,7 +189,7 @@ def test_a_list_is_cut_out_of_an_object(fields, ids, place, indent):
 @given(st.dictionaries(_names, _values, max_size=4))
 def test_other_values_stay(fields):
     text = json.dumps(fields).encode()
-    wanted = parse_ids(json.dumps(fields.get("ids")).encode())
+    wanted = tokens.parse_ids(json.dumps(fields.get("ids")).encode())
     found = cut_ids(text, "ids")
     assert (found and found[1]) == wanted
 
