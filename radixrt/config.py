@@ -149,6 +149,8 @@ class RouterConfig:
     """A front end on the router's own event loop."""
     tells: int | None = None
     """Of a pipe to the process that started this one: it is told once the router listens (`children.tell_parent`)."""
+    near_address: str = ""
+    """Where workers that the same parent starts reach it, beside `worker_address`."""
 
 
 @dataclass(frozen=True, slots=True)

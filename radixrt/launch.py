@@ -17,8 +17,10 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -89,11 +91,13 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         check_stack(config)
-        self._config = config
+        self._client_address, self._worker_address = reachable_addresses(config.router)
+        self._near_address = near_address(self._worker_address)
+        router = dataclasses.replace(config.router, near_address=self._near_address.partition("#")[0])
+        self._config = dataclasses.replace(config, router=router)
         self._children: list[Child] = []
         self._lives: dict[str, Life] = {}
         self._stopping = threading.Event()
-        self._client_address, self._worker_address = reachable_addresses(config.router)
         self._port = config.frontend.port
         self._kept: socket.socket | None = None
         """Keeps the port for front ends that share it."""
@@ -171,7 +175,7 @@ class Stack:
     def _worker_configs(self) -> list[WorkerConfig]:
         config = self._config
         if config.data_parallel_backend == "mp":
-            return worker_configs(config, self._worker_address)
+            return worker_configs(config, self._near_address or self._worker_address)
         if config.data_parallel_backend != "ray":
             raise ValueError(f"data_parallel_backend {config.data_parallel_backend!r}: expected mp or ray")
         from radixrt.fleet import Fleet
@@ -286,6 +290,16 @@ def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
                 address = "tcp://127.0.0.1:" + address.removeprefix(anywhere)
         addresses.append(address + (public_suffix(path, role) if path else ""))
     return addresses[0], addresses[1]
+
+
+def near_address(address: str) -> str:
+    """How processes of this machine reach a router that listens on a TCP `address`, with its key, at less cost: by a
+    Unix socket of a name of its own, which is no file; "" where there are none."""
+    scheme, _, rest = address.partition("://")
+    if scheme != "tcp" or sys.platform != "linux":
+        return ""
+    _, separator, key = rest.partition("#")
+    return f"ipc://@radixrt-{uuid.uuid4().hex}{separator}{key}"
 
 
 def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:

@@ -28,6 +28,17 @@ def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, in
     return [(config.device, config.cpu_threads) for config in configs]
 
 
+def test_own_workers_come_by_a_unix_socket(monkeypatch):
+    """Where there are such without a file: of each stack its own, with its key."""
+    monkeypatch.setattr(launch.sys, "platform", "linux")
+    first, second = (launch.near_address("tcp://127.0.0.1:5556#KEY") for _ in range(2))
+    assert first != second and first.startswith("ipc://@radixrt-") and first.endswith("#KEY")
+    assert "#" not in launch.near_address("tcp://127.0.0.1:5556")
+    assert launch.near_address("ipc:///tmp/w") == ""
+    monkeypatch.setattr(launch.sys, "platform", "darwin")
+    assert launch.near_address("tcp://127.0.0.1:5556") == ""
+
+
 def test_workers_have_gpus_of_their_own(monkeypatch):
     assert shares(monkeypatch, 1, 1) == [("cuda", 0)]
     assert shares(monkeypatch, 4, 2) == [("cuda:0", 0), ("cuda:1", 0)]

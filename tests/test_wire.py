@@ -67,6 +67,34 @@ def test_an_edge_swallowed_by_a_send_is_not_lost(address):
     run(main())
 
 
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_router_is_reached_in_two_ways(tmp_path, keyed):
+    """Each peer is answered where it came from; with a key, on both."""
+    path = tmp_path / "key"
+    keys.make_secret_key(path)
+    key = keys.load_secret_key(path, "workers") if keyed else None
+    suffix = keys.public_suffix(path, "workers") if keyed else ""
+    near = f"ipc://{tmp_path}/near"
+
+    async def main():
+        got = []
+        server = wire.RouterSocket("tcp://127.0.0.1:*", lambda who, said: server.send(who, said), key=key, near=near)
+        clients = [wire.DealerSocket(at + suffix, got.append) for at in (server.address, near)]
+        for number, client in enumerate(clients):
+            assert client.send(b"%d" % number)
+        await until(lambda: sorted(got) == [b"0", b"1"])
+        if keyed:
+            stranger = wire.DealerSocket(near, got.append)
+            stranger.send(b"2")
+            await asyncio.sleep(0.2)
+            stranger.close()
+        for socket in (*clients, server):
+            socket.close()
+        assert len(got) == 2
+
+    run(main())
+
+
 def test_sending_to_a_vanished_peer_raises(address):
     async def main():
         peers = []

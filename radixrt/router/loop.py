@@ -97,7 +97,8 @@ class RouterServer:
         limit = wire.MAX_CLIENT_BYTES
         clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
         try:
-            workers = wire.RouterSocket(self.worker_address, self._from_worker, key=key["workers"])
+            near = self.config.near_address
+            workers = wire.RouterSocket(self.worker_address, self._from_worker, key=key["workers"], near=near)
         except BaseException:
             clients.close()
             raise

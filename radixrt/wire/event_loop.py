@@ -80,7 +80,8 @@ class _AsyncSocket(abc.ABC):
 
 
 class RouterSocket(_AsyncSocket):
-    """Listens on `address`; `on_message(identity, payload)` is called on the event loop for each message.
+    """Listens on `address`, and on `near` if that is given; `on_message(identity, payload)` is called on the event loop
+    for each message.
 
     `key` is a (secret, public) pair of `load_secret_key`. A message that is not one frame after the identity
     arrives as an empty payload, which decodes as no message. ValueError for a bad address or one that other
@@ -94,6 +95,7 @@ class RouterSocket(_AsyncSocket):
         *,
         key: tuple[bytes, bytes] | None = None,
         max_bytes: int = -1,
+        near: str = "",
     ) -> None:
         socket = open_socket(zmq.ROUTER)
         socket.router_mandatory = True
@@ -101,6 +103,8 @@ class RouterSocket(_AsyncSocket):
         socket.maxmsgsize = max_bytes
         try:
             self.address = bind(socket, address, key)
+            if near:
+                bind(socket, near, key)
         except (ValueError, OSError):
             socket.close(0)
             raise

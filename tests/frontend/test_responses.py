@@ -363,6 +363,9 @@ CODE = item("code_interpreter_call", code="1+1", container_id="k", outputs=[{"ty
           "call_id": "c", "output": [{"type": "input_text", "text": "a.py"}]}], "sh", {"input": "ls"}, "a.py"),
         ([item("local_shell_call", call_id="c", action=SHELL), item("local_shell_call_output", id="c", output="a")],
          "local_shell", {"type": "exec", "command": ["ls"], "env": {}}, "a"),
+        ([item("local_shell_call", call_id="c", id="lsh_1", action=SHELL),
+          item("local_shell_call_output", id="lsh_1", output="a")],
+         "local_shell", {"type": "exec", "command": ["ls"], "env": {}}, "a"),
         ([item("local_shell_call", call_id="c", action=SHELL),
           {"type": "function_call_output", "call_id": "c", "output": "a"}],
          "local_shell", {"type": "exec", "command": ["ls"], "env": {}}, "a"),
@@ -452,7 +455,114 @@ def test_an_answer_with_calls_of_several_kinds(model):
     assert (one["content"], other["content"]) == ("a.py", "noon")
 
 
+def told(items: list[dict[str, Any]]) -> list[Any]:
+    """The messages of items in short: a call by its name, a result by the name of its call and what it is."""
+    names, found = {}, []
+    for message in messages_of(items):
+        calls = message.get("tool_calls", [])
+        names |= {call["id"]: call["function"]["name"] for call in calls}
+        if message["role"] == "tool":
+            found.append((names[message["tool_call_id"]], message["content"]))
+        else:
+            said = [message[name] for name in ("reasoning_content", "content") if message.get(name)]
+            found.append([*said, *(call["function"]["name"] for call in calls)])
+    return found
+
+
+A, B = [{"type": "function_call", "call_id": name, "name": name, "arguments": "{}"} for name in "AB"]
+RESULT_A, RESULT_B = [{"type": "function_call_output", "call_id": name, "output": name.lower()} for name in "AB"]
+M = {"type": "mcp_call", "id": "m2", "server_label": "s", "name": "M", "arguments": "{}", "output": "m"}
+N = M | {"id": "m3", "name": "N", "output": "n"}
+SAID = {"role": "assistant", "content": "Let me see."}
+THOUGHT = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+TOLD_A, TOLD_B, TOLD_M, TOLD_N = (("A", "a"), ("B", "b"), ("M", "m"), ("N", "n"))
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([A, M, B, RESULT_A, RESULT_B], [["M"], TOLD_M, ["A", "B"], TOLD_A, TOLD_B]),
+        ([A, M, RESULT_A], [["M"], TOLD_M, ["A"], TOLD_A]),
+        ([A, M, N, B, RESULT_B, RESULT_A], [["M"], TOLD_M, ["N"], TOLD_N, ["A", "B"], TOLD_B, TOLD_A]),
+        ([A, M, B, N, RESULT_A, RESULT_B], [["M"], TOLD_M, ["N"], TOLD_N, ["A", "B"], TOLD_A, TOLD_B]),
+        ([THOUGHT, SAID, A, M, N, RESULT_A],
+         [["hm", "Let me see.", "M"], TOLD_M, ["N"], TOLD_N, ["A"], TOLD_A]),
+        ([A, M, SAID, SAID, B, RESULT_A, RESULT_B],
+         [["M"], TOLD_M, ["Let me see.Let me see.", "A", "B"], TOLD_A, TOLD_B]),
+        ([A, M, THOUGHT, B, RESULT_A, RESULT_B], [["M"], TOLD_M, ["hm", "A", "B"], TOLD_A, TOLD_B]),
+        ([A, B, RESULT_A, M, RESULT_B], [["M"], TOLD_M, ["A", "B"], TOLD_A, TOLD_B]),
+        ([A, ASKED, RESULT_A, M], [["A"], TOLD_A, ["M"], TOLD_M]),
+        ([A, RESULT_A, M, B, RESULT_B], [["A"], TOLD_A, ["M"], TOLD_M, ["B"], TOLD_B]),
+        ([A, RESULT_A, B, M, RESULT_B], [["A"], TOLD_A, ["M"], TOLD_M, ["B"], TOLD_B]),
+        ([SAID, M, N, A, RESULT_A], [["Let me see.", "M"], TOLD_M, ["N"], TOLD_N, ["A"], TOLD_A]),
+        ([A, RESULT_A, B, RESULT_B], [["A"], TOLD_A, ["B"], TOLD_B]),
+        ([A, B, RESULT_B, RESULT_A], [["A", "B"], TOLD_B, TOLD_A]),
+        ([B, A, RESULT_A, SAID, M], [["B", "A"], TOLD_A, ["Let me see.", "M"], TOLD_M]),
+        ([A, WORDS, M], [["A"], ["go on"], ["M"], TOLD_M]),
+    ],
+)  # fmt: skip
+def test_a_call_with_its_result_goes_before_calls_that_wait_for_theirs(items, expected):
+    """So that results follow the answer that asked for them."""
+    assert told([WORDS, *items, WORDS]) == [["go on"], *expected, ["go on"]]
+
+
+def test_ids_of_calls_are_not_those_that_a_client_gave():
+    """Before, later, in a turn before; as many are taken as there are."""
+
+    def call(number: int) -> list[dict[str, Any]]:
+        return [A | {"call_id": f"{number:09}"}, RESULT_A | {"call_id": f"{number:09}"}]
+
+    def ids(messages: list[dict[str, Any]]) -> list[str]:
+        return [call["id"] for message in messages for call in message.get("tool_calls", ())]
+
+    first = messages_of([*call(2), M, *call(0), N, *call(4), *call(5)])
+    assert ids(first) == [f"{n:09}" for n in (2, 3, 0, 6, 4, 5)]
+    assert ids(messages_of([M, M], first)) == ["000000012", "000000014"]
+    assert ids(messages_of([M, M], messages_of(call(2)))) == ["000000003", "000000004"]
+    assert ids(messages_of([M, M, *call(0), *call(1), *call(2)]))[:2] == ["000000003", "000000004"]
+
+
 NEVER = {"type": "mcp_approval_response", "approval_request_id": "m1", "approve": True}
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [NEVER, M | {"approval_request_id": "m1"}],
+        [NEVER, M | {"approval_request_id": None}],
+        [NEVER, M],
+        [NEVER, M | {"approval_request_id": ["m1"]}],
+        [NEVER, NEVER, M],
+        [NEVER, M, NEVER],
+        [NEVER, M, ASKED, NEVER],
+        [NEVER, NEVER | {"approve": False}, M],
+        [NEVER, M | {"output": None}, M],
+    ],
+)
+def test_a_call_that_was_approved_needs_no_id_of_the_approval(items):
+    assert told([ASKED, *items]) == [["M"], TOLD_M]
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (SAID, [["Let me see."]]),
+        (THOUGHT, [["hm"]]),
+        (THOUGHT | {"content": None, "encrypted_content": "x"}, []),
+        (A, [["A"]]),
+        (M | {"output": None}, []),
+        (item("program", call_id="c", code="f()"), [["program"]]),
+    ],
+)
+def test_an_approval_is_dropped_where_the_model_has_gone_on(after, expected):
+    """Without the call that was approved, which has come to nothing that is told."""
+    assert told([ASKED, NEVER, after, WORDS]) == [*expected, ["go on"]]
+
+
+def test_a_refusal_counts_once():
+    no = NEVER | {"approve": False}
+    assert told([A, ASKED, no, no, NEVER, RESULT_A]) == [["roll"], ("roll", "Error: the call was not approved"), ["A"],
+                                                         TOLD_A]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -482,11 +592,16 @@ NEVER = {"type": "mcp_approval_response", "approval_request_id": "m1", "approve"
         ("[0].action", [item("shell_call", call_id="c", action="ls")]),
         ("[1].output", [item("shell_call", call_id="c", action={"commands": []}),
                         item("shell_call_output", call_id="c", output="x")]),
+        ("[1].call_id", [item("shell_call", call_id="c", action={"commands": []}),
+                         item("shell_call_output", call_id="i1", output=RAN)]),
         ("[0].operation", [item("apply_patch_call", call_id="c")]),
         ("[1].approve", [ASKED, NEVER]),
-        ("[1].approve", [ASKED, NEVER, ROLLED | {"approval_request_id": ["m1"], "output": "7"}]),
+        ("[1].approve", [ASKED, NEVER, item("mcp_list_tools", server_label="s", tools=[])]),
+        ("[2].approve", [ASKED, ASKED | {"id": "m0"}, NEVER, NEVER | {"approval_request_id": "m0", "approve": False}]),
+        ("[4].approve", [ASKED, ASKED | {"id": "m0"}, NEVER | {"approval_request_id": "m0"}, ROLLED, NEVER]),
         ("[1].approve", [ASKED, NEVER | {"approve": "yes"}]),
         ("[0].approval_request_id", [NEVER]),
+        ("[1].approval_request_id", [ASKED | {"id": "None"}, {"type": NEVER["type"], "approve": True}]),
         ("[1].approval_request_id", [ASKED, NEVER | {"approval_request_id": ["m1"]}]),
         ("[0].id", [ASKED | {"id": 1}]),
     ],

@@ -90,7 +90,8 @@ OUTPUTS: dict[str, Callable[[str, Item], str]] = {
     "apply_patch_call_output": _patch_output,
     "program_output": lambda field, item: string(field, item, "result"),
 }
-"""By the kind of item; each has the `call_id` of what it answers, of a local shell as its `id`."""
+"""By the kind of item; each has the `call_id` of what it answers; of a local shell its `id` is that, or the `id` of the
+call's item."""
 
 
 # ---------------------------------------------------------------- calls that have their results
