@@ -551,7 +551,7 @@ def test_an_error_in_the_middle_of_a_stream(hermes, monkeypatch):
     monkeypatch.setattr(MessageExchange, "_take", failing)
     seen = []
     with pytest.raises(anthropic.APIStatusError) as caught:
-        for event in hermes.ask("It is a sunny day in Paris, and warm.", stream=True):
+        for event in hermes.ask(10 * "It is a sunny day in Paris, and warm. ", stream=True):
             seen.append(event.type)
     assert caught.value.body["error"] == {"type": "overloaded_error", "message": "the worker was lost"}
     assert seen[0] == "message_start" and "content_block_delta" in seen and "message_stop" not in seen
