@@ -220,7 +220,7 @@ def test_a_worker_in_this_process(folder, change):
         load_runner(resolve(WorkerConfig(model=str(folder), device="cpu", load_format="dummy")))
 
 
-@pytest.mark.parametrize("field", [*MODEL.keys() - {"num_key_value_heads", "rms_norm_eps", "eos_token_id"}])
+@pytest.mark.parametrize("field", sorted(MODEL.keys() - {"num_key_value_heads", "rms_norm_eps", "eos_token_id"}))
 def test_a_field_that_is_missing(folder, capsys, field):
     (folder / "config.json").write_text(json.dumps({name: value for name, value in MODEL.items() if name != field}))
     line = said(["worker", "--router", "tcp://127.0.0.1:1", "--device", "cpu", "--model", str(folder)], capsys)
