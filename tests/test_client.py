@@ -364,22 +364,24 @@ def test_a_request_waits_for_a_router_that_is_not_there_but_not_for_ever():
 
 
 def test_a_request_is_answered_by_a_router_that_starts_in_time():
+    """One that needs no worker, which may come later than the router."""
     address = free_tcp_address()
 
-    async def early() -> bytes:
+    async def early() -> dict:
         client = AsyncClient(ZmqTransport(address, timeout=20), timeout=20)
         try:
-            waiting = asyncio.ensure_future(client.generate([1, 2], SHORT))
+            waiting = asyncio.ensure_future(client.health())
             await asyncio.sleep(0.1)
+            assert not waiting.done()
             stack = await asyncio.to_thread(fake_stack(client_address=address).__enter__)
             try:
-                return (await waiting).ids
+                return await waiting
             finally:
                 await asyncio.to_thread(stack.__exit__)
         finally:
             await client.close()
 
-    assert len(asyncio.run(early())) == 4 * 8
+    assert "workers" in asyncio.run(early())
 
 
 def test_a_request_that_was_delivered_may_take_longer_than_the_timeout():

@@ -233,7 +233,7 @@ class Chat(Common, kw_only=True):
 
     def sampling(self, defaults: Defaults) -> Sampling:
         """See Completion."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.base_sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)

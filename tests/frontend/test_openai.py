@@ -181,6 +181,7 @@ def test_log_probabilities_of_a_chat(client):
     assert all(t["logprob"] < 0 and len(t["top_logprobs"]) == 1 for t in found)
     streamed = [c.choices[0].logprobs for c in chat(client, logprobs=True, stream=True)]
     assert sum(len(x.content) for x in streamed if x) == 12
+    assert chat(client, logprobs=False, top_logprobs=0).choices[0].logprobs is None, "as some clients fill it in"
 
 
 def test_log_probabilities_of_a_completion(client):

@@ -28,6 +28,9 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"type": "function", "name": "weather", "description": "Of a city", "parameters": CITY}
 TOOLS = [WEATHER, {"type": "function", "name": "time"}]
 NAMED = {"type": "function", "name": "time"}
+SH = {"type": "custom", "name": "shell", "description": "Runs a line", "format": {"type": "text"}}
+READ = {"type": "function", "name": "read", "parameters": CITY | {"additionalProperties": False}}
+FILES = {"type": "namespace", "name": "mcp__files", "description": "Files", "tools": [READ]}
 ONLY_TIME = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city":  "Paris"}}\n</tool_call>'
 ROME = PARIS.replace("Paris", "Rome")
@@ -808,7 +811,17 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
             {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "x"}]}]}),
         ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}),
         ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "x", "name": "y"}]}),
-        ("tools[1].type", {"tools": [WEATHER, {"type": "web_search"}]}),
+        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("tools[1].type", {"tools": [WEATHER, {"type": "mcp", "server_label": "x"}]}),
+        ("tools[1].name", {"tools": [WEATHER, {"type": "namespace", "tools": [NAMED]}]}),
+        ("tools[1].tools", {"tools": [WEATHER, {"type": "namespace", "name": "a"}]}),
+        ("tools[1].tools[0].type", {"tools": [WEATHER, FILES | {"tools": [{"type": "web_search"}]}]}),
+        ("tools[0].name", {"tools": [{"type": "custom"}]}),
+        ("tools[0].format", {"tools": [SH | {"format": {"type": "grammar", "syntax": "lark", "definition": "x"}}]}),
+        ("tools[1].tools[0].name", {"tools": [WEATHER, FILES | {"tools": [{"type": "function"}]}]}),
+        ("tools[2].parameters", {"tools": [{"type": "web_search"}, FILES, NAMED | {"parameters": "x"}]}),
+        ("tools[1].tools[1].name", {"tools": [WEATHER, FILES | {"tools": [NAMED, NAMED]}]}),
+        ("tool_choice.name", {"tools": [FILES], "tool_choice": {"type": "function", "name": "read"}}),
         ("tools[0].name", {"tools": [{"type": "function", "name": ""}]}),
         ("tools[0].parameters.type", {"tools": [WEATHER | {"parameters": {"type": "string"}}]}),
         ("tools[1].name", {"tools": [WEATHER, WEATHER]}),
@@ -954,3 +967,75 @@ def test_harmless_fields(model):
     )  # fmt: skip
     assert response.output_text == "Hi." and response.user == "u" and response.truncation == "disabled"
     assert ask(model, "Hi.", truncation="auto").truncation == "auto"
+
+
+# ---------------------------------------------------------------- namespaces, and tools that OpenAI runs
+
+
+READS = '<tool_call>\n{"name": "mcp__files__read", "arguments": {"city": "Paris"}}\n</tool_call>'
+CODEX = [{"type": "web_search", "external_web_access": False}, FILES, WEATHER]
+"""In the manner of Codex."""
+
+
+def test_functions_of_a_namespace(model):
+    response = ask(model, READS, tools=CODEX)
+    assert [tool["function"]["name"] for tool in rendered_tools(model)] == ["mcp__files__read", "weather"]
+    (call,) = response.output
+    assert (call.type, call.name, call.namespace, call.arguments) == (
+        "function_call", "read", "mcp__files", '{"city": "Paris"}',
+    )  # fmt: skip
+    assert response.to_dict()["tools"] == [FILES, WEATHER]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "mill"}
+    for before in ({"previous_response_id": response.id}, {}):
+        items = [output] if before else [{"role": "user", "content": "hello"}, call.to_dict(), output]
+        again = ask(model, "Fine.", input=items, tools=CODEX, **before)
+        assert again.output_text == "Fine."
+        assert rendered(model)[1]["tool_calls"][0]["function"]["name"] == "mcp__files__read"
+        assert again.usage.input_tokens_details.cached_tokens > response.usage.input_tokens
+
+
+def test_functions_of_a_namespace_streamed(model):
+    events = list(ask(model, READS + READS, tools=CODEX, stream=True))
+    items = [e.item for e in events if e.type in ("response.output_item.added", "response.output_item.done")]
+    assert {(item.name, item.namespace) for item in items} == {("read", "mcp__files")} and len(items) == 4
+    assert {e.name for e in events if e.type == "response.function_call_arguments.done"} == {"read"}
+    assert [item.namespace for item in events[-1].response.output] == ["mcp__files"] * 2
+
+
+def test_a_function_of_a_namespace_is_chosen(model):
+    choice = {"type": "function", "name": "read", "namespace": "mcp__files"}
+    response = ask(model, READS, tools=CODEX, tool_choice=choice)
+    assert response.output[0].name == "read"
+    assert "mcp__files__read" in json.dumps(model.grammar) and "weather" not in json.dumps(model.grammar)
+
+
+def test_names_of_calls_without_a_namespace(model):
+    assert "namespace" not in ask(model, PARIS, tools=[WEATHER]).output[0].to_dict()
+
+
+LINE = '<tool_call>\n{"name": "shell", "arguments": {"input": "ls \\"a b\\""}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("tools", [[SH, WEATHER], [{"type": "namespace", "name": "x", "tools": [SH]}]])
+def test_custom_tools(model, tools):
+    space = {"namespace": "x"} if len(tools) == 1 else {}
+    line = LINE.replace("shell", "x__shell") if space else LINE
+    response = ask(model, line, tools=tools)
+    (call,) = response.output
+    assert (call.type, call.name, call.namespace, call.input) == (
+        "custom_tool_call", "shell", space.get("namespace"), 'ls "a b"',
+    )  # fmt: skip
+    assert [tool for tool in response.to_dict()["tools"] if tool["type"] != "function"] == tools[:1]
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "none"}
+    again = ask(model, "Fine.", input=[{"role": "user", "content": "hello"}, call.to_dict(), output], tools=tools)
+    assert again.usage.input_tokens_details.cached_tokens > response.usage.input_tokens
+    choice = {"type": "custom", "name": "shell"} | space
+    *_, given, done, _item, last = ask(model, line, tools=tools, tool_choice=choice, stream=True)
+    assert (given.type, given.delta) == ("response.custom_tool_call_input.delta", 'ls "a b"')
+    assert (done.type, done.input) == ("response.custom_tool_call_input.done", 'ls "a b"')
+    assert last.response.output[0].input == 'ls "a b"'
+
+
+def test_a_custom_tool_whose_input_is_cut(model):
+    response = ask(model, LINE[: LINE.index(" b")], tools=[SH])
+    assert response.output[0].type == "custom_tool_call" and "ls" in response.output[0].input

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.frontend.errors import refuse
+from radixrt.frontend.responses.tools import flat_name
 
 Item = dict[str, Any]
 
@@ -37,15 +38,23 @@ def error(text: str) -> str:
 
 
 def _function(field: str, item: Item) -> Call:
-    name = string(field, item, "name", empty=False)
+    name = _name(field, item)
     if not isinstance(item.get("arguments"), str):
         refuse(f"{field}.arguments", "must be a string, the arguments as JSON")
     return Call(name, item["arguments"])
 
 
+def _name(field: str, item: Item) -> str:
+    """As the model knows it."""
+    name = string(field, item, "name", empty=False)
+    if not isinstance(item.get("namespace"), str | None):
+        refuse(f"{field}.namespace", "must be a string")
+    return flat_name(item.get("namespace"), name)
+
+
 def _custom(field: str, item: Item) -> Call:
     """Its input is any text."""
-    return Call(string(field, item, "name", empty=False), _json(field, {"input": string(field, item, "input")}))
+    return Call(_name(field, item), _json(field, {"input": string(field, item, "input")}))
 
 
 def _local_shell(field: str, item: Item) -> Call:

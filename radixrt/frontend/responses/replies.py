@@ -15,33 +15,45 @@ from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import token_json
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
+from radixrt.frontend.responses.tools import without_hosted
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.router.tokens import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 Event = dict[str, Any]
-_IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 
 
 class Item:
-    """An output item while it grows: a message, thoughts, or a call."""
+    """An output item while it grows: a message, thoughts, or a call, of what the client knows as `called`."""
 
-    def __init__(self, response_id: str, kind: str, index: int, call: CallStart | None = None) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        kind: str,
+        index: int,
+        call: CallStart | None = None,
+        called: dict[str, str] | None = None,
+    ) -> None:
         self.id = item_id(_IDS[kind], response_id, index)
         self.kind = kind
         self.index = index
         self.text = ""
         self._call = call
+        self._called = called or ({"name": call.name} if call else {})
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
-    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Event:
-        """The event of a text gained, and of a message's tokens, if these are told."""
+    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        """The event of a text gained, and of a message's tokens, if these are told. What a custom tool takes is told
+        when it is whole."""
         self._texts.append(text)
         self._logprobs += logprobs
+        if self.kind == "custom_tool_call":
+            return []
         names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
         more = {"logprobs": logprobs} if self.kind == "message" else {}
-        return self._event(f"response.{names[self.kind]}.delta", {"delta": text} | more)
+        return [self._event(f"response.{names[self.kind]}.delta", {"delta": text} | more)]
 
     def opening(self) -> list[Event]:
         """The events before any text."""
@@ -54,8 +66,15 @@ class Item:
         """The events after its text."""
         self.text = "".join(self._texts)
         done = {"type": "response.output_item.done", "output_index": self.index, "item": self.json(status)}
+        if self.kind == "custom_tool_call":
+            given = _input(self.text)
+            return [
+                self._event("response.custom_tool_call_input.delta", {"delta": given}),
+                self._event("response.custom_tool_call_input.done", {"input": given}),
+                done,
+            ]
         if self._call is not None:
-            whole = {"name": self._call.name, "arguments": self.text}
+            whole = {"name": self._called["name"], "arguments": self.text}
             return [self._event("response.function_call_arguments.done", whole), done]
         part = self._event("response.content_part.done", {"part": self._part()})
         if self.kind == "reasoning":
@@ -67,7 +86,9 @@ class Item:
         """The item; its text is there once it is closed."""
         about = {"id": self.id, "type": self.kind, "status": status}
         if self._call is not None:
-            return about | {"call_id": self._call.id, "name": self._call.name, "arguments": self.text}
+            custom = self.kind == "custom_tool_call"
+            given = {"input": _input(self.text)} if custom else {"arguments": self.text}
+            return about | {"call_id": self._call.id} | self._called | given
         content = [self._part()] if status != "in_progress" else []
         if self.kind == "reasoning":
             return about | {"summary": [], "content": content}
@@ -81,6 +102,15 @@ class Item:
     def _event(self, kind: str, more: dict[str, Any]) -> Event:
         place = {} if self._call is not None else {"content_index": 0}
         return {"type": kind, "item_id": self.id, "output_index": self.index} | place | more
+
+
+def _input(arguments: str) -> str:
+    """What a custom tool is given, by the arguments that the model wrote; these themselves where they were cut."""
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any]).get("input")
+    except msgspec.MsgspecError:
+        return arguments
+    return given if isinstance(given, str) else arguments
 
 
 class ResponseReply:
@@ -111,17 +141,18 @@ class ResponseReply:
 
     def _add(self, piece: Piece) -> list[Event]:
         if isinstance(piece, CallStart):
-            return self._open("function_call", piece)
+            return self._open("custom_tool_call" if piece.name in self.asked.custom else "function_call", piece)
         told = [token_json(self._tokenizer, one) for one in self._tokens.take(piece.text)]
         if isinstance(piece, CallArguments):
-            return [self._items[-1].add(piece.text)]
+            return self._items[-1].add(piece.text)
         kind = "message" if isinstance(piece, Content) else "reasoning"
         opening = [] if self._items and self._items[-1].kind == kind else self._open(kind)
-        return [*opening, self._items[-1].add(piece.text, told)]
+        return opening + self._items[-1].add(piece.text, told)
 
     def _open(self, kind: str, call: CallStart | None = None) -> list[Event]:
         closing = self._close("completed")
-        self._items.append(Item(self.id, kind, len(self._items), call))
+        called = self.asked.called.get(call.name) if call else None
+        self._items.append(Item(self.id, kind, len(self._items), call, called))
         return closing + self._items[-1].opening()
 
     def _close(self, status: str) -> list[Event]:
@@ -188,7 +219,7 @@ class ResponseReply:
             "temperature": self.asked.sampled.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": without_hosted(body.tools or []),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self.asked.sampled.top_p,
             "truncation": body.truncation or "disabled",

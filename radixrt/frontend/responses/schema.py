@@ -15,6 +15,7 @@ import msgspec
 from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
+from radixrt.frontend.responses.tools import Listed, field_in, flat_name, listed
 from radixrt.frontend.schema import Int, Seed, check_verbosity, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
@@ -93,13 +94,18 @@ class Create(msgspec.Struct, kw_only=True):
 
     def tool_use(self) -> ToolUse:
         """What an answer may do with tools, which are written flat in this API."""
-        tools = [_nested(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or [])]
+        functions = self.functions()
         try:
+            tools = [one.nested() for one in functions]
             use = tool_use(tools, _nested_choice(self.tool_choice), self.parallel_tool_calls)
         except ApiError as error:
-            param = _flat_name(error.param)
+            param = _flat_name(functions, error.param)
             raise ApiError(400, param + error.message.removeprefix(error.param), param) from None
-        return dataclasses.replace(use, tools=_flat(use.tools), forced=_flat(use.forced))
+        return dataclasses.replace(use, tools=_flat(functions, use.tools), forced=_flat(functions, use.forced))
+
+    def functions(self) -> list[Listed]:
+        """Its tools that are served."""
+        return listed(self.tools or [])
 
     def constraint(self) -> Constraint | None:
         """What the text must be."""
@@ -137,6 +143,10 @@ class Asked:
             refuse("input", "is missing")
         self.before = before
         self.added = messages_of(body.input or [], before)
+        self.called: dict[str, dict[str, str]] = {}
+        """How the client calls a function, by the name that the model knows; `tool_use` fills it."""
+        self.custom: set[str] = set()
+        """Custom tools, by the name that the model knows; `tool_use` fills it."""
         self.model, self.stream, self.cache_salt = body.model, body.stream, body.cache_salt
 
     def choices(self) -> int:
@@ -154,7 +164,11 @@ class Asked:
 
     def tool_use(self) -> ToolUse:
         """See Create."""
-        return self.body.tool_use()
+        use = self.body.tool_use()
+        functions = self.body.functions()
+        self.called = {one.name: one.own for one in functions}
+        self.custom = {one.name for one in functions if one.custom}
+        return use
 
     def constraint(self) -> Constraint | None:
         """See Create."""
@@ -177,16 +191,16 @@ class Asked:
         return self.sampled
 
 
-def _flat_name(field: str) -> str:
+def _flat_name(functions: list[Listed], field: str) -> str:
     """The name in this API of a field of a chat's tools, or of the choice of them: both are flat here."""
     if field.startswith("tool_choice"):
         return field.replace(".allowed_tools", "").replace(".function", "")
-    return field.replace(".function", "", 1)
+    return field_in(functions, field)
 
 
-def _flat(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+def _flat(functions: list[Listed], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     """Tools whose fields are called as in this API."""
-    return tuple(dataclasses.replace(tool, field=_flat_name(tool.field)) for tool in tools)
+    return tuple(dataclasses.replace(tool, field=_flat_name(functions, tool.field)) for tool in tools)
 
 
 def _nested_choice(choice: Any) -> Any:
@@ -194,18 +208,12 @@ def _nested_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     match choice.get("type"):
-        case "function":
-            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "function" | "custom":
+            name, namespace = choice.get("name"), choice.get("namespace")
+            both = isinstance(name, str) and isinstance(namespace, str)
+            return {"type": "function", "function": {"name": flat_name(namespace, name) if both else name}}
         case "allowed_tools":
             tools = choice.get("tools")
             nested = [_nested_choice(tool) for tool in tools] if isinstance(tools, list) else tools
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": nested}}
     return choice
-
-
-def _nested(field: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as chats have it."""
-    if tool.get("type") != "function":
-        refuse(f"{field}.type", f"must be 'function': {tool.get('type')!r} is not served here")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}

@@ -1,0 +1,112 @@
+"""The tools of a request as functions: those of a namespace are called by both names, and tools that OpenAI runs are
+left out beside others. Every refusal names the field.
+
+function                          -> itself
+custom                            -> a function of one text, `input`
+namespace (functions within it)   -> mcp__files + read: mcp__files__read
+web_search, image_generation, ... -> nothing, where there are functions; else refused
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from radixrt.frontend.errors import refuse
+from radixrt.frontend.tools import MAX_NAME
+
+SEPARATOR = "__"
+HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")
+"""Kinds of tools that run at OpenAI, and that a model may leave alone. Codex lists web_search whoever serves it."""
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The arguments of a custom tool as a model writes them: see `hosted` for those in a history."""
+_INDEX = re.compile(r"^tools\[(\d+)\](?:\.function)?")
+
+
+def flat_name(namespace: Any, name: str) -> str:
+    """How a model, and its history, calls a function of a namespace, if it has one."""
+    return f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}" if namespace else name
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A function or a custom tool; `field` is where the request has it."""
+
+    field: str
+    tool: dict[str, Any]
+    namespace: str = ""
+
+    @property
+    def name(self) -> str:
+        """As a model calls it; "" for one that has no name."""
+        name = self.tool.get("name")
+        return flat_name(self.namespace, name) if isinstance(name, str) and name else ""
+
+    @property
+    def custom(self) -> bool:
+        """It takes any text, and is called by an item of its own kind."""
+        return self.tool["type"] == "custom"
+
+    @property
+    def own(self) -> dict[str, str]:
+        """How a client calls it."""
+        return {"name": self.tool["name"]} | ({"namespace": self.namespace} if self.namespace else {})
+
+    def nested(self) -> dict[str, Any]:
+        """As chats have it."""
+        names = ("description", "parameters", "strict")
+        function = {name: self.tool[name] for name in names if self.tool.get(name) is not None}
+        if self.custom:
+            function |= {"parameters": INPUT}
+        return {"type": "function", "function": {"name": self.name} | function}
+
+
+def listed(tools: list[dict[str, Any]]) -> list[Listed]:
+    """The functions among the tools of a request, in its order. ApiError (400) for what is not served."""
+    found = [one for i, tool in enumerate(tools) for one in _functions(f"tools[{i}]", tool)]
+    if tools and not found:
+        refuse("tools[0].type", f"must be 'function': {tools[0].get('type')!r} is not served here")
+    return found
+
+
+def without_hosted(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of a request, which has been checked, that are served."""
+    return [tool for tool in tools if not HOSTED.fullmatch(tool["type"])]
+
+
+def field_in(tools: list[Listed], field: str) -> str:
+    """The name in the request of a field that chats know as one of `tools`."""
+    return _INDEX.sub(lambda match: tools[int(match[1])].field, field)
+
+
+def _functions(field: str, tool: dict[str, Any]) -> Iterator[Listed]:
+    match tool.get("type"):
+        case "function" | "custom":
+            yield _one(field, tool)
+        case "namespace":
+            yield from _within(field, tool)
+        case str() as kind if HOSTED.fullmatch(kind):
+            return
+        case kind:
+            refuse(f"{field}.type", f"must be 'function', 'custom' or 'namespace': {kind!r} is not served here")
+
+
+def _within(field: str, tool: dict[str, Any]) -> Iterator[Listed]:
+    name, inner = tool.get("name"), tool.get("tools")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        refuse(f"{field}.name", f"must be a string of 1 to {MAX_NAME} characters")
+    if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+        refuse(f"{field}.tools", "must be a list of functions")
+    for i, one in enumerate(inner):
+        if one.get("type") not in ("function", "custom"):
+            refuse(f"{field}.tools[{i}].type", f"must be 'function' or 'custom', not {one.get('type')!r}")
+        yield _one(f"{field}.tools[{i}]", one, name)
+
+
+def _one(field: str, tool: dict[str, Any], namespace: str = "") -> Listed:
+    if tool["type"] == "custom" and (form := tool.get("format")) is not None:
+        if not isinstance(form, dict) or form.get("type") != "text":
+            refuse(f"{field}.format", "must be of type 'text': grammars of custom tools are not served")
+    return Listed(field, tool, namespace)
