@@ -36,6 +36,9 @@ log = logging.getLogger("radixrt.cuda")
 
 GRAPH_BYTES = 1 << 30
 """Kept for CUDA graphs, beside their logits and `pieces.kept_bytes`."""
+GROUP_TOKENS = 1024
+"""Of a step of several ranks that has graphs, at most: sums of longer ones are NCCL's, which have not been tried in so
+many graphs."""
 GATHERED_TOKENS = 1 << 17
 """That the workspace of long chunks holds, or the model's context, if that is less."""
 SILENT_SECONDS = 5.0
@@ -91,7 +94,8 @@ def _make(
 
 def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
     """Of the longest step whose kernels between attentions are graphs."""
-    return min(config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow))
+    most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
+    return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow))
 
 
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench.shapes import SHAPES
+from radixrt.config import WorkerConfig
+from radixrt.worker.cuda.loading import graph_tokens
 from radixrt.worker.cuda.pieces import LEAST, SIZES, kept_bytes, most_tokens, sizes_up_to
 from radixrt.worker.model import read_spec
 
@@ -31,6 +35,15 @@ def test_small_layers_have_graphs_of_longer_steps():
     assert 2500 <= most_tokens(sparse, False) <= 3300
     assert most_tokens(sparse, True) == SIZES[-1]
     assert most_tokens(large, True) >= 2 * most_tokens(large, False) - 128
+
+
+@pytest.mark.parametrize(
+    ("ranks", "budget", "tokens"), [(1, 8192, 3072), (2, 8192, 1024), (1, 700, 700), (2, 700, 700)]
+)
+def test_no_more_than_a_step_may_have(ranks, budget, tokens):
+    config = WorkerConfig(tensor_parallel_size=ranks, max_num_batched_tokens=budget)
+    loaded, model = SimpleNamespace(spec=read_spec(SHAPES["qwen3-30b"])), SimpleNamespace(narrow=False)
+    assert graph_tokens(config, loaded, model) == tokens
 
 
 def test_bytes_that_graphs_keep():
