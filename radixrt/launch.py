@@ -92,7 +92,8 @@ class Stack:
     def __init__(self, config: StackConfig) -> None:
         check_stack(config)
         self._client_address, self._worker_address = reachable_addresses(config.router)
-        self._near_address = near_address(self._worker_address)
+        near = config.data_parallel_backend == "mp"
+        self._near_address = near_address(self._worker_address) if near else ""
         router = dataclasses.replace(config.router, near_address=self._near_address.partition("#")[0])
         self._config = dataclasses.replace(config, router=router)
         self._children: list[Child] = []
@@ -298,8 +299,14 @@ def near_address(address: str) -> str:
     scheme, _, rest = address.partition("://")
     if scheme != "tcp" or sys.platform != "linux":
         return ""
+    name = f"radixrt-{uuid.uuid4().hex}"
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(f"\0{name}")
+    except OSError:  # a sandbox forbids it
+        return ""
     _, separator, key = rest.partition("#")
-    return f"ipc://@radixrt-{uuid.uuid4().hex}{separator}{key}"
+    return f"ipc://@{name}{separator}{key}"
 
 
 def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:

@@ -28,6 +28,10 @@ def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, in
     return [(config.device, config.cpu_threads) for config in configs]
 
 
+def forbidden(*_kind):
+    raise PermissionError(1, "Operation not permitted")
+
+
 def test_own_workers_come_by_a_unix_socket(monkeypatch):
     """Where there are such without a file: of each stack its own, with its key."""
     monkeypatch.setattr(launch.sys, "platform", "linux")
@@ -35,6 +39,9 @@ def test_own_workers_come_by_a_unix_socket(monkeypatch):
     assert first != second and first.startswith("ipc://@radixrt-") and first.endswith("#KEY")
     assert "#" not in launch.near_address("tcp://127.0.0.1:5556")
     assert launch.near_address("ipc:///tmp/w") == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.socket, "socket", forbidden)
+        assert launch.near_address("tcp://127.0.0.1:5556") == ""
     monkeypatch.setattr(launch.sys, "platform", "darwin")
     assert launch.near_address("tcp://127.0.0.1:5556") == ""
 

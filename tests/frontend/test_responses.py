@@ -1039,3 +1039,27 @@ def test_custom_tools(model, tools):
 def test_a_custom_tool_whose_input_is_cut(model):
     response = ask(model, LINE[: LINE.index(" b")], tools=[SH])
     assert response.output[0].type == "custom_tool_call" and "ls" in response.output[0].input
+
+
+def test_arguments_that_cannot_be_read(model):
+    """Nested too deeply for a reader of JSON, or with half a character: as the model wrote them, whole and streamed."""
+    for value in (1300 * "[" + 1300 * "]", r'"\ud800"'):
+        for tool in (SH, WEATHER):
+            text = f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {{"input": {value}}}}}\n</tool_call>'
+            (call,) = ask(model, text, tools=[tool], max_output_tokens=4000).output
+            assert value in (call.input if tool is SH else call.arguments)
+            last = list(ask(model, text, tools=[tool], max_output_tokens=4000, stream=True))[-1]
+            assert last.type == "response.completed"
+            if tool is WEATHER:
+                output = {"type": "function_call_output", "call_id": call.call_id, "output": "none"}
+                items = [{"role": "user", "content": "hello"}, call.to_dict(), output]
+                assert ask(model, "Fine.", input=items, tools=[tool]).output_text == "Fine."
+
+
+def test_a_choice_among_tools_that_are_left_out(model):
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, NAMED]}
+    tools = [{"type": "web_search"}, *TOOLS]
+    assert ask(model, "No.", tools=tools, tool_choice=allowed).output_text == "No."
+    refused(model, "tool_choice.tools[0].type", tools=tools, tool_choice=allowed | {"tools": [{"type": "web_search"}]})
+    refused(model, "tool_choice.namespace", tools=TOOLS, tool_choice=NAMED | {"namespace": 5})
+    refused(model, "tools[1].tools", tools=[{"type": "web_search"}, FILES | {"tools": []}])

@@ -108,7 +108,7 @@ def _input(arguments: str) -> str:
     """What a custom tool is given, by the arguments that the model wrote; these themselves where they were cut."""
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any]).get("input")
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return arguments
     return given if isinstance(given, str) else arguments
 

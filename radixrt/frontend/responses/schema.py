@@ -15,7 +15,7 @@ import msgspec
 from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
-from radixrt.frontend.responses.tools import Listed, field_in, flat_name, listed
+from radixrt.frontend.responses.tools import Listed, chosen_of, field_in, flat_name, listed
 from radixrt.frontend.schema import Int, Seed, check_verbosity, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
@@ -210,10 +210,12 @@ def _nested_choice(choice: Any) -> Any:
     match choice.get("type"):
         case "function" | "custom":
             name, namespace = choice.get("name"), choice.get("namespace")
-            both = isinstance(name, str) and isinstance(namespace, str)
+            if not isinstance(namespace, str | None):
+                refuse("tool_choice.namespace", "must be a string")
+            both = isinstance(name, str) and namespace is not None
             return {"type": "function", "function": {"name": flat_name(namespace, name) if both else name}}
         case "allowed_tools":
             tools = choice.get("tools")
-            nested = [_nested_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+            nested = [_nested_choice(tool) for tool in chosen_of(tools)] if isinstance(tools, list) else tools
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": nested}}
     return choice

@@ -66,6 +66,9 @@ class Listed:
 def listed(tools: list[dict[str, Any]]) -> list[Listed]:
     """The functions among the tools of a request, in its order. ApiError (400) for what is not served."""
     found = [one for i, tool in enumerate(tools) for one in _functions(f"tools[{i}]", tool)]
+    kinds = [tool.get("type") for tool in tools]
+    if not found and "namespace" in kinds:
+        refuse(f"tools[{kinds.index('namespace')}].tools", "must not be empty")
     if tools and not found:
         refuse("tools[0].type", f"must be 'function': {tools[0].get('type')!r} is not served here")
     return found
@@ -74,6 +77,11 @@ def listed(tools: list[dict[str, Any]]) -> list[Listed]:
 def without_hosted(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tools of a request, which has been checked, that are served."""
     return [tool for tool in tools if not HOSTED.fullmatch(tool["type"])]
+
+
+def chosen_of(tools: list[Any]) -> list[Any]:
+    """Of the tools of a choice those that are served; all, if none is, to be refused."""
+    return [t for t in tools if not (isinstance(t, dict) and HOSTED.fullmatch(str(t.get("type"))))] or tools
 
 
 def field_in(tools: list[Listed], field: str) -> str:

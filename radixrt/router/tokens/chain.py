@@ -71,9 +71,12 @@ def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return _plain_numbers(arguments) if arguments is not None else {}
     try:
-        return json.loads(arguments, parse_float=_number) if arguments.strip() else {}
+        value = json.loads(arguments, parse_float=_number) if arguments.strip() else {}
+        if "\\u" in arguments:
+            _to_json(value)  # UnicodeEncodeError for halves of characters
     except (ValueError, RecursionError):
         return arguments.strip()
+    return value
 
 
 def _number(text: str) -> float | int:

@@ -263,6 +263,8 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}
+        if "\\u" in arguments:
+            json.dumps(parsed, ensure_ascii=False).encode()  # UnicodeEncodeError for halves of characters
     except (ValueError, RecursionError):
         return call  # what a model wrote need not be JSON: the template gets it as it is
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
