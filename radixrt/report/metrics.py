@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:
     """The metrics in Prometheus' text format. Those with tenants are of one alone where one is named; sums over all
-    that name nobody, and the workers' loads, are shown always. The sums of workers that are
-    gone are shown for an hour, of the last hundred."""
+    that name nobody, and the workers' loads, are shown always. The sums of workers that are gone are shown for an hour,
+    of the last hundred."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(report, core, tenant))
     return generate_latest(registry).decode()

@@ -376,3 +376,18 @@ def test_template_comes_from_where_transformers_looks(tmp_path: Path) -> None:
 def test_a_template_that_is_no_jinja_is_refused_at_load() -> None:
     with pytest.raises(ValueError, match="chat template, line 2"):
         ours("a\n{% if %}")
+
+
+@pytest.mark.parametrize(("city", "whole"), [(r"K\u00f6ln", True), (r"\ud83d\ude00", True), (r"\ud83d", False)])
+def test_arguments_with_half_a_character_stay_text(city: str, whole: bool) -> None:
+    """They are no text that could be encoded; characters of two halves are."""
+    each = "{% for name, value in c.function.arguments|items %}{{ value }}{% endfor %}"
+    template = ours("{% for c in messages[0].tool_calls %}" + each + "{% endfor %}")
+    arguments = f'{{"city": "{city}"}}'
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    prompt = ChatPrompt([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    if whole:
+        assert template.render(prompt) == json.loads(arguments)["city"]
+    else:
+        with pytest.raises(FieldError, match="messages"):
+            template.render(prompt)
