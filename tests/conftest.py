@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -22,11 +23,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests import interpreter  # noqa: E402  (torch reads the environment when imported)
 
-interpreter.prepare()
-
 # How long an example takes says something of the machine, and the first text of all makes Hypothesis' own tables.
 settings.register_profile("radixrt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("radixrt")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests are the same on every machine: a GPU is seen by those who ask for it, by `tests/gpu` or by the marker."""
+    if not _asks_for_gpu(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    interpreter.prepare()
+
+
+def _asks_for_gpu(config: pytest.Config) -> bool:
+    folder = config.rootpath / "tests" / "gpu"
+    paths = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
+    marked = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr"))
+    return bool(marked) or any(path.resolve().is_relative_to(folder) for path in paths)
 
 
 def pytest_collection() -> None:

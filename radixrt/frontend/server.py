@@ -90,6 +90,7 @@ class Server(uvicorn.Server):
                 frontend.app,
                 loop="uvloop",
                 http=PatientProtocol,
+                ws="none",
                 lifespan="on",
                 log_config=None,
                 log_level="warning",

@@ -772,6 +772,6 @@ def test_what_comes_with_a_stop_string_and_behind_it_is_not_counted(tmp_path, cu
 
 
 def test_arguments_nested_too_deeply_are_no_object():
-    deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep)}}}</tool_call>'
     assert parse("hermes", text) == [Content(text)]

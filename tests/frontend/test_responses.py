@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -614,10 +615,14 @@ def test_items_that_cannot_be_told_are_refused(model, field, items):
 
 
 def test_items_nested_too_deeply(model):
-    deep: Any = 1
-    for _ in range(600):
-        deep = [deep]
-    refused(model, "input[0]", input=[item("shell_call", call_id="c", action={"commands": deep}), WORDS])
+    """Python 3.12 reads more within each other than 3.11 does, and than its own functions walk through."""
+    for depth, field in ((600, "input[0]"), (100_000, None)):
+        call = json.dumps(item("shell_call", call_id="c", action={"commands": 0}))
+        text = f'{{"model": "m", "input": [{call.replace("0", "[" * depth + "]" * depth)}, {json.dumps(WORDS)}]}}'
+        model.says("Yes.")
+        answer = httpx.post(model.url + "/v1/responses", content=text, headers={"x-api-key": "key-a"})
+        assert answer.status_code == 400 or (answer.status_code, depth) == (200, 600), answer.text
+        assert answer.status_code == 200 or answer.json()["error"]["param"] == field
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 2000}
     assert ask(model, "Yes.", input=[call, WORDS]).output_text == "Yes.", "a model may have written it"
 

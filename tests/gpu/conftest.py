@@ -11,7 +11,7 @@ import torch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = None
     if not torch.cuda.is_available():
-        reason = "no CUDA GPU"
+        reason = "no CUDA GPU, or hidden from this run (make gpu-test)"
     elif importlib.util.find_spec("flashinfer") is None:
         reason = "FlashInfer is not installed (pip install 'radixrt[cuda]')"
     for item in items:

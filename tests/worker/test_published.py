@@ -20,7 +20,7 @@ from radixrt.worker.loading import choose_dtype, look_up
 from radixrt.worker.model import FAMILIES, read_spec
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
-from tests.checkpoints import make_published
+from tests.checkpoints import make_published, require
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import GROWING, SEES, make_seeing
 from tests.worker.test_models import all_logits, load
@@ -147,6 +147,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_of_published_configs(tmp_path, name):
     family, changes = PUBLISHED[name]
     model = make_published(tmp_path, family, **changes)
+    if family == "minimax_m2" and model.config.rope_parameters.get("partial_rotary_factor") is None:
+        pytest.skip("this version of transformers does not read `rotary_dim`")
     prompt = prompts(1, 150, 150, 256)[0]
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
@@ -297,8 +299,9 @@ def logits(folder: Path) -> torch.Tensor:
 
 def rewrite(folder: Path, change) -> None:
     """Replace all weights by `change(weights)`."""
-    path = folder / "model.safetensors"
-    save_file({name: tensor.clone() for name, tensor in change(load_file(path)).items()}, path, {"format": "pt"})
+    path, other = folder / "model.safetensors", folder / "written"
+    save_file({name: tensor.clone() for name, tensor in change(load_file(path)).items()}, other, {"format": "pt"})
+    other.replace(path)  # somebody may have mapped it
 
 
 def edit(folder: Path, **changes) -> None:
@@ -568,6 +571,7 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(family):
     config = of_few_words(family)
     assert set(config.get("text_config", config)) - set(WITH.get(family, {})) == NEEDED[family]
     known = "deepseek_v3" if family == "kimi_k2" else family
+    require(known)
     theirs = AutoConfig.for_model(known, **copy.deepcopy(config)).to_dict()
     assert meant({"model_type": family} | config) == meant(theirs)
 

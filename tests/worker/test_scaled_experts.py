@@ -14,7 +14,7 @@ from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.scaled import BLOCK, FP8, Rounding, Scaled, rounded
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounding, Scaled, rounded
 from tests.checkpoints import make_model
 from tests.worker.test_scaled import CPU, KINDS, decoder, error, logits, of_blocks, of_rows, of_tensor, store
 
@@ -27,7 +27,7 @@ def weight_of(rounding: Rounding, rows: int, columns: int) -> Scaled:
     if rounding is Rounding.ROWS:
         return Scaled.of(wide)
     scales = 0.001 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK))
-    return Scaled.by_blocks((100 * wide).to(FP8), scales)
+    return Scaled.by_blocks((100 * wide).clamp(-LIMIT, LIMIT).to(FP8), scales)
 
 
 def stack_of(rounding: Rounding, rows: int, columns: int) -> ScaledStack:

@@ -15,7 +15,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import Products, part_of_scale
-from radixrt.worker.model.scaled import FP8
+from radixrt.worker.model.scaled import FP8, LIMIT
 from radixrt.worker.model.sharding import Part, Shard
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
@@ -188,7 +188,7 @@ def in_blocks(name: str, whole: torch.Tensor, block: tuple[int, int]) -> tuple[d
     count, rows, columns = whole.shape
     scale = 0.001 + 0.01 * torch.rand(count, -(-rows // block[0]), -(-columns // block[1]))
     each = scale[:, torch.arange(rows) // block[0]][:, :, torch.arange(columns) // block[1]]
-    stored = (whole / each).to(FP8)
+    stored = (whole / each).clamp(-LIMIT, LIMIT).to(FP8)
     return {name: stored, f"{name}_scale_inv": scale}, stored.float() * each
 
 

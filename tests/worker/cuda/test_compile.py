@@ -293,7 +293,8 @@ def test_products_by_blocks_fit_in_the_shared_memory_of_every_gpu_that_has_them(
 def run(script: str, tmp_path: Path, *arguments: str) -> None:
     pytest.importorskip("triton")
     root = Path(__file__).parents[3]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-W", "error::UserWarning", "-c", script, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,7 @@ from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
-from radixrt.worker.model.scaled import BLOCK, FP8, Rounded, Rounding, Scaled
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding, Scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
@@ -235,7 +235,7 @@ def stack_of(rounding: Rounding, count: int, rows: int, columns: int, device: to
         weight = Scaled.of(wide)
         if rounding is Rounding.BLOCKS:
             scales = 0.01 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
-            weight = Scaled.by_blocks((wide * 100).to(FP8), scales)
+            weight = Scaled.by_blocks((wide * 100).clamp(-LIMIT, LIMIT).to(FP8), scales)
         stack = stack or ScaledStack.like(weight, count)
         assert stack.put(number, weight)
     return stack

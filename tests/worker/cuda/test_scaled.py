@@ -27,7 +27,7 @@ def weight_of(rounding: Rounding, rows: int, columns: int, device: torch.device)
     if rounding is Rounding.ROWS:
         return Scaled.of(wide)
     scales = 0.01 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
-    return Scaled.by_blocks((wide * 100).to(FP8), scales)
+    return Scaled.by_blocks((wide * 100).clamp(-LIMIT, LIMIT).to(FP8), scales)
 
 
 @pytest.mark.parametrize("rounding", Rounding)
