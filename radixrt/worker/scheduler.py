@@ -5,9 +5,7 @@ other within a token budget a step. There are no phases: hits, chunks, decoding 
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
-Order of waiting requests: smallest `arrival - hit` first, both in tokens, where arrival is what the worker had
-scheduled when the request came. The longest hit goes first, but a request is overtaken only by those that came within
-the length of their hit after it: nobody starves, however long the queue.
+Of waiting requests the one comes first of which the cache holds most, and now and then the oldest, see `waiting`.
 
 Counts move on when a step is planned, token values come when its result is applied. So step n+1 may be planned while
 step n runs; what it needs of step n's tokens, the device has.
@@ -281,7 +279,7 @@ class Scheduler:
         if self.num_running and not self.cache.can_take(missing + self.num_running):
             self.cache.withdraw(request)
             return None
-        self._waiting.remove(request)
+        self._waiting.take(request)
         request.admissions += 1
         if request.admissions == 1:
             request.cached_tokens = min(request.computed, request.came)

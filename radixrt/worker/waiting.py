@@ -5,21 +5,92 @@ of them sends, another's request waits for what is being computed, not for what 
 waiting is counted from where the least served of those that wait is, or, if none waits, from where the one is whose
 prompt was computed last: nobody saves up, and nobody pays for having been here first.
 
-Within a tenant: smallest `arrival - hit` first, see `scheduler`.
+Within a tenant the one comes first of whose tokens the cache holds the largest share: what it waits for is taken from
+the cache by others, and then it costs them all. Where agents' contexts are more than the cache holds, the order of
+arrival gives every one back its turn just after its context was evicted (bench/README.md, "Full caches"). But the
+oldest is overtaken by three times as many tokens as it needs itself, and no more: nobody starves, however many hits
+there are, and however long the queue is.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 
 REFRESHED = 16
-"""Waiting requests whose hit is looked up anew in a step; with the one that is next, all that a long queue costs."""
+"""Waiting requests whose hit is looked up anew in a step, and most of those that seem to be next: a long queue costs no
+more."""
+OVERTAKING = 3
+"""Tokens computed of requests that overtake the oldest, at most, for each that the oldest needs."""
 
-_Entry = tuple[int, tuple[int, int], Request]
+_Age = tuple[int, tuple[int, int]]
+
+
+class _Queue:
+    """One tenant's requests, in two orders."""
+
+    def __init__(self) -> None:
+        self.by_age: list[tuple[_Age, Request]] = []
+        self._by_share: list[tuple[float, _Age, Request]] = []
+        self._shares: dict[int, float] = {}
+        """By request, what it has its place by: it may gain tokens while it waits."""
+        self._overtaken = 0
+        """Tokens of others that were served before the oldest, less what those before it have made up for."""
+
+    def __len__(self) -> int:
+        return len(self.by_age)
+
+    @property
+    def age(self) -> _Age:
+        """Of the oldest."""
+        return self.by_age[0][0]
+
+    @property
+    def next(self) -> Request:
+        return self.by_age[0][1] if self._is_due else self._by_share[0][2]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the oldest has been overtaken by as much as may be."""
+        return self._overtaken >= OVERTAKING * _missing(self.by_age[0][1])
+
+    def add(self, request: Request) -> None:
+        insort(self.by_age, (_age(request), request))
+        self._enter(request)
+
+    def remove(self, request: Request) -> None:
+        del self.by_age[bisect_left(self.by_age, (_age(request),))]
+        self._leave(request)
+
+    def move(self, request: Request) -> None:
+        """The cache holds more of it, or less, than before."""
+        self._leave(request)
+        self._enter(request)
+
+    def serve(self, request: Request) -> None:
+        """A request, still here, will be computed."""
+        if request is not self.by_age[0][1]:
+            self._overtaken += _missing(request)
+        elif self._is_due:
+            self._overtaken -= OVERTAKING * _missing(request)
+
+    def _enter(self, request: Request) -> None:
+        self._shares[request.id] = share = -request.hit / request.total
+        insort(self._by_share, (share, _age(request), request))
+
+    def _leave(self, request: Request) -> None:
+        del self._by_share[bisect_left(self._by_share, (self._shares.pop(request.id), _age(request)))]
+
+
+def _age(request: Request) -> _Age:
+    return request.arrival, request.place
+
+
+def _missing(request: Request) -> int:
+    return request.total - request.hit
 
 
 class Service:
@@ -72,34 +143,35 @@ class Waiting:
         """Of all that wait: known, and not in the tree when last looked."""
         self._cache = cache
         self._service = service
-        self._queues: dict[str, list[_Entry]] = {}
-        """By tenant, heaps; none is empty."""
+        self._queues: dict[str, _Queue] = {}
+        """By tenant; none is empty."""
         self._refreshed, self._step = 0, -1
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[2] for queue in self._queues.values() for entry in queue)
+        return (request for queue in self._queues.values() for _, request in queue.by_age)
 
     def add(self, request: Request) -> None:
         tenant = request.tenant
         if tenant not in self._queues:
             self._service.lift(tenant, min(map(self._service.of, self._queues), default=self._service.last))
-            self._queues[tenant] = []
+            self._queues[tenant] = _Queue()
         request.hit, request.seen = self._cache.hit(request), self._cache.tree.version
-        self.tokens += request.total - request.hit
-        heapq.heappush(self._queues[tenant], (request.arrival - request.hit, request.place, request))
+        self.tokens += _missing(request)
+        self._queues[tenant].add(request)
+
+    def take(self, request: Request) -> None:
+        """Remove one that will be computed."""
+        self._queues[request.tenant].serve(request)
+        self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Wherever it is in the order."""
         queue = self._queues[request.tenant]
-        if queue[0][2] is request:
-            heapq.heappop(queue)
-        else:
-            queue[:] = [entry for entry in queue if entry[2] is not request]
-            heapq.heapify(queue)
-        self.tokens -= request.total - request.hit
+        queue.remove(request)
+        self.tokens -= _missing(request)
         if not queue:
             del self._queues[request.tenant]
 
@@ -108,37 +180,35 @@ class Waiting:
         """Whose request is next."""
         if len(self._queues) < 2:
             return next(iter(self._queues), None)
-        return min(self._queues, key=lambda tenant: (self._service.of(tenant), self._queues[tenant][0]))
+        return min(self._queues, key=lambda tenant: (self._service.of(tenant), self._queues[tenant].age))
 
     def first(self) -> Request:
         """The one that is next; there is one."""
         tenant = self.tenant
         assert tenant is not None
         queue = self._queues[tenant]
-        if self._look_up(queue, 0):  # others may be before it now
-            heapq.heapify(queue)
-        return queue[0][2]
+        for _ in range(REFRESHED):
+            request = queue.next
+            if not self._look_up(queue, request):
+                break  # else others may be before it now
+        return request
 
     def refresh(self, step: int) -> None:
         """Look up some requests' hits anew, once a step: the tree has changed since they were queued."""
         if step == self._step:
             return
         self._step, total = step, len(self)
-        changed: dict[int, list[_Entry]] = {}
         for _ in range(min(REFRESHED, total)):
             self._refreshed = index = (self._refreshed + 1) % total
             for queue in self._queues.values():
                 if index < len(queue):
                     break
                 index -= len(queue)
-            if self._look_up(queue, index):
-                changed[id(queue)] = queue
-        for queue in changed.values():
-            heapq.heapify(queue)
+            self._look_up(queue, queue.by_age[index][1])
 
-    def _look_up(self, queue: list[_Entry], index: int) -> bool:
+    def _look_up(self, queue: _Queue, request: Request) -> bool:
         """Renew the hit of a request; whether it changed, and with it the request's place in the order."""
-        request, version = queue[index][2], self._cache.tree.version
+        version = self._cache.tree.version
         if request.seen == version:
             return False
         hit, request.seen = self._cache.hit(request), version
@@ -146,5 +216,5 @@ class Waiting:
             return False
         self.tokens -= hit - request.hit
         request.hit = hit
-        queue[index] = (request.arrival - hit, request.place, request)
+        queue.move(request)
         return True

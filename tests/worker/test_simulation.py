@@ -235,7 +235,7 @@ def test_a_cold_request_is_not_starved_by_hits() -> None:
             break
         finished_before = len(bench.finish)
     assert 1 in bench.finish
-    assert 1 < finished_before <= 120  # hits go first, but only for about the hit's length in tokens
+    assert 140 < finished_before <= 152, "three tokens of hits, each a request, for one of the 50 that it needs"
 
 
 def test_longest_hit_goes_first() -> None:
