@@ -16,6 +16,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
 from radixrt.router.placement import Candidate
 from radixrt.tree import RadixTree
-from radixrt.worker import fake, loop
+from radixrt.worker import fake, kept, loop, waiting
 from radixrt.worker.fake import FakeRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
@@ -284,6 +285,11 @@ def askers(fleet: Fleet) -> Callable[[], None]:
     return lambda: one(5)
 
 
+def strangers(fleet: Fleet) -> Callable[[], None]:
+    """Prompts of 3,000 tokens that nobody will see again, as fast as they can come."""
+    return lambda: fleet.ask(tokens(fleet, 2000, 4000), 200)
+
+
 LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
     "chats": (chats, 240, 5.2),
     "tenants": (tenants, 2400, 85.0),
@@ -293,6 +299,8 @@ LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
     "bursts": (bursts, 40, 1.0),
     "128 agents": (agents, 128, 512.0),
     "256 agents": (agents, 256, 512.0),
+    "512 agents": (agents, 512, 512.0),
+    "strangers": (strangers, 2400, 2400.0),
     "64 askers": (askers, 64, 128.0),
 }
 """By name: what arrives, how many times, how often a second."""
@@ -319,8 +327,10 @@ def in_turn() -> Choice:
     return lambda _tokens, workers, *_: (workers[next(numbers) % len(workers)], 0.0)
 
 
+BY_ARRIVAL = "by arrival"
 CHOICES: dict[str, Callable[[], Choice]] = {
     "radixrt": lambda: placement.place,
+    BY_ARRIVAL: lambda: placement.place,
     "most hits": lambda: most_hits,
     "fewest requests": lambda: fewest,
     "in turn": in_turn,
@@ -331,7 +341,13 @@ def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]
     """Of the last three quarters of a load's requests."""
     clock, (make, times, rate) = Clock(), LOADS[load]
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
-    with plain, patch.object(fake, "time", clock), patch.object(placement, "place", CHOICES[choice]()):
+    with ExitStack() as patches:
+        for one in (plain, patch.object(fake, "time", clock), patch.object(kept, "time", clock)):
+            patches.enter_context(one)
+        patches.enter_context(patch.object(placement, "place", CHOICES[choice]()))
+        if choice == BY_ARRIVAL:
+            patches.enter_context(patch.object(waiting, "OVERTAKING", 0))
+            patches.enter_context(patch.object(kept, "LEAST", 2.0))  # nothing is kept
         fleet = Fleet(clock, seed)
         one, when = make(fleet), 0.0
         for _ in range(max(4, int(times * scale))):

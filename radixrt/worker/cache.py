@@ -1,6 +1,6 @@
 """The radix tree and the KV pages together: the only place where pages are taken and given back.
 
-    pages:   free | in the tree (leased, by requests or pins, or evictable) | private to a running request
+    pages:   free | in the tree (leased, by requests, pins or `kept`, or evictable) | private to a running request
 
     a running request's row of the page table
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixrt.tree import RadixTree
+from radixrt.worker.kept import Kept
 from radixrt.worker.pins import Pins
 from radixrt.worker.request import Request
 
@@ -47,6 +48,7 @@ class PageCache:
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share)
+        self.kept = Kept()
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """Pages in each row."""
@@ -69,7 +71,7 @@ class PageCache:
 
     @property
     def leased_pages(self) -> int:
-        """Pages of running requests, in the tree or private, and those of pins."""
+        """Pages of running requests, in the tree or private, and those that are pinned or kept."""
         return self.tree.leased_tokens // self.page_size + self._private_pages()
 
     @property
@@ -120,7 +122,7 @@ class PageCache:
         return gained
 
     def reserve(self, request: Request, tokens: int) -> None:
-        """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages: not even without pins."""
+        """Make room for `tokens` tokens of a running request, evicting if needed. OutOfPages: not even without pins."""
         held = int(self.held[request.row])
         missing = -(-tokens // self.page_size) - held
         if missing > 0:
@@ -168,10 +170,11 @@ class PageCache:
             theirs = _int32(request.lease.values(start, start + present))
             self._fill(request.row, start // self.page_size, theirs)
 
-    def retire(self, request: Request) -> None:
-        """Take a request off its row; all that it has computed, of tokens that are known, stays in the tree."""
+    def retire(self, request: Request, keep: bool = False) -> None:
+        """Take a request off its row; all that it has computed, of tokens that are known, stays in the tree, where it
+        is kept for a moment if `keep`."""
         self.publish(request, min(request.computed, len(request.tokens)))
-        self._leave(request)
+        self._leave(request, keep)
 
     def discard(self, request: Request, keep: int) -> None:
         """Take a request off its row; what the tree has of it beyond `keep` tokens goes too, if it is its own."""
@@ -184,10 +187,13 @@ class PageCache:
         """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, unless others lease it."""
         self._give_back(_int32(self.tree.forget(request.namespace, request.tokens[:length], keep)))
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, keep: bool = False) -> None:
         row = request.row
         self._give_back(self.table[row, request.lease.length // self.page_size : int(self.held[row])])
-        request.lease.release()
+        if keep:
+            self.kept.keep(request, request.lease)
+        else:
+            request.lease.release()
         request.lease = None
         request.computed = 0
         request.row = -1
@@ -215,14 +221,14 @@ class PageCache:
         return found
 
     def can_take(self, pages: int) -> bool:
-        """Whether that many pages are free or could be evicted; pins stay."""
+        """Whether that many pages are free or could be evicted; what is pinned or kept stays."""
         return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
 
     def _take(self, count: int) -> np.ndarray:
         """So many pages, to be put into the table before any are given back."""
         if count > self._num_free:
             while not self.can_take(count):
-                if not self.pins.release_oldest():
+                if not self.kept.release_oldest() and not self.pins.release_oldest():
                     raise OutOfPages
             freed = _int32(self.tree.evict((count - self._num_free) * self.page_size))
             self.evicted_tokens += len(freed) * self.page_size

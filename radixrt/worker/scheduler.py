@@ -31,6 +31,8 @@ from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import Service, Waiting
 
+SHARE = 0.4
+"""Of the pool: while those that run have no more, others are admitted at the expense of what is kept."""
 MOST_GROUPS = 1024
 """Groups that are remembered; the router ends each within seconds."""
 
@@ -75,6 +77,7 @@ class Scheduler:
         if request.matcher is not None and not request.generated:
             self._force(request)
         self._service.come(request.tenant)
+        self.cache.kept.come(request)
         self._waiting.add(request)
 
     def _arrive(self, request: Request) -> None:
@@ -121,10 +124,12 @@ class Scheduler:
         request.over = True
         if request.row >= 0:
             self.running.remove(request)
-            self.cache.retire(request)
+            self.cache.retire(request, keep=bool(self._waiting) and request.score_from is None)
         else:
             self._waiting.remove(request)
         self._service.go(request.tenant)
+        if not self._requests:
+            self.cache.kept.clear()
 
     # ------------------------------------------------------------ plan
 
@@ -132,6 +137,8 @@ class Scheduler:
         """The next step, or None when there is nothing to compute, or the result of the one before should be applied
         first. Pages are taken here, and prompts enter the tree."""
         running = self.running
+        if kept := self.cache.kept:
+            kept.expire() if self._waiting else kept.clear()
         if running.drafting and waits(sum(r.pending > 0 for r in running.drafting), running.generating):
             return None
         drafts = self._draft() if running.drafting else []
@@ -267,24 +274,40 @@ class Scheduler:
         return count
 
     def _admit(self) -> Request | None:
-        """Take the first waiting request on a row, if there is room for all of it beside those that run."""
+        """Take a waiting request on a row, if there is room for all of it beside those that run."""
         self._waiting.refresh(self.steps)
         if not self.cache.has_row:
             return None
-        request = self._waiting.first()
-        if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
-            return None
-        self.cache.admit(request)
-        missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
-        if self.num_running and not self.cache.can_take(missing + self.num_running):
+        for request in self._waiting.first():
+            if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
+                return None
+            self.cache.admit(request)
+            missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
+            if not self.num_running or self._has_room(request, missing + self.num_running):
+                break
             self.cache.withdraw(request)
+        else:
             return None
+        self.cache.kept.admitted(request)
         self._waiting.take(request)
         request.admissions += 1
         if request.admissions == 1:
             request.cached_tokens = min(request.computed, request.came)
         self.running.behind.append(request)
         return request
+
+    def _has_room(self, request: Request, pages: int) -> bool:
+        """Whether so many pages can be taken for a request. What is kept of other tenants goes for it, and of its own
+        if little runs, or if it has waited for long."""
+        cache, kept = self.cache, self.cache.kept
+        while not cache.can_take(pages):
+            little = self.running.tokens < SHARE * cache.total_pages * cache.page_size
+            spared = None if little or self._waiting.has_waited(request) else request.tenant
+            if not cache.can_take(pages - kept.tokens(spared) // cache.page_size):
+                return False
+            if not kept.release_oldest(spared):
+                return False
+        return True
 
     # ------------------------------------------------------------ apply
 
@@ -403,6 +426,7 @@ class Scheduler:
         """What a request computed is of no use: nothing of its path stays, whosever it was, that nobody else leases."""
         if not request.over:
             self._fail(request, 0, reason, outputs)
+        self.cache.kept.clear()
         self.cache.forget(request, len(request.tokens))
 
     def _fail(self, request: Request, keep: int, reason: str, outputs: list[Output]) -> None:

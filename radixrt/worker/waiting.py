@@ -24,7 +24,9 @@ REFRESHED = 16
 """Waiting requests whose hit is looked up anew in a step, and most of those that seem to be next: a long queue costs no
 more."""
 OVERTAKING = 3
-"""Tokens computed of requests that overtake the oldest, at most, for each that the oldest needs."""
+"""Tokens computed of requests that overtake the oldest, at most, for each that the oldest needs, if there is room."""
+OVERTAKING_WITHOUT_ROOM = 15
+"""The same while there is none without giving up what is kept of those who will be back."""
 
 _Age = tuple[int, tuple[int, int]]
 
@@ -50,12 +52,15 @@ class _Queue:
 
     @property
     def next(self) -> Request:
-        return self.by_age[0][1] if self._is_due else self._by_share[0][2]
+        return self.by_age[0][1] if self.is_due() else self._by_share[0][2]
 
     @property
-    def _is_due(self) -> bool:
-        """Whether the oldest has been overtaken by as much as may be."""
-        return self._overtaken >= OVERTAKING * _missing(self.by_age[0][1])
+    def most_cached(self) -> Request:
+        return self._by_share[0][2]
+
+    def is_due(self, times: int = OVERTAKING) -> bool:
+        """Whether the oldest has been overtaken by so many times the tokens that it needs."""
+        return self._overtaken >= times * _missing(self.by_age[0][1])
 
     def add(self, request: Request) -> None:
         insort(self.by_age, (_age(request), request))
@@ -74,7 +79,7 @@ class _Queue:
         """A request, still here, will be computed."""
         if request is not self.by_age[0][1]:
             self._overtaken += _missing(request)
-        elif self._is_due:
+        elif self.is_due():
             self._overtaken -= OVERTAKING * _missing(request)
 
     def _enter(self, request: Request) -> None:
@@ -182,8 +187,8 @@ class Waiting:
             return next(iter(self._queues), None)
         return min(self._queues, key=lambda tenant: (self._service.of(tenant), self._queues[tenant].age))
 
-    def first(self) -> Request:
-        """The one that is next; there is one."""
+    def first(self) -> Iterator[Request]:
+        """The one that is next, then, if that is its tenant's oldest, the one of which more is cached; there is one."""
         tenant = self.tenant
         assert tenant is not None
         queue = self._queues[tenant]
@@ -191,7 +196,18 @@ class Waiting:
             request = queue.next
             if not self._look_up(queue, request):
                 break  # else others may be before it now
-        return request
+        yield request
+        for _ in range(REFRESHED):
+            other = queue.most_cached
+            if not self._look_up(queue, other):
+                break
+        if other is not request:
+            yield other
+
+    def has_waited(self, request: Request) -> bool:
+        """Whether a request is its tenant's oldest, and may not be overtaken any more in any case."""
+        queue = self._queues[request.tenant]
+        return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 
     def refresh(self, step: int) -> None:
         """Look up some requests' hits anew, once a step: the tree has changed since they were queued."""

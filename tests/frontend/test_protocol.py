@@ -75,7 +75,7 @@ class Server:
 
     def __init__(self, app: App) -> None:
         self.app, self.state = app, ServerState()
-        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
+        config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, proxy_headers=False)
         config.timeout_keep_alive = PATIENCE  # type: ignore[assignment]
         self.make = lambda: PatientProtocol(config, self.state, {})
 

@@ -111,7 +111,7 @@ def test_scores_come_once_though_preempted():
     bench.add(0, [7] * 3, 30)
     bench.step()
     bench.step()
-    bench.add(1, prompt, 0, score_from=1).arrival += 1
+    bench.add(1, prompt, 0, score_from=1)
     bench.drain()
     assert bench.scheduler.preemptions
     assert bench.scores[1] == [fake_logprob(t) for t in prompt[1:]]

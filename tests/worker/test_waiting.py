@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from radixrt.worker.waiting import Service
+from radixrt.messages import Run, Sampling
+from radixrt.worker.request import Request
+from radixrt.worker.waiting import OVERTAKING, REFRESHED, Service, Waiting
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
 
@@ -184,3 +186,103 @@ def test_what_was_forced_is_not_made_to_wait():
     bench.add(3, prompt(3, 40), 1, namespace="c")
     plan = bench.scheduler.plan()
     assert [r.id for r in plan.requests][0] == 1
+
+
+class Hits:
+    """A cache that holds what it is told to, of requests by id."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+        self.tree = self
+        self.version = 0
+
+    def hit(self, request: Request) -> int:
+        return self.of.get(request.id, 0)
+
+
+def asked(id: int, length: int, arrival: int = 0, namespace: str = "a") -> Request:
+    run = Run(id=id, namespace=namespace, ids=bytes(4 * length), prompt_len=length, sampling=Sampling())
+    request = Request(run, length + 9, frozenset())
+    request.arrival = arrival
+    return request
+
+
+def queue_of(cache: Hits, *requests: Request) -> Waiting:
+    service = Service()
+    waiting = Waiting(cache, service)
+    for request in requests:
+        service.come(request.tenant)
+        waiting.add(request)
+    return waiting
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_order_is_that_of_its_definition(seed):
+    """Against one that looks at all of them: the oldest if it was overtaken by three times what it needs, else the one
+    of which the largest share is cached; what the cache holds changes, requests gain tokens, leave, and come back."""
+    rng = random.Random(seed)
+    cache, here, clock, overtaken = Hits(), {}, 0, 0
+    waiting = queue_of(cache)
+    waiting._service.come("a")
+    for id in range(300):
+        clock += rng.randint(0, 3)
+        cache.of[id] = rng.choice([0, 0, 5, 9, 15])
+        here[id] = asked(id, rng.choice([10, 16, 30]), clock)
+        cache.of[id] = min(cache.of[id], here[id].total - 1)
+        waiting.add(here[id])
+        for other in rng.sample(sorted(here), min(len(here), 2)):
+            if rng.random() < 0.3:
+                waiting.remove(here[other])
+                if rng.random() < 0.5:
+                    waiting.add(here[other])
+                else:
+                    del here[other]
+            elif rng.random() < 0.3:
+                here[other].tokens.append(1)
+                waiting.tokens += 1
+        cache.version += 1
+        for other in rng.sample(sorted(here), min(len(here), 3)):
+            cache.of[other] = rng.randrange(here[other].total)
+        for request in here.values():  # in the end all are looked up; here, at once
+            waiting._look_up(waiting._queues["a"], request)
+        while here and rng.random() < 0.6:
+            oldest = min(here.values(), key=lambda r: (r.arrival, r.place))
+            most = max(
+                waiting._queues["a"]._shares, key=lambda id: (-waiting._queues["a"]._shares[id], -here[id].arrival, -id)
+            )
+            due = overtaken >= OVERTAKING * (oldest.total - oldest.hit)
+            expected = [oldest, here[most]] if due and oldest.id != most else [oldest if due else here[most]]
+            assert list(waiting.first()) == expected
+            taken = rng.choice(expected)
+            if taken is not oldest:
+                overtaken += taken.total - taken.hit
+            elif due:
+                overtaken -= OVERTAKING * (taken.total - taken.hit)
+            waiting.take(taken)
+            del here[taken.id]
+        if not here:
+            overtaken = 0
+        assert len(waiting) == len(here) and waiting.tokens == sum(r.total - r.hit for r in here.values())
+
+
+def test_what_is_not_cached_any_more_is_not_first():
+    """It is looked up before it is taken; so are those that come first then."""
+    cache = Hits()
+    cache.of = {1: 9, 2: 8, 3: 7}
+    waiting = queue_of(cache, *(asked(id, 10, id) for id in range(4)))
+    assert [r.id for r in waiting.first()] == [1]
+    cache.of, cache.version = {3: 7}, 1
+    assert [r.id for r in waiting.first()] == [3]
+
+
+def test_few_are_looked_up_in_a_step_however_many_wait():
+    cache = Hits()
+    waiting = queue_of(cache, *(asked(id, 10, id) for id in range(500)))
+    looked = []
+    cache.hit = lambda request: looked.append(request.id) or 0
+    for step in range(1, 100):
+        cache.version, before = step, len(looked)
+        waiting.refresh(step)
+        list(waiting.first())
+        assert len(looked) - before <= 3 * REFRESHED
+    assert len(set(looked)) == 500, "all of them in turn"

@@ -1,0 +1,258 @@
+"""What an agent's turn leaves in the cache is there when its next turn comes, though others wait for pages."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from radixrt.messages import Run, Sampling
+from radixrt.worker import kept
+from radixrt.worker.kept import LEAST, MOST, SECONDS, Kept
+from radixrt.worker.request import Request
+from radixrt.worker.waiting import OVERTAKING_WITHOUT_ROOM
+from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
+
+AGENT = [7] * 40
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(kept, "time", found := Clock())
+    return found
+
+
+def crowded(stranger: str = "a", needs: int = 50) -> tuple[Bench, list[int]]:
+    """An agent's turn has ended; one that goes on for long and what the agent left are all that the pool has, and a
+    stranger waits who could have that. Also the agent's next prompt."""
+    bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
+    bench.add(0, [8] * 45, 40, namespace="a")
+    bench.add(1, AGENT, 2, namespace="a")
+    bench.step()
+    bench.add(2, [9] * needs, 2, namespace=stranger)
+    while 1 not in bench.finish:
+        bench.step()
+    return bench, [*AGENT, *bench.tokens[1], 5, 6]
+
+
+def test_the_next_turn_finds_what_the_turn_before_left(clock):
+    bench, history = crowded()
+    for _ in range(3):
+        bench.step()
+    assert not bench.tokens[2] and bench.scheduler.num_waiting == 1
+    bench.add(3, history, 2, namespace="a")
+    bench.drain()
+    assert bench.cached[3] >= len(AGENT)
+    assert sorted(bench.finish) == [0, 1, 2, 3] and bench.cache.leased_pages == 0
+
+
+def test_without_it_the_stranger_takes_it(clock, monkeypatch):
+    monkeypatch.setattr(kept, "LEAST", 2.0)
+    bench, history = crowded()
+    for _ in range(3):
+        bench.step()
+    assert bench.tokens[2]
+    bench.add(3, history, 2, namespace="a")
+    bench.drain()
+    assert bench.cached[3] < len(AGENT) // 2
+
+
+def test_it_is_kept_for_a_time(clock):
+    bench, _ = crowded()
+    clock.now += SECONDS - 0.1
+    bench.step()
+    assert bench.scheduler.num_waiting == 1
+    clock.now += 0.2
+    bench.step()
+    assert bench.scheduler.num_waiting == 0
+    assert bench.cache.kept.returning < 0.5
+    bench.drain()
+
+
+def test_who_comes_back_is_waited_for_longer(clock):
+    """It is in the queue, and others are before it."""
+    bench, history = crowded()
+    clock.now += SECONDS - 0.1
+    request = bench.add(3, history, 2, namespace="a")
+    assert bench.cache.kept.returning > 0.5
+    bench.scheduler._waiting.remove(request)  # as if there were no row for it
+    clock.now += SECONDS - 0.1
+    bench.step()
+    assert bench.scheduler.num_waiting == 1 and not bench.tokens[2]
+    bench.scheduler._waiting.add(request)
+    bench.drain()
+    assert bench.cached[3] >= len(AGENT)
+
+
+def test_another_tenant_need_not_wait_for_it(clock):
+    bench, _ = crowded("b")
+    bench.step()
+    assert bench.scheduler.num_waiting == 0
+    bench.drain()
+
+
+def test_it_goes_before_a_running_request_must(clock):
+    bench, _ = crowded()
+    assert bench.cache.leased_pages >= 80
+    while 0 not in bench.finish:
+        bench.step()
+    assert len(bench.tokens[0]) == 40 and not bench.scheduler.preemptions
+    bench.drain()
+
+
+def test_little_that_runs_is_joined(clock):
+    """Others than an agent's next turn are admitted while the pool is mostly kept."""
+    bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
+    bench.add(0, [8] * 20, 60, namespace="a")
+    bench.add(1, AGENT, 2, namespace="a")
+    bench.step()
+    bench.add(2, [9] * 70, 2, namespace="a")
+    while 1 not in bench.finish:
+        bench.step()
+    for _ in range(2):
+        bench.step()
+    assert bench.scheduler.num_waiting == 0
+    bench.drain()
+
+
+def test_who_was_overtaken_for_long_gets_it(clock):
+    bench, _ = crowded(needs=30)
+    queue = bench.scheduler._waiting._queues["a"]
+    queue._overtaken = OVERTAKING_WITHOUT_ROOM * 30 - 1
+    bench.step()
+    assert bench.scheduler.num_waiting == 1, "its turn has come, but there is no room"
+    queue._overtaken += 1
+    bench.step()
+    assert bench.scheduler.num_waiting == 0
+    bench.drain()
+
+
+def test_it_is_not_given_up_for_what_has_no_room_all_the_same(clock):
+    bench, history = crowded(needs=58)
+    bench.scheduler._waiting._queues["a"]._overtaken = 10_000
+    bench.step()
+    bench.step()
+    bench.add(3, history, 2, namespace="a")
+    bench.drain()
+    assert bench.cached[3] >= len(AGENT)
+
+
+def test_nothing_is_kept_where_nobody_waits(clock):
+    bench = Bench()
+    bench.add(0, [7] * 20, 2)
+    bench.drain()
+    assert not bench.cache.kept and bench.cache.leased_pages == 0
+
+
+def test_nothing_is_kept_when_all_have_gone(clock):
+    bench, _ = crowded()
+    assert bench.cache.kept
+    for id in (0, 2):
+        bench.scheduler.abort(id)
+    assert not bench.cache.kept
+    bench.drain()
+    assert bench.cache.leased_pages == 0
+
+
+def test_scored_texts_are_not_kept(clock):
+    """The text of one choice is not gone on from."""
+    bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
+    bench.add(0, [8] * 45, 40, namespace="a")
+    bench.add(1, AGENT, 0, namespace="a", score_from=30)
+    bench.add(2, [9] * 50, 2, namespace="a")
+    while 1 not in bench.finish:
+        bench.step()
+    assert bench.scheduler.num_waiting and not bench.cache.kept
+    bench.drain()
+
+
+class Lease:
+    released = False
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
+
+
+def ended(prompt: list[int], namespace: str = "a") -> Request:
+    run = Run(id=random.getrandbits(40), namespace=namespace, ids=np.array(prompt, np.int32).tobytes(),
+              prompt_len=len(prompt), sampling=Sampling())  # fmt: skip
+    return Request(run, len(prompt) + 10, frozenset())
+
+
+def test_who_goes_on_from_what(clock):
+    found, leases = Kept(), [Lease() for _ in range(3)]
+    for lease, prompt, namespace in zip(leases, ([1] * 30, [1] * 29 + [2], [1] * 30), ("a", "a", "b"), strict=True):
+        found.keep(ended(prompt, namespace), lease)
+    for prompt in ([1] * 30, [1] * 28 + [2] * 9, [3] * 40):  # nothing more; not all of it; something else
+        found.come(ended(prompt))
+    assert found.returning == 0.5
+    turn = ended([1] * 29 + [2, 3])
+    found.come(turn)
+    found.come(ended([1] * 29 + [2, 4]))
+    assert found.returning == pytest.approx(0.5 + 0.5 / 32), "counted once"
+    found.admitted(ended([1] * 29 + [2, 3]))
+    assert not any(lease.released for lease in leases)
+    found.admitted(turn)
+    assert [lease.released for lease in leases] == [False, True, False]
+    assert found.release_oldest("a") and [lease.released for lease in leases] == [False, True, True]
+    assert not found.release_oldest("a") and found.release_oldest() and not found.release_oldest()
+
+
+def test_where_few_come_back_nothing_is_kept(clock):
+    found = Kept()
+    for number in range(100):
+        found.keep(ended([number] * 5), lease := Lease())
+        assert lease.released == (found.returning < LEAST)
+        clock.now += SECONDS + 1
+        found.expire()
+        assert lease.released and not found
+    assert found.returning < LEAST
+    for number in range(100):
+        found.keep(ended([number] * 5), lease := Lease())
+        found.come(ended([number] * 6))
+    assert found.returning > LEAST and not lease.released, "but what would have been is remembered"
+    found.clear()
+    assert lease.released
+
+
+def test_no_more_than_so_many_are_remembered(clock):
+    found, leases = Kept(), [Lease() for _ in range(MOST + 2)]
+    found.returning = 1.0
+    for number, lease in enumerate(leases):
+        found.keep(ended([number] * 5), lease)
+    assert [lease.released for lease in leases] == [True, True, *[False] * MOST]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_load_of_agents_ends(seed, monkeypatch):
+    """With few pages and rows, aborted at random, turns that come at once, late, or never; pages add up throughout."""
+    monkeypatch.setattr(kept, "time", clock := Clock())
+    rng = random.Random(seed)
+    bench = Bench(rng.choice([60, 120, 250]), rng.choice([1, 4]), rng.choice([5, 24, 64]), rng.choice([2, 4, 8]))
+    agents = [SimpleNamespace(history=[rng.randrange(3, 20)] * rng.randint(1, 20), asked=-1) for _ in range(12)]
+    for step in range(400):
+        for agent in agents:
+            if agent.asked < 0 or (agent.asked in bench.finish and rng.random() < 0.3):
+                agent.history += [*bench.tokens.get(agent.asked, []), rng.randrange(3, 900)]
+                if len(agent.history) > 45:
+                    agent.history = [rng.randrange(3, 20)] * rng.randint(1, 20)
+                agent.asked = step * 100 + agents.index(agent)
+                bench.add(agent.asked, agent.history, rng.randint(1, 6), namespace=rng.choice("aaab"))
+        if rng.random() < 0.05:
+            asked = rng.choice(agents).asked
+            if bench.scheduler.abort(asked):
+                bench.finish[asked] = "aborted"
+        clock.now += rng.choice([0.0, 0.1, 2.0])
+        bench.step()
+    bench.drain()
+    assert bench.cache.leased_pages == 0 and not bench.cache.kept
