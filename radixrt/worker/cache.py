@@ -22,7 +22,7 @@ from radixrt.worker.request import Request
 
 
 class OutOfPages(Exception):
-    """Nothing is free and nothing can be evicted."""
+    """Nothing is free and nothing can be evicted, not even without pins and what is kept."""
 
 
 def _int32(raw: bytes) -> np.ndarray:
@@ -48,7 +48,7 @@ class PageCache:
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share)
-        self.kept = Kept()
+        self.kept = Kept(self.total_pages * page_size)
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """Pages in each row."""
@@ -122,14 +122,14 @@ class PageCache:
         return gained
 
     def reserve(self, request: Request, tokens: int) -> None:
-        """Make room for `tokens` tokens of a running request, evicting if needed. OutOfPages: not even without pins."""
+        """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages: there is none."""
         held = int(self.held[request.row])
         missing = -(-tokens // self.page_size) - held
         if missing > 0:
             self._fill(request.row, held, self._take(missing))
 
     def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Make room for one token at int64 `positions`, one a row. OutOfPages: not even without pins."""
+        """Make room for one token at int64 `positions`, one a row. OutOfPages: there is none."""
         index = positions if self.page_size == 1 else positions // self.page_size
         held = self.held[rows]
         lacking = held <= index

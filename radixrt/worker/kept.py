@@ -17,111 +17,136 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from radixrt.tree import Lease
+from radixrt.tree import Lease, OwnerTree
 from radixrt.worker.request import Request
 
 SECONDS = 5.0
 """For which a context is kept: most tools have answered by then."""
 MOST = 256
 """Contexts that are kept, or remembered; each costs a look at a request that comes."""
+OVERLAP = 4
+"""Of all that are remembered: their tokens, by those that the tree may hold."""
 LEAST = 0.25
 """Of those that ended lately, the part that must have come back for contexts to be kept."""
 _WEIGHT = 1 / 32
 _TAIL = 64
 """Bytes of a prompt that are compared before all of it is."""
+_OWNER = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """`prompt` is int32 bytes; without a lease it is only remembered. `next` is the request that goes on from it."""
+    """`ids` are int32 bytes, `prompt` of them the prompt's; without a lease it is only remembered. `next` is the number
+    of the request that goes on from it."""
 
     tenant: str
     namespace: str
-    prompt: bytes
+    ids: bytes
+    prompt: int
     until: float
     lease: Lease | None
     next: int | None = None
 
-    def release(self) -> bool:
-        """Whether it held anything."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.release()
-        return lease is not None
+    def begins(self, ids: bytes) -> bool:
+        """Whether a longer prompt begins with this one."""
+        size = self.prompt
+        tail = max(0, size - _TAIL)
+        return size < len(ids) and ids[tail:size] == self.ids[tail:size] and ids.startswith(self.ids[:size])
 
 
 class Kept:
-    """The contexts that are kept of one tree."""
+    """The contexts that are kept of one tree, which may hold `room` tokens."""
 
-    def __init__(self) -> None:
-        self.returning = 0.5
+    def __init__(self, room: int) -> None:
+        self.returning = LEAST - 0.01
         """The part of those that ended, while others waited, that came back in time; of late."""
+        self._most_bytes = 4 * OVERLAP * room
+        self._bytes = 0
         self._ended: deque[_Ended] = deque()
         """In the order in which they expire."""
+        self._paths: dict[str, OwnerTree] = {}
+        """By tenant, what is leased here; where contexts overlap, once."""
 
     def __bool__(self) -> bool:
         return bool(self._ended)
 
+    def tokens(self, spared: str | None = None) -> int:
+        """Tokens that are leased here, but for those of the tenant `spared`."""
+        return sum(paths.tokens for tenant, paths in self._paths.items() if tenant != spared)
+
     def keep(self, request: Request, lease: Lease) -> None:
         """A request has ended, and others wait: take over its lease."""
-        if len(self._ended) >= MOST:
-            self._forget(self._ended.popleft())
-        prompt = request.tokens[: request.prompt_len].tobytes()
-        ended = _Ended(request.tenant, request.namespace, prompt, time.monotonic() + SECONDS, lease)
-        if self.returning < LEAST:
-            ended.release()
+        if not lease.length:
+            return lease.release()
+        ids = request.tokens[: max(lease.length, request.prompt_len)].tobytes()
+        now = time.monotonic()
+        ended = _Ended(request.tenant, request.namespace, ids, 4 * request.prompt_len, now + SECONDS, lease)
+        self._paths.setdefault(ended.tenant, OwnerTree()).add(ended.namespace, ids[: 4 * lease.length], _OWNER)
         self._ended.append(ended)
+        self._bytes += len(ids)
+        if self.returning < LEAST:
+            self._release(ended)
+        while len(self._ended) > MOST or self._bytes > self._most_bytes:
+            self._remove(self._ended[0])
 
     def come(self, request: Request) -> None:
-        """A request comes: it may go on from one that has ended."""
-        if not self._ended:
-            return
-        tokens = memoryview(request.tokens).cast("B")
+        """A request comes: it may go on from one that has ended; if from several, from that with the longest prompt."""
+        ids, found = b"", None
         for ended in self._ended:
-            size = len(ended.prompt)
-            if (
-                ended.next is None
-                and size < len(tokens)
-                and tokens[max(0, size - _TAIL) : size] == ended.prompt[-_TAIL:]
-                and tokens[:size] == ended.prompt
-                and ended.namespace == request.namespace
-            ):
-                ended.next, ended.until = request.id, time.monotonic() + SECONDS
-                self._ended.remove(ended)
-                self._ended.append(ended)
-                self.returning += _WEIGHT * (1 - self.returning)
-                return
+            if ended.next is not None or ended.namespace != request.namespace:
+                continue
+            ids = ids or request.tokens.tobytes()
+            if (found is None or ended.prompt > found.prompt) and ended.begins(ids):
+                found = ended
+        if found is not None:
+            found.next, found.until = request.number, time.monotonic() + SECONDS
+            self._ended.remove(found)
+            self._ended.append(found)
+            self.returning += _WEIGHT * (1 - self.returning)
 
     def admitted(self, request: Request) -> None:
         """A request runs, and has its own lease of what it goes on from."""
         for ended in self._ended:
-            if ended.next == request.id:
-                ended.release()
-                self._ended.remove(ended)
-                return
+            if ended.next == request.number:
+                return self._remove(ended)
+
+    def left(self, request: Request) -> None:
+        """A request does not wait any more, and has not run: another may go on from where it would have."""
+        for ended in self._ended:
+            if ended.next == request.number:
+                ended.next = None
 
     def expire(self) -> None:
         """Let go what has been kept for long enough."""
         now = time.monotonic()
         while self._ended and self._ended[0].until <= now:
-            self._forget(self._ended.popleft())
-
-    def tokens(self, spared: str | None = None) -> int:
-        """Of the contexts that are kept, but for the tenant `spared`; what several share counts for each."""
-        return sum(e.lease.length for e in self._ended if e.lease is not None and e.tenant != spared)
+            if self._ended[0].next is None:
+                self.returning -= _WEIGHT * self.returning
+            self._remove(self._ended[0])
 
     def release_oldest(self, spared: str | None = None) -> bool:
-        """Make the context evictable that has been kept for the longest time, of those that are not of the tenant
-        `spared`. False if there is none."""
-        return any(ended.tenant != spared and ended.release() for ended in self._ended)
+        """Make the context evictable that would expire first, of those that are not of the tenant `spared`. False if
+        there is none."""
+        return any(ended.tenant != spared and self._release(ended) for ended in self._ended)
 
     def clear(self) -> None:
         """Keep nothing."""
-        for ended in self._ended:
-            ended.release()
-        self._ended.clear()
+        while self._ended:
+            self._remove(self._ended[0])
 
-    def _forget(self, ended: _Ended) -> None:
-        ended.release()
-        if ended.next is None:
-            self.returning -= _WEIGHT * self.returning
+    def _remove(self, ended: _Ended) -> None:
+        self._release(ended)
+        self._ended.remove(ended)
+        self._bytes -= len(ended.ids)
+
+    def _release(self, ended: _Ended) -> bool:
+        """Whether it held anything."""
+        lease, ended.lease = ended.lease, None
+        if lease is None:
+            return False
+        paths = self._paths[ended.tenant]
+        paths.remove(ended.namespace, ended.ids[: 4 * lease.length], _OWNER)
+        if not paths.tokens:
+            del self._paths[ended.tenant]
+        lease.release()
+        return True

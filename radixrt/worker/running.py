@@ -9,7 +9,6 @@ to wait.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from radixrt.worker.building import Decodes
@@ -33,11 +32,6 @@ class Running:
 
     def __len__(self) -> int:
         return len(self.behind) + len(self.decoding) + len(self.drafting) + len(self.ending)
-
-    @property
-    def tokens(self) -> int:
-        """Of all, those that several share for each."""
-        return sum(r.total for r in itertools.chain(self.behind, self.decoding, self.drafting, self.ending))
 
     @property
     def generating(self) -> int:

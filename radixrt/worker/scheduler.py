@@ -31,7 +31,7 @@ from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import Service, Waiting
 
-SHARE = 0.4
+SHARE = 0.25
 """Of the pool: while those that run have no more, others are admitted at the expense of what is kept."""
 MOST_GROUPS = 1024
 """Groups that are remembered; the router ends each within seconds."""
@@ -119,14 +119,15 @@ class Scheduler:
         """Tokens known, not computed and not in the tree, of all requests that do not decode yet."""
         return self._waiting.tokens + sum(r.behind for r in self.running.behind)
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, keep: bool = False) -> None:
         """Take a request that is over from wherever it is; what it computed stays cached."""
         request.over = True
         if request.row >= 0:
             self.running.remove(request)
-            self.cache.retire(request, keep=bool(self._waiting) and request.score_from is None)
+            self.cache.retire(request, keep)
         else:
             self._waiting.remove(request)
+            self.cache.kept.left(request)
         self._service.go(request.tenant)
         if not self._requests:
             self.cache.kept.clear()
@@ -283,9 +284,12 @@ class Scheduler:
                 return None
             self.cache.admit(request)
             missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
-            if not self.num_running or self._has_room(request, missing + self.num_running):
+            pages = missing + self.num_running
+            if not self.num_running or self._has_room(request, pages):
                 break
             self.cache.withdraw(request)
+            if self._waiting.has_waited(request) or not self._would_have_room(pages):
+                return None
         else:
             return None
         self.cache.kept.admitted(request)
@@ -300,14 +304,21 @@ class Scheduler:
         """Whether so many pages can be taken for a request. What is kept of other tenants goes for it, and of its own
         if little runs, or if it has waited for long."""
         cache, kept = self.cache, self.cache.kept
+        if cache.can_take(pages):
+            return True
+        running = cache.leased_pages - kept.tokens() // cache.page_size
+        any_goes = running < SHARE * cache.total_pages or self._waiting.has_waited(request)
+        spared = None if any_goes else request.tenant
+        if not self._would_have_room(pages, spared):
+            return False
         while not cache.can_take(pages):
-            little = self.running.tokens < SHARE * cache.total_pages * cache.page_size
-            spared = None if little or self._waiting.has_waited(request) else request.tenant
-            if not cache.can_take(pages - kept.tokens(spared) // cache.page_size):
-                return False
             if not kept.release_oldest(spared):
                 return False
         return True
+
+    def _would_have_room(self, pages: int, spared: str | None = None) -> bool:
+        """Whether so many could be taken, about, if only what is kept of the tenant `spared` were."""
+        return self.cache.can_take(pages - self.cache.kept.tokens(spared) // self.cache.page_size)
 
     # ------------------------------------------------------------ apply
 
@@ -420,7 +431,7 @@ class Scheduler:
             self.drafter.ends(request)
         if output.tokens:  # the step after this one may have computed the last token: cached are the others, always
             request.computed = min(request.computed, len(request.tokens) - 1)
-        self._let_go(request)
+        self._let_go(request, keep=bool(self._waiting) and request.score_from is None)
 
     def _fail_for_good(self, request: Request, reason: str, outputs: list[Output]) -> None:
         """What a request computed is of no use: nothing of its path stays, whosever it was, that nobody else leases."""
@@ -443,6 +454,7 @@ class Scheduler:
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Every request of a step that could not be run fails; nothing of that step stays cached."""
         outputs: list[Output] = []
+        self.cache.kept.clear()
         # The last first: they may lease what those before them were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             start -= start % self.cache.page_size  # a page that was to be filled up is of no use

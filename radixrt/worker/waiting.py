@@ -7,9 +7,9 @@ prompt was computed last: nobody saves up, and nobody pays for having been here 
 
 Within a tenant the one comes first of whose tokens the cache holds the largest share: what it waits for is taken from
 the cache by others, and then it costs them all. Where agents' contexts are more than the cache holds, the order of
-arrival gives every one back its turn just after its context was evicted (bench/README.md, "Full caches"). But the
-oldest is overtaken by three times as many tokens as it needs itself, and no more: nobody starves, however many hits
-there are, and however long the queue is.
+arrival gives every one back its turn just after its context was evicted (bench/placement.py, "by arrival"). But who is
+the oldest may be overtaken by so many times the tokens that it needs itself, and no more: nobody starves, however many
+hits there are, and however long the queue is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ REFRESHED = 16
 """Waiting requests whose hit is looked up anew in a step, and most of those that seem to be next: a long queue costs no
 more."""
 OVERTAKING = 3
-"""Tokens computed of requests that overtake the oldest, at most, for each that the oldest needs, if there is room."""
+"""Tokens computed of requests that overtake the oldest, at most, for each that the oldest needs."""
 OVERTAKING_WITHOUT_ROOM = 15
-"""The same while there is none without giving up what is kept of those who will be back."""
+"""The same while there is only room without what is kept for those who come back: then that goes."""
 
 _Age = tuple[int, tuple[int, int]]
 
@@ -40,7 +40,7 @@ class _Queue:
         self._shares: dict[int, float] = {}
         """By request, what it has its place by: it may gain tokens while it waits."""
         self._overtaken = 0
-        """Tokens of others that were served before the oldest, less what those before it have made up for."""
+        """Tokens of others that were served since the oldest has been the oldest."""
 
     def __len__(self) -> int:
         return len(self.by_age)
@@ -67,6 +67,8 @@ class _Queue:
         self._enter(request)
 
     def remove(self, request: Request) -> None:
+        if request is self.by_age[0][1]:
+            self._overtaken = 0
         del self.by_age[bisect_left(self.by_age, (_age(request),))]
         self._leave(request)
 
@@ -76,11 +78,10 @@ class _Queue:
         self._enter(request)
 
     def serve(self, request: Request) -> None:
-        """A request, still here, will be computed."""
+        """A request leaves because it will be computed."""
         if request is not self.by_age[0][1]:
             self._overtaken += _missing(request)
-        elif self.is_due():
-            self._overtaken -= OVERTAKING * _missing(request)
+        self.remove(request)
 
     def _enter(self, request: Request) -> None:
         self._shares[request.id] = share = -request.hit / request.total
@@ -170,14 +171,16 @@ class Waiting:
     def take(self, request: Request) -> None:
         """Remove one that will be computed."""
         self._queues[request.tenant].serve(request)
-        self.remove(request)
+        self._removed(request)
 
     def remove(self, request: Request) -> None:
         """Wherever it is in the order."""
-        queue = self._queues[request.tenant]
-        queue.remove(request)
+        self._queues[request.tenant].remove(request)
+        self._removed(request)
+
+    def _removed(self, request: Request) -> None:
         self.tokens -= _missing(request)
-        if not queue:
+        if not self._queues[request.tenant]:
             del self._queues[request.tenant]
 
     @property
@@ -188,7 +191,7 @@ class Waiting:
         return min(self._queues, key=lambda tenant: (self._service.of(tenant), self._queues[tenant].age))
 
     def first(self) -> Iterator[Request]:
-        """The one that is next, then, if that is its tenant's oldest, the one of which more is cached; there is one."""
+        """The one that is next; then, if that is because of its age, the one that would be, if it is another."""
         tenant = self.tenant
         assert tenant is not None
         queue = self._queues[tenant]
@@ -197,6 +200,8 @@ class Waiting:
             if not self._look_up(queue, request):
                 break  # else others may be before it now
         yield request
+        if not queue.is_due():
+            return
         for _ in range(REFRESHED):
             other = queue.most_cached
             if not self._look_up(queue, other):
@@ -205,7 +210,7 @@ class Waiting:
             yield other
 
     def has_waited(self, request: Request) -> bool:
-        """Whether a request is its tenant's oldest, and may not be overtaken any more in any case."""
+        """Whether a request is its tenant's oldest, and has been overtaken for want of room by as much as may be."""
         queue = self._queues[request.tenant]
         return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 

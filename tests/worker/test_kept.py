@@ -10,7 +10,7 @@ import pytest
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker import kept
-from radixrt.worker.kept import LEAST, MOST, SECONDS, Kept
+from radixrt.worker.kept import LEAST, MOST, OVERLAP, SECONDS, Kept
 from radixrt.worker.request import Request
 from radixrt.worker.waiting import OVERTAKING_WITHOUT_ROOM
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
@@ -35,6 +35,7 @@ def crowded(stranger: str = "a", needs: int = 50) -> tuple[Bench, list[int]]:
     """An agent's turn has ended; one that goes on for long and what the agent left are all that the pool has, and a
     stranger waits who could have that. Also the agent's next prompt."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
+    bench.cache.kept.returning = 0.5
     bench.add(0, [8] * 45, 40, namespace="a")
     bench.add(1, AGENT, 2, namespace="a")
     bench.step()
@@ -112,6 +113,7 @@ def test_it_goes_before_a_running_request_must(clock):
 def test_little_that_runs_is_joined(clock):
     """Others than an agent's next turn are admitted while the pool is mostly kept."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
+    bench.cache.kept.returning = 0.5
     bench.add(0, [8] * 20, 60, namespace="a")
     bench.add(1, AGENT, 2, namespace="a")
     bench.step()
@@ -137,13 +139,12 @@ def test_who_was_overtaken_for_long_gets_it(clock):
 
 
 def test_it_is_not_given_up_for_what_has_no_room_all_the_same(clock):
-    bench, history = crowded(needs=58)
+    bench, _ = crowded(needs=58)
     bench.scheduler._waiting._queues["a"]._overtaken = 10_000
-    bench.step()
-    bench.step()
-    bench.add(3, history, 2, namespace="a")
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.num_waiting == 1 and bench.cache.kept.tokens() >= len(AGENT)
     bench.drain()
-    assert bench.cached[3] >= len(AGENT)
 
 
 def test_nothing_is_kept_where_nobody_waits(clock):
@@ -167,6 +168,7 @@ def test_scored_texts_are_not_kept(clock):
     """The text of one choice is not gone on from."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
     bench.add(0, [8] * 45, 40, namespace="a")
+    bench.cache.kept.returning = 0.5
     bench.add(1, AGENT, 0, namespace="a", score_from=30)
     bench.add(2, [9] * 50, 2, namespace="a")
     while 1 not in bench.finish:
@@ -178,38 +180,65 @@ def test_scored_texts_are_not_kept(clock):
 class Lease:
     released = False
 
+    def __init__(self, length: int = 5) -> None:
+        self.length = length
+
     def release(self) -> None:
         assert not self.released
         self.released = True
 
 
 def ended(prompt: list[int], namespace: str = "a") -> Request:
-    run = Run(id=random.getrandbits(40), namespace=namespace, ids=np.array(prompt, np.int32).tobytes(),
-              prompt_len=len(prompt), sampling=Sampling())  # fmt: skip
+    run = Run(id=1, namespace=namespace, ids=np.array(prompt, np.int32).tobytes(), prompt_len=len(prompt),
+              sampling=Sampling())  # fmt: skip
     return Request(run, len(prompt) + 10, frozenset())
 
 
+def keeping(room: int = 1 << 20) -> Kept:
+    """For requests that come back."""
+    found = Kept(room)
+    found.returning = 0.5
+    return found
+
+
 def test_who_goes_on_from_what(clock):
-    found, leases = Kept(), [Lease() for _ in range(3)]
-    for lease, prompt, namespace in zip(leases, ([1] * 30, [1] * 29 + [2], [1] * 30), ("a", "a", "b"), strict=True):
+    found, leases = keeping(), [Lease(30) for _ in range(4)]
+    prompts = [1] * 30, [1] * 29 + [2], [1] * 30, [1] * 5
+    for lease, prompt, namespace in zip(leases, prompts, "aaba", strict=True):
         found.keep(ended(prompt, namespace), lease)
-    for prompt in ([1] * 30, [1] * 28 + [2] * 9, [3] * 40):  # nothing more; not all of it; something else
+    assert found.tokens() == 61 and found.tokens("b") == 31, "the first 29 once"
+    for prompt in ([1] * 4, [2] * 28, [3] * 40):  # too short; something else
         found.come(ended(prompt))
     assert found.returning == 0.5
     turn = ended([1] * 29 + [2, 3])
     found.come(turn)
-    found.come(ended([1] * 29 + [2, 4]))
-    assert found.returning == pytest.approx(0.5 + 0.5 / 32), "counted once"
+    assert found.returning == pytest.approx(0.5 + 0.5 / 32), "from the longest of two"
     found.admitted(ended([1] * 29 + [2, 3]))
     assert not any(lease.released for lease in leases)
     found.admitted(turn)
-    assert [lease.released for lease in leases] == [False, True, False]
-    assert found.release_oldest("a") and [lease.released for lease in leases] == [False, True, True]
-    assert not found.release_oldest("a") and found.release_oldest() and not found.release_oldest()
+    assert [lease.released for lease in leases] == [False, True, False, False]
+    assert found.release_oldest("a") and leases[2].released
+    assert not found.release_oldest("a") and found.tokens("a") == 0
+    assert found.release_oldest() and leases[0].released
+    assert found.release_oldest() and leases[3].released and not found.release_oldest()
+    assert found.tokens() == 0
+
+
+def test_another_may_come_in_place_of_one_that_left(clock):
+    found = keeping()
+    found.keep(ended([1] * 5), lease := Lease())
+    for _ in range(2):
+        found.come(turn := ended([1] * 6))
+        found.come(ended([1] * 6))
+        found.left(turn)
+    assert found.returning > 0.5 + 0.5 / 32, "twice"
+    found.come(turn := ended([1] * 6))
+    found.admitted(turn)
+    assert lease.released and not found
 
 
 def test_where_few_come_back_nothing_is_kept(clock):
-    found = Kept()
+    found = keeping()
     for number in range(100):
         found.keep(ended([number] * 5), lease := Lease())
         assert lease.released == (found.returning < LEAST)
@@ -225,12 +254,36 @@ def test_where_few_come_back_nothing_is_kept(clock):
     assert lease.released
 
 
+def test_the_first_that_comes_back_is_enough(clock):
+    found = Kept(100)
+    found.keep(ended([1] * 5), lease := Lease())
+    assert lease.released
+    found.come(ended([1] * 6))
+    found.keep(ended([2] * 5), lease := Lease())
+    assert not lease.released
+
+
 def test_no_more_than_so_many_are_remembered(clock):
-    found, leases = Kept(), [Lease() for _ in range(MOST + 2)]
-    found.returning = 1.0
-    for number, lease in enumerate(leases):
-        found.keep(ended([number] * 5), lease)
-    assert [lease.released for lease in leases] == [True, True, *[False] * MOST]
+    """Nor so many tokens; that says nothing of who comes back."""
+    for found, most in ((keeping(), MOST), (keeping(50), 10 * OVERLAP)):
+        leases = [Lease() for _ in range(most + 2)]
+        for number, lease in enumerate(leases):
+            found.keep(ended([number] * 5), lease)
+        assert [lease.released for lease in leases] == [True, True, *[False] * most]
+        assert found.returning == 0.5 and found.tokens() == 5 * most
+
+
+def test_what_a_failed_step_was_to_compute_is_not_kept(clock):
+    """Of a request that was dropped while the step ran, and of others."""
+    bench, history = crowded()
+    bench.add(3, history, 6, namespace="a")
+    plan = bench.scheduler.plan()
+    assert 3 in [request.id for request in plan.requests]
+    bench.scheduler.abort(3)
+    bench.scheduler.fail(plan, "out of memory")
+    assert not bench.cache.kept
+    assert bench.cache.tree.match("a", np.array(history, np.int32)).length < len(history)
+    bench.cache.check()
 
 
 @pytest.mark.parametrize("seed", range(6))
