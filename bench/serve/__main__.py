@@ -27,7 +27,7 @@ from typing import Any
 from bench.common import RESULTS, machine, table
 from bench.serve.client import Client, Run, Work
 from bench.serve.floor import Ceilings, Shape, floor
-from bench.serve.loads import END_OF_IDS, MEASURED, Load, make_load
+from bench.serve.loads import ASKED_FOR, END_OF_IDS, MEASURED, Load, make_load
 from bench.serve.rows import WrongAnswer, beside, check_counts, check_twice, rival_rows, row
 from bench.serve.server import model_name, radixrt_serve, read_config
 
@@ -94,8 +94,8 @@ def read_ceilings(args: argparse.Namespace) -> Ceilings | None:
 def names(text: str) -> list[str]:
     """Loads of a list with commas, for argparse."""
     found = text.split(",")
-    if unknown := [name for name in found if name not in MEASURED]:
-        raise argparse.ArgumentTypeError(f"no load {unknown[0]!r}: there are {', '.join(MEASURED)}")
+    if unknown := [name for name in found if name not in MEASURED | ASKED_FOR]:
+        raise argparse.ArgumentTypeError(f"no load {unknown[0]!r}: there are {', '.join(MEASURED | ASKED_FOR)}")
     return found
 
 
@@ -109,7 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="name in the requests (default: the first that the server lists)")
     parser.add_argument("--name", default="radixrt", help="of the server, in the table (default: radixrt)")
     parser.add_argument("--api-key", default="")
-    parser.add_argument("--loads", type=names, default=list(MEASURED), help=f"of {','.join(MEASURED)} (default: all)")
+    parser.add_argument(
+        "--loads", type=names, default=list(MEASURED), help=f"of {','.join(MEASURED)} (all), or pressed"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of requests and tokens; below 1 to see that it runs")
     parser.add_argument("--repeat", type=int, default=1, help="times that each load is run, with other ids each time")
     parser.add_argument("--seed", type=int, help="of the ids (default: the clock, so that no earlier run is cached)")

@@ -10,6 +10,9 @@
     hit       16,384 cached tokens + 128 new, 1 out, one at a time, 20 times
     cold      16,384 new tokens, 1 out, one at a time, 8 times
 
+Asked for by name: pressed, 160 agents at once on 3 system prompts of 3,000 tokens, with 1,000 to 3,000 of their own; 5
+turns each, as those of sessions, but 150 to 500 tokens and 64. For a cache that holds half of that: 320,000 tokens.
+
 What follows an answer does not contain it: the same tokens are sent to every server, whatever it generates.
 """
 
@@ -143,6 +146,18 @@ def one_at_a_time(load: Load, prompts: list[tuple[int, ...]]) -> None:
         before = load.ask(parts, 1, after=before)
 
 
+def pressed(load: Load, size: Size) -> None:
+    draw = np.random.default_rng(1)
+    systems = [load.segment(size(3_000)) for _ in range(SYSTEM_PROMPTS)]
+    for agent in range(size(160)):
+        own = load.segment(size(int(draw.integers(1_000, 3_000))))
+        history, before = (systems[agent % SYSTEM_PROMPTS], own), None
+        for _ in range(5):
+            history = (*history, load.segment(size(int(draw.integers(150, 500)))))
+            before = load.ask(history, size(64), after=before)
+            history = (*history, load.segment(size(64)))
+
+
 # ---------------------------------------------------------------- what comes before them
 
 
@@ -162,6 +177,7 @@ def twice(load: Load, size: Size) -> None:
 
 
 MEASURED = {make.__name__: make for make in (plain, trunk16k, trunk4k, sessions, tot, hit, cold)}
+ASKED_FOR = {"pressed": pressed}
 OTHERS = {"warm-up": warm_up, "twice": twice}
 
 
@@ -172,5 +188,5 @@ def make_load(name: str, scale: float = 1.0) -> Load:
         return number if number == 1 else max(2, round(number * scale))
 
     load = Load(name)
-    (MEASURED | OTHERS)[name](load, size)
+    (MEASURED | ASKED_FOR | OTHERS)[name](load, size)
     return load

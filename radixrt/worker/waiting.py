@@ -24,9 +24,12 @@ REFRESHED = 16
 """Waiting requests whose hit is looked up anew in a step, and most of those that seem to be next: a long queue costs no
 more."""
 OVERTAKING = 3
-"""Tokens computed of requests that overtake the oldest, at most, for each that the oldest needs."""
+"""Tokens of requests that overtake the oldest, with their answers, at most, for each that the oldest needs."""
 OVERTAKING_WITHOUT_ROOM = 15
 """The same while there is only room without what is kept for those who come back: then that goes."""
+
+ANSWER = 64
+"""Tokens of a prompt that take a device as long as an answer, about."""
 
 _Age = tuple[int, tuple[int, int]]
 
@@ -60,7 +63,7 @@ class _Queue:
 
     def is_due(self, times: int = OVERTAKING) -> bool:
         """Whether the oldest has been overtaken by so many times the tokens that it needs."""
-        return self._overtaken >= times * _missing(self.by_age[0][1])
+        return self._overtaken >= times * _cost(self.by_age[0][1])
 
     def add(self, request: Request) -> None:
         insort(self.by_age, (_age(request), request))
@@ -80,7 +83,7 @@ class _Queue:
     def serve(self, request: Request) -> None:
         """A request leaves because it will be computed."""
         if request is not self.by_age[0][1]:
-            self._overtaken += _missing(request)
+            self._overtaken += _cost(request)
         self.remove(request)
 
     def _enter(self, request: Request) -> None:
@@ -97,6 +100,10 @@ def _age(request: Request) -> _Age:
 
 def _missing(request: Request) -> int:
     return request.total - request.hit
+
+
+def _cost(request: Request) -> int:
+    return _missing(request) + ANSWER
 
 
 class Service:

@@ -70,6 +70,7 @@ def test_bursts_have_their_lengths_and_counts():
     assert lengths(make_load("hit")) == {(16512, 1): 20}
     assert lengths(make_load("cold")) == {(16384, 1): 8}
     assert [make_load("hit").prompt_tokens(ask) for ask in make_load("hit").prepare] == [16384]
+    assert sum(make_load("pressed").segments) > 1.5 * 320_000, "more than the cache that it is for holds"
 
 
 def test_starts():

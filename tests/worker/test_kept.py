@@ -12,7 +12,7 @@ from radixrt.messages import Run, Sampling
 from radixrt.worker import kept
 from radixrt.worker.kept import LEAST, MOST, OVERLAP, SECONDS, Kept
 from radixrt.worker.request import Request
-from radixrt.worker.waiting import OVERTAKING_WITHOUT_ROOM
+from radixrt.worker.waiting import ANSWER, OVERTAKING_WITHOUT_ROOM
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
 AGENT = [7] * 40
@@ -129,7 +129,7 @@ def test_little_that_runs_is_joined(clock):
 def test_who_was_overtaken_for_long_gets_it(clock):
     bench, _ = crowded(needs=30)
     queue = bench.scheduler._waiting._queues["a"]
-    queue._overtaken = OVERTAKING_WITHOUT_ROOM * 30 - 1
+    queue._overtaken = OVERTAKING_WITHOUT_ROOM * (30 + ANSWER) - 1
     bench.step()
     assert bench.scheduler.num_waiting == 1, "its turn has come, but there is no room"
     queue._overtaken += 1
