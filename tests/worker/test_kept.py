@@ -202,9 +202,9 @@ def keeping(room: int = 1 << 20) -> Kept:
 
 
 def test_who_goes_on_from_what(clock):
-    found, leases = keeping(), [Lease(30) for _ in range(4)]
-    prompts = [1] * 30, [1] * 29 + [2], [1] * 30, [1] * 5
-    for lease, prompt, namespace in zip(leases, prompts, "aaba", strict=True):
+    found, leases = keeping(), [Lease(5), Lease(30), Lease(30), Lease(30)]
+    prompts = [1] * 5, [1] * 29 + [2], [1] * 30, [1] * 29 + [2]
+    for lease, prompt, namespace in zip(leases, prompts, "abaa", strict=True):
         found.keep(ended(prompt, namespace), lease)
     assert found.tokens() == 61 and found.tokens("b") == 31, "the first 29 once"
     for prompt in ([1] * 4, [2] * 28, [3] * 40):  # too short; something else
@@ -212,16 +212,26 @@ def test_who_goes_on_from_what(clock):
     assert found.returning == 0.5
     turn = ended([1] * 29 + [2, 3])
     found.come(turn)
-    assert found.returning == pytest.approx(0.5 + 0.5 / 32), "from the longest of two"
+    assert found.returning == pytest.approx(0.5 + 0.5 / 32)
     found.admitted(ended([1] * 29 + [2, 3]))
     assert not any(lease.released for lease in leases)
     found.admitted(turn)
-    assert [lease.released for lease in leases] == [False, True, False, False]
-    assert found.release_oldest("a") and leases[2].released
+    assert [lease.released for lease in leases] == [False, False, False, True], "the longest, of the same namespace"
+    assert found.release_oldest("a") and leases[1].released
     assert not found.release_oldest("a") and found.tokens("a") == 0
     assert found.release_oldest() and leases[0].released
-    assert found.release_oldest() and leases[3].released and not found.release_oldest()
+    assert found.release_oldest() and leases[2].released and not found.release_oldest()
     assert found.tokens() == 0
+
+
+def test_who_came_back_and_waits_is_no_loss(clock):
+    found = keeping()
+    found.keep(ended([1] * 5), lease := Lease())
+    found.come(ended([1] * 6))
+    before = found.returning
+    clock.now += SECONDS
+    found.expire()
+    assert lease.released and found.returning == before
 
 
 def test_another_may_come_in_place_of_one_that_left(clock):
@@ -273,17 +283,43 @@ def test_no_more_than_so_many_are_remembered(clock):
         assert found.returning == 0.5 and found.tokens() == 5 * most
 
 
-def test_what_a_failed_step_was_to_compute_is_not_kept(clock):
-    """Of a request that was dropped while the step ran, and of others."""
+def test_nothing_is_kept_of_a_step_that_failed(clock):
+    """What was kept may read what it was to compute."""
+    bench, _ = crowded()
+    plan = bench.scheduler.plan()
+    assert bench.cache.kept
+    bench.scheduler.fail(plan, "out of memory")
+    assert not bench.cache.kept and bench.scheduler.num_waiting == 1
+    bench.drain()
+    bench, _ = crowded()
+    bench.scheduler._fail_for_good(bench.scheduler._requests[0], "NaN", [])
+    assert not bench.cache.kept
+    bench.drain()
+
+
+def test_who_is_dropped_leaves_nothing_that_is_kept(clock):
     bench, history = crowded()
     bench.add(3, history, 6, namespace="a")
-    plan = bench.scheduler.plan()
-    assert 3 in [request.id for request in plan.requests]
+    bench.plan()
+    assert bench.scheduler.num_waiting == 1 and not bench.cache.kept
     bench.scheduler.abort(3)
-    bench.scheduler.fail(plan, "out of memory")
     assert not bench.cache.kept
-    assert bench.cache.tree.match("a", np.array(history, np.int32)).length < len(history)
-    bench.cache.check()
+
+
+def test_when_nobody_waits_any_more_all_is_let_go(clock):
+    bench, _ = crowded()
+    bench.scheduler.abort(2)
+    bench.step()
+    assert not bench.cache.kept and bench.scheduler.num_running == 1
+    bench.drain()
+
+
+def test_a_next_turn_that_is_dropped_may_come_again(clock):
+    bench, history = crowded()
+    for id in (3, 4):
+        turn = bench.add(id, history, 2, namespace="a")
+        assert bench.cache.kept._ended[-1].next == turn.number
+        bench.scheduler.abort(id)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -274,6 +274,13 @@ def test_what_is_not_cached_any_more_is_not_first():
     assert [r.id for r in waiting.first()] == [3]
 
 
+def test_only_the_oldest_has_waited():
+    waiting = queue_of(Hits(), *(requests := [asked(id, 10, id) for id in range(3)]))
+    assert not any(map(waiting.has_waited, requests))
+    waiting._queues["a"]._overtaken = 10**6
+    assert [waiting.has_waited(r) for r in requests] == [True, False, False]
+
+
 def test_few_are_looked_up_in_a_step_however_many_wait():
     cache = Hits()
     waiting = queue_of(cache, *(asked(id, 10, id) for id in range(500)))
