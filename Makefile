@@ -36,7 +36,7 @@ gpu-wheels:
 	python3 -m pip install --quiet --no-deps --no-index --target $@ .gpu/whl/*.whl
 	@touch $@
 
-# All families: make gpu-test MARKS='slow or not slow'
+# All families: make gpu-test MARKS='slow or not slow'. A GPU is seen by these tests alone.
 gpu-test: MARKS ?= not slow
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
