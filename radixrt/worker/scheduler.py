@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixrt.messages import Output, TokenLogprob
+from radixrt.worker.admission import Admission
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Draft, Drafter, waits
@@ -31,8 +32,6 @@ from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import Service, Waiting
 
-SHARE = 0.25
-"""Of the pool: while those that run have no more, others are admitted at the expense of what is kept."""
 MOST_GROUPS = 1024
 """Groups that are remembered; the router ends each within seconds."""
 
@@ -59,6 +58,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._service = Service()
         self._waiting = Waiting(cache, self._service)
+        self._admission = Admission(cache, self.running, self._waiting, self._service)
         self._clock = 0
         self._groups: dict[int, tuple[int, int]] = {}
         """When the first of each came, and its id; the latest groups."""
@@ -150,7 +150,7 @@ class Scheduler:
                 builder.add_draft(request, ids)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
         behind = [*running.behind]
-        while budget > 0 and (request := self._next(behind)):
+        while budget > 0 and (request := self._admission.next(behind, self.steps)):
             taken = self._chunk(request, budget, builder)
             self._service.prompt(request.tenant, taken)
             budget -= taken
@@ -185,25 +185,6 @@ class Scheduler:
             else:
                 running.decode(request)
         return found
-
-    def _next(self, behind: list[Request]) -> Request | None:
-        """Whose chunk is planned next: of those that run and are `behind`, of which it is taken, or one that waited;
-        None if there is no more."""
-        behind[:] = [request for request in behind if request.row >= 0]
-        if not behind:
-            return self._admit() if self._waiting else None
-        at = 0
-        if self._service.several:
-            # What a grammar forced is few tokens, and is not made to wait.
-            at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._service.of(behind[i].tenant)))
-            if not behind[at].generated and self._comes_before(behind[at].tenant) and (request := self._admit()):
-                return request
-        return behind.pop(at)
-
-    def _comes_before(self, tenant: str) -> bool:
-        """Whether a tenant that was served less waits."""
-        first = self._waiting.tenant
-        return first is not None and self._service.of(first) < self._service.of(tenant)
 
     def _move_on(self, decodes: Decodes, builder: StepBuilder) -> None:
         """Count what is planned as computed and drawn."""
@@ -273,52 +254,6 @@ class Scheduler:
                     return 0
         builder.add(request, count)
         return count
-
-    def _admit(self) -> Request | None:
-        """Take a waiting request on a row, if there is room for all of it beside those that run."""
-        self._waiting.refresh(self.steps)
-        if not self.cache.has_row:
-            return None
-        for request in self._waiting.first():
-            if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
-                return None
-            self.cache.admit(request)
-            missing = -(-request.total // self.cache.page_size) - int(self.cache.held[request.row])
-            pages = missing + self.num_running
-            if not self.num_running or self._has_room(request, pages):
-                break
-            self.cache.withdraw(request)
-            if self._waiting.has_waited(request) or not self._would_have_room(pages):
-                return None
-        else:
-            return None
-        self.cache.kept.admitted(request)
-        self._waiting.take(request)
-        request.admissions += 1
-        if request.admissions == 1:
-            request.cached_tokens = min(request.computed, request.came)
-        self.running.behind.append(request)
-        return request
-
-    def _has_room(self, request: Request, pages: int) -> bool:
-        """Whether so many pages can be taken for a request. What is kept of other tenants goes for it, and of its own
-        if little runs, or if it has waited for long."""
-        cache, kept = self.cache, self.cache.kept
-        if cache.can_take(pages):
-            return True
-        running = cache.leased_pages - kept.tokens() // cache.page_size
-        any_goes = running < SHARE * cache.total_pages or self._waiting.has_waited(request)
-        spared = None if any_goes else request.tenant
-        if not self._would_have_room(pages, spared):
-            return False
-        while not cache.can_take(pages):
-            if not kept.release_oldest(spared):
-                return False
-        return True
-
-    def _would_have_room(self, pages: int, spared: str | None = None) -> bool:
-        """Whether so many could be taken, about, if only what is kept of the tenant `spared` were."""
-        return self.cache.can_take(pages - self.cache.kept.tokens(spared) // self.cache.page_size)
 
     # ------------------------------------------------------------ apply
 
