@@ -55,13 +55,13 @@ class _Queue:
 
     @property
     def next(self) -> Request:
-        return self.by_age[0][1] if self.is_due() else self._by_share[0][2]
+        return self.by_age[0][1] if self.is_due(OVERTAKING) else self._by_share[0][2]
 
     @property
     def most_cached(self) -> Request:
         return self._by_share[0][2]
 
-    def is_due(self, times: int = OVERTAKING) -> bool:
+    def is_due(self, times: int) -> bool:
         """Whether the oldest has been overtaken by so many times the tokens that it needs."""
         return self._overtaken >= times * _cost(self.by_age[0][1])
 
@@ -207,7 +207,7 @@ class Waiting:
             if not self._look_up(queue, request):
                 break  # else others may be before it now
         yield request
-        if not queue.is_due():
+        if not queue.is_due(OVERTAKING):
             return
         for _ in range(REFRESHED):
             other = queue.most_cached
