@@ -109,9 +109,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="name in the requests (default: the first that the server lists)")
     parser.add_argument("--name", default="radixrt", help="of the server, in the table (default: radixrt)")
     parser.add_argument("--api-key", default="")
-    parser.add_argument(
-        "--loads", type=names, default=list(MEASURED), help=f"of {','.join(MEASURED)} (all), or pressed"
-    )
+    which = f"of {','.join(MEASURED)} (all), or {', '.join(ASKED_FOR)}"
+    parser.add_argument("--loads", type=names, default=list(MEASURED), help=which)
     parser.add_argument("--scale", type=float, default=1.0, help="of requests and tokens; below 1 to see that it runs")
     parser.add_argument("--repeat", type=int, default=1, help="times that each load is run, with other ids each time")
     parser.add_argument("--seed", type=int, help="of the ids (default: the clock, so that no earlier run is cached)")

@@ -75,13 +75,15 @@ def bodies(work: Work, load: Load, asks: list[Ask]) -> list[bytes]:
 
 
 async def run_asks(endpoint: Endpoint, asks: list[Ask], requests: list[bytes]) -> list[Answer]:
-    """Every ask when the one before it has ended. The first failure ends all of them."""
+    """Every ask when the one before it has ended, and its pause is over. The first failure ends all of them."""
     answers: dict[int, Answer] = {}
     following = defaultdict(list)
     for number, ask in enumerate(asks):
         following[ask.after].append(number)
 
     async def follow(number: int) -> None:
+        if pause := asks[number].pause:
+            await asyncio.sleep(pause)
         answers[number] = await endpoint.post(requests[number])
         for child in following[number]:
             group.create_task(follow(child))

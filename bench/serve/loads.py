@@ -10,8 +10,12 @@
     hit       16,384 cached tokens + 128 new, 1 out, one at a time, 20 times
     cold      16,384 new tokens, 1 out, one at a time, 8 times
 
-Asked for by name: pressed, 160 agents at once on 3 system prompts of 3,000 tokens, with 1,000 to 3,000 of their own; 5
-turns each, as those of sessions, but 150 to 500 tokens and 64. For a cache that holds half of that: 320,000 tokens.
+Asked for by name, for a cache of 320,000 tokens, which holds a half of what they have, or a third:
+
+    pressed   160 agents at once on 3 system prompts of 3,000 tokens, with 1,000 to 3,000 of their own; 5 turns each, as
+              those of sessions, but 150 to 500 tokens and 64
+    tools     the same, whose tools take 2 seconds between two turns
+    long      48 agents with 15,000 to 20,000 tokens of their own
 
 What follows an answer does not contain it: the same tokens are sent to every server, whatever it generates.
 """
@@ -34,11 +38,13 @@ Size = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: its prompt is the segments `parts`, joined. It starts when the ask `after` ends; None: at once."""
+    """One request: its prompt is the segments `parts`, joined. It starts `pause` seconds after the end of the ask
+    `after`; None: at once."""
 
     parts: tuple[int, ...]
     max_tokens: int
     after: int | None = None
+    pause: float = 0.0
 
 
 @dataclass(slots=True)
@@ -55,8 +61,8 @@ class Load:
         self.segments.append(tokens)
         return len(self.segments) - 1
 
-    def ask(self, parts: tuple[int, ...], max_tokens: int, after: int | None = None) -> int:
-        self.asks.append(Ask(parts, max_tokens, after))
+    def ask(self, parts: tuple[int, ...], max_tokens: int, after: int | None = None, pause: float = 0.0) -> int:
+        self.asks.append(Ask(parts, max_tokens, after, pause))
         return len(self.asks) - 1
 
     def prompt_tokens(self, ask: Ask) -> int:
@@ -146,15 +152,30 @@ def one_at_a_time(load: Load, prompts: list[tuple[int, ...]]) -> None:
         before = load.ask(parts, 1, after=before)
 
 
+# ---------------------------------------------------------------- asked for by name
+
+
 def pressed(load: Load, size: Size) -> None:
+    agents_with_much(load, size, agents=160, own=(1_000, 3_000))
+
+
+def tools(load: Load, size: Size) -> None:
+    agents_with_much(load, size, agents=160, own=(1_000, 3_000), pause=2.0)
+
+
+def long(load: Load, size: Size) -> None:
+    agents_with_much(load, size, agents=48, own=(15_000, 20_000))
+
+
+def agents_with_much(load: Load, size: Size, agents: int, own: tuple[int, int], pause: float = 0.0) -> None:
     draw = np.random.default_rng(1)
     systems = [load.segment(size(3_000)) for _ in range(SYSTEM_PROMPTS)]
-    for agent in range(size(160)):
-        own = load.segment(size(int(draw.integers(1_000, 3_000))))
-        history, before = (systems[agent % SYSTEM_PROMPTS], own), None
+    for agent in range(size(agents)):
+        history = (systems[agent % SYSTEM_PROMPTS], load.segment(size(int(draw.integers(*own)))))
+        before = None
         for _ in range(5):
             history = (*history, load.segment(size(int(draw.integers(150, 500)))))
-            before = load.ask(history, size(64), after=before)
+            before = load.ask(history, size(64), after=before, pause=0.0 if before is None else pause)
             history = (*history, load.segment(size(64)))
 
 
@@ -177,7 +198,7 @@ def twice(load: Load, size: Size) -> None:
 
 
 MEASURED = {make.__name__: make for make in (plain, trunk16k, trunk4k, sessions, tot, hit, cold)}
-ASKED_FOR = {"pressed": pressed}
+ASKED_FOR = {make.__name__: make for make in (pressed, tools, long)}
 OTHERS = {"warm-up": warm_up, "twice": twice}
 
 

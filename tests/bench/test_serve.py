@@ -3,6 +3,7 @@ at a tiny scale against fake workers."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -17,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from bench.serve.__main__ import main, parse
-from bench.serve.client import Client, Run, Work, bodies
+from bench.serve.client import Client, Run, Work, bodies, run_asks
 from bench.serve.endpoint import Answer, RunFailed, Stream, split_url
 from bench.serve.floor import Ceilings, Shape, decode_reads, floor, kv_token_bytes, prefill_flops
-from bench.serve.loads import FAN_OUT, MEASURED, OTHERS, Load, make_load, segment_ids
+from bench.serve.loads import ASKED_FOR, FAN_OUT, MEASURED, OTHERS, Ask, Load, make_load, segment_ids
 from bench.serve.rows import (
     WrongAnswer,
     beside,
@@ -70,7 +71,8 @@ def test_bursts_have_their_lengths_and_counts():
     assert lengths(make_load("hit")) == {(16512, 1): 20}
     assert lengths(make_load("cold")) == {(16384, 1): 8}
     assert [make_load("hit").prompt_tokens(ask) for ask in make_load("hit").prepare] == [16384]
-    assert sum(make_load("pressed").segments) > 1.5 * 320_000, "more than the cache that it is for holds"
+    for name in ASKED_FOR:
+        assert sum(make_load(name).segments) > 1.5 * 320_000, "more than the cache that they are for holds"
 
 
 def test_starts():
@@ -79,6 +81,14 @@ def test_starts():
     for name in ("hit", "cold"):
         asks = make_load(name).asks
         assert [ask.after for ask in asks] == [None, *range(len(asks) - 1)]
+
+
+def test_agents_pause_between_turns():
+    """`tools` is `pressed` with pauses, but before an agent's first turn."""
+    pressed, tools = make_load("pressed"), make_load("tools")
+    assert pressed.segments == tools.segments
+    assert [dataclasses.replace(ask, pause=0.0) for ask in tools.asks] == pressed.asks
+    assert Counter((ask.after is None, ask.pause) for ask in tools.asks) == {(True, 0.0): 160, (False, 2.0): 640}
 
 
 def test_sessions_grow_by_turns():
@@ -134,6 +144,24 @@ def test_ids_are_seeded_in_the_vocabulary_and_of_nobody_else():
     assert all((ids == other).mean() < 0.01 for other in others)
     small = segment_ids("plain", 0, 4096, **key | {"vocab_size": 512})
     assert small.min() >= 256 and small.max() < 512
+
+
+def test_an_ask_waits_for_the_one_before_it_and_then_for_its_pause(monkeypatch):
+    """What is posted and what is slept, in order."""
+    happened: list[object] = []
+
+    class Posts:
+        async def post(self, request: bytes) -> bytes:
+            happened.append(request)
+            return request
+
+    async def sleep(seconds: float) -> None:
+        happened.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asks = [Ask((0,), 1), Ask((0, 1), 1, after=0, pause=2.0), Ask((0, 1, 2), 1, after=1)]
+    answers = asyncio.run(run_asks(Posts(), asks, [b"a", b"b", b"c"]))
+    assert answers == [b"a", b"b", b"c"] and happened == [b"a", 2.0, b"b", b"c"]
 
 
 def test_bodies_join_the_ids_of_their_segments():
