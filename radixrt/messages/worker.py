@@ -128,6 +128,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Of prompts, in the step that has just begun: `queued_tokens` counts them no more."""
     newest_run: int = 0
     """Id of the Run that came last; the router draws them in order."""
+    kept_tokens: int = 0
+    """Of requests that have ended, leased for a moment for those who go on from them."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

@@ -126,6 +126,7 @@ class _Collector(Collector):
                 ("running", "running_requests", "Sequences that run."),
                 ("waiting", "waiting_requests", "Sequences that wait."),
                 ("queued_tokens", "queued_tokens", "Tokens to be computed before all have caught up."),
+                ("kept_tokens", "kept_tokens", "Tokens leased for a moment for those who go on from ended requests."),
             )
         }
         pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])

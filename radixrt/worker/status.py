@@ -106,4 +106,5 @@ def load(
         accepted_tokens=scheduler.drafter.accepted if scheduler.drafter else 0,
         launched_tokens=0 if flight is None else _prompt_tokens(flight),
         newest_run=newest_run,
+        kept_tokens=cache.kept.tokens(),
     )

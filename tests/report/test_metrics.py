@@ -105,11 +105,13 @@ def test_names_are_escaped_and_only_serving_workers_have_loads():
     report, core = Report(1000), RouterCore(RouterConfig())
     name = 'w"\\\n1'
     core.register(Register(name=name, model="m", max_model_len=9, page_size=1, total_pages=9, max_running=1), 0.0)
+    load = Load(running=3, waiting=2, free_pages=4, evictable_pages=1, total_pages=9, steps=7, kept_tokens=5)
     for worker in (name, "gone"):
-        report.load(worker, Load(running=3, waiting=2, free_pages=4, evictable_pages=1, total_pages=9, steps=7))
+        report.load(worker, load)
     found = samples(render(report, core))
     assert found["radixrt_worker_running_requests", ("worker", name)] == 3
     assert found["radixrt_worker_waiting_requests", ("worker", name)] == 2
+    assert found["radixrt_worker_kept_tokens", ("worker", name)] == 5
     states = {state: found["radixrt_worker_pages", ("state", state), ("worker", name)] for state in PAGE_STATES}
     assert states == {"free": 4, "evictable": 1, "leased": 4}
     assert ("radixrt_worker_running_requests", ("worker", "gone")) not in found
@@ -168,7 +170,7 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
             fleet.core.lose([name], fleet.now)
         fleet.now += seconds
     lines = fleet.scrape()
-    assert lines["stays"] == 9 + 6 and lines["host-999"] == 9, "all is shown of who serves, sums of who is gone"
+    assert lines["stays"] == 9 + 7 and lines["host-999"] == 9, "all is shown of who serves, sums of who is gone"
     assert len(lines) == 1 + min(MOST_GONE, KEPT_SECONDS / seconds)
     assert sum(row["steps"] for row in fleet.report.to_json()["workers"]) == 3 * 1000, "the report forgets no sum"
     fleet.now += GONE_SECONDS
@@ -177,7 +179,7 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
     assert len(fleet.report.workers) <= 2 + MOST_GONE, "nor is much more kept than is shown"
     names = {row["worker"] for row in fleet.report.to_json()["workers"]}
     assert names >= {"(other)", "new"} and len(names) <= 3 + MOST_GONE
-    assert fleet.scrape()["new"] == 9 + 6
+    assert fleet.scrape()["new"] == 9 + 7
 
 
 @pytest.mark.parametrize("told", [[(100, 100), (161, 161), (200, 200)], [(100, 100), (40, 140), (70, 170)]])
@@ -210,7 +212,7 @@ def test_all_that_serve_are_shown():
         fleet.now += 1.0
     fleet.join("new")
     fleet.step("new")
-    assert fleet.scrape() == dict.fromkeys([*names, "new"], 9 + 6)
+    assert fleet.scrape() == dict.fromkeys([*names, "new"], 9 + 7)
     assert {state.sums["steps"] for state in fleet.report.workers.values()} == {1, 4}
 
 
@@ -220,7 +222,7 @@ def test_a_worker_that_comes_back_goes_on_where_it_was():
         fleet.join("w")
         fleet.step("w")
         fleet.step("w")
-        assert fleet.scrape()["w"] == 9 + 6
+        assert fleet.scrape()["w"] == 9 + 7
         assert fleet.report.workers["w"].sums["evicted_tokens"] == 20 * life
         fleet.core.leave("w", fleet.now)
         fleet.now += KEPT_SECONDS / 2

@@ -180,6 +180,17 @@ def test_its_load_has_what_the_step_under_way_computes(overlaps):
     assert 195 <= first <= 200 if overlaps else first == 137
 
 
+def test_its_load_has_what_is_kept():
+    """Of requests that end while others wait."""
+    with worker(FakeRunner(num_pages=100, check=True)) as (router, serving):
+        serving.scheduler.cache.kept.returning = 1.0
+        for id in range(1, 4):
+            router.tell(run(id, [id] * 60))
+        router.finished(1, 2, 3)
+        loads = [m.load for m in router.messages if isinstance(m, StepDone)]
+    assert any(load.waiting and load.kept_tokens >= 59 for load in loads) and not loads[-1].kept_tokens
+
+
 def test_drafts_are_no_prompts():
     requests = [SimpleNamespace(prompt_len=length) for length in (5, 10, 200)]
     counts, starts = np.array([1, 3, 64]), np.array([10, 20, 0])
