@@ -60,7 +60,7 @@ class Cache {
 
   N* lease(Place place) {
     if (!place.at_end()) ++version;
-    N* node = tree.split(place);
+    N* node = split(place);
     pin(node);
     ++node->extra.hits;
     touch(node);
@@ -103,7 +103,7 @@ class Cache {
       ++version;
       sums_known_ = false;
     }
-    N* node = tree.split(place);
+    N* node = split(place);
     if (present < n) node = grow(node, pinned && node == from, data + present, n - present, page(values, present));
     *where = node;
     touch(node);
@@ -204,6 +204,7 @@ class Cache {
       require(node->run->values.size() == values, "there is a value for each page");
       require((x.heap_at != kNowhere) == evictable(node), "the heap holds exactly the unpinned leaves");
       require(x.heap_at == kNowhere || heap_[x.heap_at] == node, "a leaf knows its place in the heap");
+      require(x.heap_at == kNowhere || x.key == order_of(node), "and its order is that of what it is now");
       require((x.pins > 0) == (x.pinned_at != kNowhere), "pinned nodes are listed");
       evictable_leaves += x.heap_at != kNowhere;
       pinned += x.pins > 0;
@@ -238,6 +239,11 @@ class Cache {
     if (with_events_) emit_stored(leaf, 0, data, n);
     return leaf;
   }
+  N* split(Place place) {
+    N* upper = tree.split(place);
+    if (upper != place.node) reorder(place.node);
+    return upper;
+  }
   void touch(N* node) {
     node->extra.last_use = ++clock_;
     if (node->extra.heap_at != kNowhere) leave_heap(node);
@@ -262,6 +268,7 @@ class Cache {
     }
     if (keep) {
       tree.trim_leaf(leaf, keep);
+      reorder(leaf);
       return;
     }
     leave_heap(leaf);
@@ -274,9 +281,11 @@ class Cache {
   void settle(N* node) {
     if (node->extra.pins) return;
     if (node->is_root()) {
-      if (node->children.empty()) tree.drop_root(node);
+      if (!node->children.empty()) return;
+      tree.drop_root(node);
+      ++version;  // matches of nothing refer to it
     } else if (tree.can_merge(node) && node->children.any()->extra.last_use >= node->extra.last_use) {
-      tree.merge(node);
+      reorder(tree.merge(node));
       ++version;
     } else if (evictable(node) && node->extra.heap_at == kNowhere) {
       enter_heap(node);
@@ -323,10 +332,19 @@ class Cache {
     }
     put(i, node);
   }
+  double order_of(const N* node) const {
+    const CacheExtra& x = node->extra;
+    return policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.hits)
+                  : static_cast<double>(x.last_use);
+  }
+  // A leaf is longer or shorter than it was; its last use is the same, so without a policy its place is, too.
+  void reorder(N* node) {
+    if (!policy || node->extra.heap_at == kNowhere) return;
+    leave_heap(node);
+    enter_heap(node);
+  }
   void enter_heap(N* node) {
-    CacheExtra& x = node->extra;
-    x.key = policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.hits)
-                   : static_cast<double>(x.last_use);
+    node->extra.key = order_of(node);
     heap_.push_back(node);
     sift_up(heap_.size() - 1, node);
   }

@@ -533,6 +533,7 @@ PyObject* tree_values(PyObject* self, PyObject*) {
 PyObject* tree_check(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     cache_of(self)->check();
+    if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NONE;
   });
 }

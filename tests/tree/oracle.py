@@ -60,6 +60,14 @@ class NaiveCache:
             freed.append(self.pages.pop(oldest)[0])
         return freed
 
+    def take(self, values: list[int]) -> list[int]:
+        """What `evict` has freed by another order: leaves, page by page."""
+        freed: list[int] = []
+        leased = self.leased()
+        while leaves := [p for p in self.pages if self.pages[p][0] in values and p not in self.inner() | leased]:
+            freed += [self.pages.pop(leaf)[0] for leaf in leaves]
+        return freed
+
     def forget(self, namespace: str, path: Path, keep: int) -> list[int]:
         freed: list[int] = []
         for prefix in reversed(self.prefixes(self.match(namespace, path))):

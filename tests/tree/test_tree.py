@@ -95,6 +95,19 @@ def test_a_stale_match_cannot_be_leased():
         tree.lease(match)
 
 
+def test_a_match_of_a_namespace_that_has_gone_is_stale():
+    """Its memory may be another namespace's by then."""
+    tree = RadixTree()
+    lease = tree.lease(tree.match("a", ints()))
+    match = tree.match("a", ints(1, 2))
+    lease.release()
+    others = [tree.lease(tree.match(name, ints())) for name in "bcd"]
+    with pytest.raises(ValueError, match="stale"):
+        tree.lease(match)
+    tree.check()
+    assert [other.namespace for other in others] == ["b", "c", "d"]
+
+
 def test_the_least_recently_used_leaf_loses_its_tail():
     tree = RadixTree()
     tree.insert("", ints(*range(100, 150)), ints(*range(100, 150)))
@@ -240,6 +253,26 @@ def test_a_policy_orders_evictions():
     assert evicted(None) == [1, 2, 2]
     assert evicted(lambda last_use, length, tokens, hits: last_use) == [1, 2, 2]
     assert evicted(lambda last_use, length, tokens, hits: -last_use) == [3, 3, 3]
+
+
+def test_a_policy_sees_a_leaf_as_it_is_now():
+    """When it has lost its tail, and when a split has made it shorter or the split's end longer."""
+    tree = RadixTree(policy=lambda last_use, length, tokens, hits: -length)
+    long, other = ints(*range(100, 200)), ints(*range(200, 260))
+    for path in (long, other):
+        tree.insert("", path, path)
+
+    def evicted(tokens: int) -> list[int]:
+        tree.check()
+        return as_list(tree.evict(tokens))
+
+    assert evicted(90) == list(range(110, 200))
+    assert evicted(5) == list(range(255, 260)), "the other is the longest by now"
+    lease = tree.lease(tree.match("", other[:50]))
+    assert evicted(2) == [108, 109], "5 tokens of the other may go, and 10 of this one"
+    assert tree.lease(tree.match("", other)).length == 55
+    lease.release()
+    assert evicted(2) == [253, 254]
 
 
 def test_a_tree_without_values():
