@@ -35,7 +35,7 @@ from radixrt.router.tokens import TextService
 from radixrt.transports import Answer, RouterTransport
 
 MAX_BACKLOG = 4 << 20
-"""Bytes that wait for a client that does not read, before its request is cancelled."""
+"""Bytes, in two chunks or more, that wait for a client that does not read, before its request is cancelled."""
 REQUEST_ID = "x-request-id"
 """Where OpenAI's clients look for it."""
 
@@ -62,12 +62,14 @@ class Mailbox:
         """Waits until all front ends know of the answer: its end is not sent before."""
         self._out: list[bytes] = []
         self._backlog = 0
+        self._sending = False
+        """The part before is not sent yet; until then nobody can take what is there."""
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, chunk: bytes) -> None:
-        """Leave something to be sent; too much of it, and the client counts as gone."""
+        """Leave something to be sent; too much of it while the client does not read, and it counts as gone."""
         self._backlog += len(chunk)
-        if self._backlog > MAX_BACKLOG:
+        if self._sending and self._out and self._backlog > MAX_BACKLOG:
             self.fail(Disconnected())
             return
         self._out.append(chunk)
@@ -110,12 +112,14 @@ class Mailbox:
 
     async def part(self) -> bytes | None:
         """All that there is to send, at least something; None after the last. ApiError, Disconnected."""
-        while self.held or not self._out:
-            if self.finished:
+        self._sending = False
+        while self.failure or self.held or not self._out:
+            if self.finished and not self.failure:
                 return None
             await self.changed()
         if self.finished and self.settled is not None:
             await self.settled()
+        self._sending = True
         out, self._out, self._backlog = self._out, [], 0
         return out[0] if len(out) == 1 else b"".join(out)
 
