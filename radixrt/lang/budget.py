@@ -67,7 +67,8 @@ class Budget:
             budget.used += tokens
             if tokens and budget.tokens is not None and budget.used >= budget.tokens:
                 for limit in budget._running:
-                    limit.reschedule(now)
+                    if not limit.expired():  # what it stops need not have run since
+                        limit.reschedule(now)
 
     def clamp(self, sampling: Sampling) -> Sampling:
         """`sampling`, with no more tokens than are left. Spent if that is none."""

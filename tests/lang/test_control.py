@@ -11,6 +11,8 @@ import pytest
 
 from radixrt import Branch, BudgetExceeded, NoWinner, ProgramError, Sampling, SyncBranch, gen, program, race, user
 from radixrt.client import Client, ServerError
+from radixrt.lang.budget import Budget, within
+from radixrt.lang.errors import Site, Spent
 from radixrt.messages import SaidMessage
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -479,6 +481,29 @@ def test_seconds(slow, what):
     began = time.monotonic()
     assert run(slow, spend) == (0, 0)
     assert 0.1 < time.monotonic() - began < 1
+
+
+def test_what_is_stopped_already_may_be_stopped_again():
+    """By a budget above it, in the turn in which its own has fired."""
+
+    async def spend() -> None:
+        outer = Budget(10, None, None, Site("a.py", 1))
+        inner = Budget(5, None, outer, Site("a.py", 2))
+
+        async def wait() -> None:
+            async with within(inner):
+                await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        inner.charge(5)
+        await asyncio.sleep(0)
+        outer.charge(5)
+        with pytest.raises(Spent, match="5 tokens"):
+            await waiting
+        assert outer.left == 0
+
+    asyncio.run(spend())
 
 
 def test_what_is_no_budget(client):
