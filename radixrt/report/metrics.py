@@ -105,6 +105,7 @@ class _Collector(Collector):
             name: CounterMetricFamily(f"radixrt_{metric}", text, labels=["tenant"])
             for name, metric, text in (
                 ("ended", "pauses", "Sessions that waited for a tool."),
+                ("dropped", "dropped_pauses", "Sessions that did not go on from a pause that is over."),
                 ("seconds", "paused_seconds", "Seconds that they waited."),
                 ("tokens", "resumed_tokens", "Tokens that they had when they went on."),
                 ("kept_tokens", "resumed_cached_tokens", "Of them, those that were still cached."),

@@ -157,10 +157,10 @@ def _notes(report: dict[str, Any]) -> str:
             for cause, count in sessions["dropped_turns"].items()
         )
         notes.append(f"{sessions['kept_turns']:,} answers in prompts kept the ids that were generated{lost}")
-    if pauses["now"] or pauses["ended"]:
-        notes.append(
-            f"{pauses['now']:,} sessions wait for a tool; {pauses['ended']:,} waited {pauses['seconds']:,.1f} s"
-        )
+    if pauses["now"] or pauses["ended"] or pauses["dropped"]:
+        waited = f"{pauses['ended']:,} waited {pauses['seconds']:,.1f} s"
+        dropped = f"; {pauses['dropped']:,} did not go on" if pauses["dropped"] else ""
+        notes.append(f"{pauses['now']:,} sessions wait for a tool; {waited}{dropped}")
     if not report["bound"]["exact"]:
         notes.append("infinite is a lower bound: the oldest prompts were forgotten (--report-tokens)")
     return "".join(f'<p class="soft">{note}</p>' for note in notes)

@@ -84,10 +84,12 @@ _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 @dataclass(slots=True)
 class Waits:
     """A tenant's sessions that pause while a tool runs. `kept_tokens` of the `tokens` that they had were still cached
-    when they went on."""
+    when they went on. `dropped`: pauses that nobody has gone on from, for the program has ended, was not heard of for
+    too long, or too many others paused."""
 
     now: int = 0
     ended: int = 0
+    dropped: int = 0
     seconds: float = 0.0
     tokens: int = 0
     kept_tokens: int = 0
@@ -172,6 +174,11 @@ class Report:
         waits = self.waits[tenant]
         waits.now, waits.ended, waits.seconds = waits.now - 1, waits.ended + 1, waits.seconds + seconds
 
+    def dropped_pause(self, tenant: str) -> None:
+        """One is not waited for any more."""
+        waits = self.waits[tenant]
+        waits.now, waits.dropped = waits.now - 1, waits.dropped + 1
+
     def resumed(self, tenant: str, tokens: int, cached: int) -> None:
         """It has asked for more: so many of its tokens could be in a cache, so many were."""
         self.waits[tenant].tokens += tokens
@@ -223,8 +230,9 @@ class Report:
                        forced_tokens, drafted_tokens and accepted_tokens (see `messages.Load`)
             sessions   answers in chats that were generated here: kept_turns (spelled by their ids), respelled_turns (of
                        them, those that the template writes in other words), dropped_turns (ids were lost; by cause)
-            pauses     sessions that wait for a tool: now, ended, the seconds that these took, the tokens that they had
-                       when they went on, and the kept_tokens of them that were still cached
+            pauses     sessions that wait for a tool: now; ended, for they went on, the seconds that these took, the
+                       tokens that they had when they went on, and the kept_tokens of them that were still cached;
+                       dropped, which did not go on
             volatile   short text near the start of prompts that changed with most requests, so that nothing behind it
                        was hit, the most lost tokens first: tenant, requests (that changed it), lost_tokens (prompt
                        tokens behind it that were computed, and had been behind another value), at (tokens before it),

@@ -100,11 +100,13 @@ def _sessions(sessions: dict[str, Any]) -> list[str]:
 
 
 def _pauses(pauses: dict[str, Any]) -> list[str]:
-    if not pauses["now"] and not pauses["ended"]:
+    if not pauses["now"] and not pauses["ended"] and not pauses["dropped"]:
         return []
     kept, tokens = pauses["kept_tokens"], pauses["tokens"]
     share = f"; {kept:,} of {tokens:,} tokens were cached when they went on ({kept / tokens:.1%})" if tokens else ""
-    return [f"tools: {pauses['now']:,} sessions wait, {pauses['ended']:,} waited {pauses['seconds']:,.1f} s{share}", ""]
+    dropped = f", {pauses['dropped']:,} did not go on" if pauses["dropped"] else ""
+    waited = f"{pauses['ended']:,} waited {pauses['seconds']:,.1f} s{dropped}"
+    return [f"tools: {pauses['now']:,} sessions wait, {waited}{share}", ""]
 
 
 def _volatile(rows: list[dict[str, Any]]) -> list[str]:

@@ -225,7 +225,7 @@ class Handlers:
         """In a task, for a Fork that came before must have begun."""
         tenant = self._core.tenant(message.api_key)
         self._programs.forget(tenant, message.scope)
-        self._perform(self._core.pauses.forget(tenant, message.scope, now()))
+        self._perform(self._core.pauses.forget(tenant, message.scope))
         self._answer(client, Done(message.id))
 
     # ------------------------------------------------------------ questions

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from radixrt.messages import Pin, Unpin
 from radixrt.router.effects import Effect, Order
 from radixrt.router.numbers import fresh_numbers
+from radixrt.router.shares import Shares
 from radixrt.router.states import Key
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 LONGEST_SECONDS = 3600.0
 """A session that was not heard of for so long has ended without a word."""
 MOST_PAUSES = 16384
-"""That are known at once; those of the state that paused first go for more."""
+"""That are known at once; for more, those of the state that paused first go, of the tenant that has most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,50 +40,64 @@ class Pauses:
 
     def __init__(self, report: Report | None) -> None:
         self._report = report
-        self._paused: dict[Key, list[Paused]] = {}
+        self._paused: dict[str, dict[Key, list[Paused]]] = {}
+        """By tenant."""
+        self._shares = Shares()
         self._names = fresh_numbers()
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._shares.total
+
+    def waiting(self, state: Key) -> int:
+        """How many have paused there."""
+        return len(self._paused.get(state.tenant, {}).get(state, ()))
 
     def begin(self, state: Key, namespace: str, ids: bytes, seconds: float, worker: str, now: float) -> list[Effect]:
         """A session pauses; the worker that holds its ids, if any does, is to keep them for so many seconds."""
         effects: list[Effect] = []
-        while self._count >= MOST_PAUSES and (first := self.end(next(iter(self._paused)), now)):
-            effects += first.unpin()
+        while len(self) >= MOST_PAUSES:
+            effects += self._drop(next(iter(self._paused[self._shares.largest()])))
         paused = Paused(next(self._names), state.tenant, len(ids) // 4, now, worker)
-        self._paused.setdefault(state, []).append(paused)
-        self._count += 1
+        self._paused.setdefault(state.tenant, {}).setdefault(state, []).append(paused)
+        self._shares.add(state.tenant, 1)
         if self._report:
             self._report.paused(state.tenant)
         return effects + ([Order(worker, Pin(paused.name, namespace, ids, seconds))] if worker else [])
 
     def end(self, state: Key, now: float) -> Paused | None:
         """One that has paused there goes on; None if nobody has."""
-        waiting = self._paused.get(state)
-        if not waiting:
+        if not self.waiting(state):
             return None
-        paused = waiting.pop()
-        self._count -= 1
-        if not waiting:
-            del self._paused[state]
+        paused = self._take(state)
         if self._report:
             self._report.went_on(paused.tenant, now - paused.since)
         return paused
 
-    def forget(self, tenant: str, scope: str, now: float) -> list[Effect]:
+    def forget(self, tenant: str, scope: str) -> list[Effect]:
         """All of a scope have ended."""
-        return self._end_all([state for state in self._paused if state[:2] == (tenant, scope)], now)
+        return self._drop_all([state for state in self._paused.get(tenant, ()) if state.scope == scope])
 
     def expire(self, now: float) -> list[Effect]:
         """Those that nobody has heard of for `LONGEST_SECONDS` have ended."""
-        old = [state for state, paused in self._paused.items() if now - paused[-1].since > LONGEST_SECONDS]
-        return self._end_all(old, now)
+        known = [pair for own in self._paused.values() for pair in own.items()]
+        return self._drop_all([state for state, paused in known if now - paused[-1].since > LONGEST_SECONDS])
 
-    def _end_all(self, states: list[Key], now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for state in states:
-            while (paused := self.end(state, now)) is not None:
-                effects += paused.unpin()
-        return effects
+    def _drop_all(self, states: list[Key]) -> list[Effect]:
+        return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
+
+    def _drop(self, state: Key) -> list[Effect]:
+        """One that has paused there is not known any more, and has not gone on."""
+        paused = self._take(state)
+        if self._report:
+            self._report.dropped_pause(paused.tenant)
+        return paused.unpin()
+
+    def _take(self, state: Key) -> Paused:
+        own = self._paused[state.tenant]
+        paused = own[state].pop()
+        if not own[state]:
+            del own[state]
+        if not own:
+            del self._paused[state.tenant]
+        self._shares.add(state.tenant, -1)
+        return paused

@@ -22,7 +22,7 @@ from radixrt.messages import (
     TokenPrompt,
     Unpin,
 )
-from radixrt.report import Report, to_text
+from radixrt.report import Report, to_html, to_text
 from radixrt.router import pauses
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order
@@ -76,7 +76,7 @@ def test_it_is_kept_until_the_request_that_goes_on_has_begun(core):
     assert Order("w1", Unpin(1)) in effects
     effects = core.step(order.name, StepDone([Output(order.message.id, [9], "length", 6)], Load()), 2.2)
     assert not any(isinstance(effect, Order) for effect in effects)
-    assert waits(core) == {"now": 0, "ended": 1, "seconds": 1.0, "tokens": 7, "kept_tokens": 6}
+    assert waits(core) == {"now": 0, "ended": 1, "dropped": 0, "seconds": 1.0, "tokens": 7, "kept_tokens": 6}
     text = to_text(core._recorder._report.to_json())
     assert "tools: 0 sessions wait, 1 waited 1.0 s; 6 of 7 tokens were cached when they went on (85.7%)" in text
 
@@ -92,9 +92,13 @@ def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
     for number in (1, 1, 2):
         core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
     core.pause(STATE._replace(scope="t" * 16), "n", SAID, None, 1.0)
-    assert len(core.pauses.forget("default", STATE.scope, 2.0)) == 3 and len(core.pauses) == 1
+    assert len(core.pauses.forget("default", STATE.scope)) == 3 and len(core.pauses) == 1
     assert core.pauses.expire(1.0 + pauses.LONGEST_SECONDS) == []
     assert core.pauses.expire(2.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(4))] and len(core.pauses) == 0
+    found = waits(core)
+    assert (found["now"], found["ended"], found["dropped"], found["seconds"]) == (0, 0, 4, 0.0), "nobody went on"
+    for words in to_text(core._recorder._report.to_json()), to_html(core._recorder._report.to_json()):
+        assert "4 did not go on" in words
 
 
 def test_there_are_only_so_many(core, monkeypatch):
@@ -103,7 +107,22 @@ def test_there_are_only_so_many(core, monkeypatch):
         core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
     effects = core.pause(STATE._replace(number=3), "n", SAID, None, 2.0)
     assert effects == [Order("w1", Unpin(2)), Order("w1", Pin(4, "n", SAID, 60.0))] and len(core.pauses) == 3
-    assert waits(core)["now"] == 3
+    assert waits(core)["now"] == 3 and waits(core)["dropped"] == 1
+
+
+def test_who_has_most_pauses_gives(core, monkeypatch):
+    monkeypatch.setattr(pauses, "MOST_PAUSES", 8)
+    other = Key("other", STATE.scope, 1)
+    core.pause(other, "o", SAID, None, 1.0)
+    for number in range(20):
+        core.pause(STATE._replace(number=number), "n", SAID, None, 2.0)
+        assert len(core.pauses) == min(number + 2, 8) and core.pauses.waiting(other) == 1
+        core.pauses._shares.check()
+    for number in range(20):
+        core.pause(other._replace(number=number), "o", SAID, None, 3.0)
+        assert len(core.pauses) == 8 and sum(core.pauses.waiting(STATE._replace(number=n)) for n in range(20)) >= 3
+    assert core.pauses.end(other._replace(number=19), 3.0) and not core.pauses.end(STATE._replace(number=12), 3.0)
+    core.pauses._shares.check()
 
 
 def test_a_request_that_is_refused_goes_on_all_the_same(core):

@@ -285,7 +285,6 @@ def test_a_pause_ends_once_whatever_becomes_of_the_message(text, message, ends):
         ask(client, 1, say("x", save=1))
         for id in (2, 3):
             assert isinstance(client.ask(Pause(id=id, scope=SCOPE, state=1)), Done)
-        waiting = server.core.pauses._paused
         if ends == "unknown":
             server.programs.states.drop(Key("default", SCOPE, 1))
         prompt = say("y" * (1000 if ends == "cancel" else 1), state=1, save=2, resumes=True)
@@ -309,7 +308,7 @@ def test_a_pause_ends_once_whatever_becomes_of_the_message(text, message, ends):
             await asyncio.sleep(0.05)
 
         asyncio.run_coroutine_threadsafe(all_at_once(), router._loop).result(5)
-        assert len(server.core.pauses) == 1 and len(waiting[Key("default", SCOPE, 1)]) == 1
+        assert len(server.core.pauses) == server.core.pauses.waiting(Key("default", SCOPE, 1)) == 1
         assert not server._handlers._tasks._resuming
 
 
