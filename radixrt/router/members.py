@@ -83,7 +83,8 @@ class Members:
         before = self._serving.get(info.name)
         again = before is not None and before.process == process(info)
         replaced = self._replaced_by(info)
-        orphans = self.remove(info.name, may_return=False)
+        take_out = self._take_out if again else self.remove  # a process that has its own name again is not lost
+        orphans = take_out(info.name, may_return=False)
         member = self._join(info, now, replaced, fresh=not again)
         if not again:
             return orphans, []
@@ -101,6 +102,11 @@ class Members:
 
     def remove(self, name: str, *, may_return: bool) -> list[int]:
         """A worker serves no more: the runs that it leaves behind."""
+        if name in self._serving:
+            self._counters.workers_lost += 1
+        return self._take_out(name, may_return=may_return)
+
+    def _take_out(self, name: str, *, may_return: bool) -> list[int]:
         member = self._serving.pop(name, None)
         self._by_model.clear()
         if not may_return:
@@ -109,7 +115,6 @@ class Members:
             self._lost[name] = member
         if member is None:
             return []
-        self._counters.workers_lost += 1
         self._index.drop_worker(member.number)
         return list(member.runs)
 

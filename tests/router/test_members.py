@@ -107,6 +107,16 @@ def test_with_the_same_pid_what_it_holds_comes_as_a_snapshot(members, index, cou
     snapshot = StepDone([], Load(), 9, HELD.events, snapshot=True)
     assert members.mirror(member(members), snapshot, 99.0) == [] and index.tokens == 3
     assert members.ask_again(199.0) == [] and counters.snapshots == 3
+    assert counters.workers_lost == 0
+
+
+def test_those_that_left_or_were_lost_are_counted(members, counters):
+    for name in ("w0", "w1"):
+        members.register(register(name), 0.0)
+    members.remove("w0", may_return=False)
+    members.remove("w1", may_return=True)
+    members.remove("w1", may_return=False)
+    assert counters.workers_lost == 2, "each once"
 
 
 def test_who_had_a_name_first_does_not_take_it_back(members):
