@@ -50,11 +50,12 @@ def setting(
 
 SESSION_TOKENS = (
     "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); an answer "
-    "counts for 32 at least; front ends remember what they served themselves, and the router what it served over ZMQ"
+    "counts for 32 at least; the router remembers what it served over ZMQ, a front end what it served itself, and, where "
+    "several share (--shared-bytes), what the others did of the chats that come to it"
 )
 RESPONSE_BYTES = (
     "memory of a front end for responses that previous_response_id may name (0: none); when it is full, the tenant "
-    "that holds most gives; other front ends do not know them"
+    "that holds most gives; where several front ends share, the router keeps them for all, in --shared-bytes instead"
 )
 KEEP_THINKING = "thinking that the chat template drops from earlier answers stays in the prompt"
 
@@ -140,7 +141,9 @@ class RouterConfig:
     state_bytes: int = setting(
         256 << 20, "memory of the router for what programs have said (0: they send it every time)", least=0
     )
-    shared_bytes: int = setting(256 << 20, "memory of the router for what several front ends share", least=0)
+    shared_bytes: int = setting(
+        256 << 20, "memory of the router for what several front ends share: ids of answers, stored responses", least=0
+    )
     pause_seconds: float = setting(
         60.0, "longest time that the cache keeps a program for a tool that runs", least=0.0, most=MOST_SECONDS
     )
