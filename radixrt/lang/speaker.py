@@ -17,10 +17,8 @@ from radixrt.lang.nodes import Gen, Role, Select
 from radixrt.lang.session import Session
 from radixrt.lang.trace import Run, Step
 from radixrt.lang.values import Promise, Value
-from radixrt.messages import Delta, Origin, Sampling, StatePrompt, Usage
+from radixrt.messages import GONE, Delta, Origin, Sampling, StatePrompt, Usage
 
-GONE = 410
-"""The server's word for a state that it does not know (any more)."""
 T = TypeVar("T")
 
 

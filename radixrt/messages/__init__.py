@@ -8,6 +8,7 @@ reads them in place. Nothing here imports anything of ours, and no tensor or pic
 """
 
 from radixrt.messages.prompts import (
+    GONE,
     ChatPrompt,
     PartsPrompt,
     Prompt,
@@ -83,6 +84,7 @@ from radixrt.messages.worker import (
 )
 
 __all__ = [
+    "GONE",
     "Abort",
     "Ask",
     "CacheEvent",

@@ -8,6 +8,9 @@ import msgspec
 
 from radixrt.messages.shared import Count, Number, Sampling, Scope
 
+GONE = 410
+"""Code of the Error for a state that the router does not know (any more)."""
+
 
 class TextPrompt(msgspec.Struct, tag="text", frozen=True):
     text: str

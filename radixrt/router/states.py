@@ -13,12 +13,10 @@ import itertools
 from collections import Counter, OrderedDict, defaultdict
 from typing import NamedTuple
 
+from radixrt.messages import GONE
 from radixrt.router.said import NOTHING, Piece, State
 from radixrt.router.shares import Shares
 from radixrt.router.validate import Refused
-
-GONE = 410
-"""Code of the Error for a state that is not known here (any more)."""
 
 
 class Key(NamedTuple):
@@ -50,7 +48,7 @@ class States:
         return self._shares.total
 
     def get(self, key: Key, field: str = "prompt.state") -> State:
-        """A state, which is then the latest used; Refused (410) for one that is not known."""
+        """A state, which is then the latest used; Refused (GONE) for one that is not known."""
         if key.number == 0:
             return NOTHING
         own = self._states.get(key.tenant, {})

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radixrt.messages import SaidAnswer, Sampling
+from radixrt.messages import GONE, SaidAnswer, Sampling
 from radixrt.router.said import NOTHING, Generated, Part, Piece, State, Turn
-from radixrt.router.states import GONE, Key, States
+from radixrt.router.states import Key, States
 from radixrt.router.validate import Refused
 
 
