@@ -256,7 +256,7 @@ class Frontend:
         reply.session = session_json(found[0])
         streams = bool(body.stream)
         exchange = exchange_kind(self._transport, self._text, reply, streams, usage)
-        exchange.names = names
+        exchange.names = names | {"grammar": outputs[0].field}
         exchange.settled = self._peers.settled if self._peers else None
         echo = isinstance(body, schema.Completion) and body.echo
         try:

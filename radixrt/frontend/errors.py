@@ -32,7 +32,8 @@ class ApiError(Exception):
         """What the router says, its fields called as the caller does (`names`)."""
         field, _, rest = error.field.partition("[")
         own = (names or {}).get(field, field)
-        message = own + error.message.removeprefix(field) if error.message.startswith(f"{field} ") else error.message
+        begins = error.message.startswith((f"{field} ", f"{field}: "))
+        message = own + error.message.removeprefix(field) if begins else error.message
         code = "model_not_found" if error.code == 404 else None
         if MAX_CONTEXT in error.message:
             code = "context_length_exceeded"

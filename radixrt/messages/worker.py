@@ -166,6 +166,8 @@ class Output(msgspec.Struct, array_like=True):
     """The token id that ended it."""
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
+    field: str = ""
+    """Of the request, which is at fault for the error; "": the worker is."""
 
 
 class StepDone(msgspec.Struct, tag="step"):

@@ -298,7 +298,8 @@ class RouterCore:
                 deltas.setdefault(request.client, []).append(delta)
         elif finish == "error":
             self._close(run)
-            others += self._fail(request, Error(request.id, 500, output.error or "the worker failed on this request"))
+            message = output.error or "the worker failed on this request"
+            others += self._fail(request, Error(request.id, 400 if output.field else 500, message, output.field))
         else:
             self._finish(run, output, deltas, others)
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from radixrt.worker.cache import PageCache
-from radixrt.worker.drafting import Draft
-from radixrt.worker.plan import FROM_DEVICE, Plan
+from radixrt.worker.plan import FROM_DEVICE, Draft, Plan
 from radixrt.worker.request import Request
 
 MOST_SCORED = 256

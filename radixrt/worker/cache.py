@@ -102,7 +102,7 @@ class PageCache:
         request.computed = min(request.lease.length, request.reusable)
 
     def withdraw(self, request: Request) -> None:
-        """Undo the `admit` before: nothing has happened."""
+        """Undo the `admit` before: only that the path counts as used now."""
         self._leave(request)
         del self._writes[self._before_admit :]
 
@@ -184,8 +184,12 @@ class PageCache:
             self.forget(request, length, keep)
 
     def forget(self, request: Request, length: int, keep: int = 0) -> None:
-        """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, unless others lease it."""
-        self._give_back(_int32(self.tree.forget(request.namespace, request.tokens[:length], keep)))
+        """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, unless others run on it:
+        it is neither pinned nor kept any more."""
+        path = request.tokens[:length]
+        self.pins.release_along(request.namespace, path.tobytes(), keep)
+        self.kept.release_along(request.namespace, path.tobytes(), keep)
+        self._give_back(_int32(self.tree.forget(request.namespace, path, keep)))
 
     def _leave(self, request: Request, keep: bool = False) -> None:
         row = request.row

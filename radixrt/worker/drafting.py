@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from radixrt.worker._repeats import Repeats
 
 if TYPE_CHECKING:
+    from radixrt.worker.plan import Draft
     from radixrt.worker.request import Request
 
 SHORTEST = 3
@@ -106,16 +107,6 @@ class Guessing:
     repeats: Repeats
     hope: float = HOPE
     """Share of its drafted tokens that was right of late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """`ids` may follow the last token of a request; of the step's requests, it is those from `first` on, one for its
-    last token and one for each of the ids."""
-
-    request: Request
-    ids: list[int]
-    first: int
 
 
 def waits(drafting: int, requests: int) -> bool:

@@ -129,6 +129,13 @@ class Kept:
         there is none."""
         return any(ended.tenant != spared and self._release(ended) for ended in self._ended)
 
+    def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
+        """Make evictable what holds something of a path beyond its first `keep` tokens."""
+        least = 4 * (keep + 1)
+        for ended in self._ended:
+            if ended.namespace == namespace and len(ids) >= least and ended.ids.startswith(ids[:least]):
+                self._release(ended)
+
     def clear(self) -> None:
         """Keep nothing."""
         while self._ended:

@@ -122,7 +122,7 @@ class Worker:
                 outputs = self._step()
                 self._pin(outputs)
                 self._reply(outputs)
-            self._land()  # nothing is under way when the runner is closed
+            self._land_last()  # nothing is under way when the runner is closed
         finally:
             self._stopped.set()
             self._link.close()
@@ -140,12 +140,10 @@ class Worker:
         plan = self.scheduler.plan()
         if plan is not None:
             outputs += self._launch(plan)
-        after, self._flight = self._flight, before
-        outputs += self._land()
-        self._flight = after
+        outputs += self._land(before)
         outputs += self._draw()
         if not self.runner.overlaps:
-            outputs += self._land()
+            outputs += self._land_last()
         if self._check:
             self.cache.check()
         return outputs
@@ -155,8 +153,7 @@ class Worker:
         try:
             self._flight = Flight(plan, self.runner.launch(plan), started)
         except Exception as error:
-            log.exception("step %d failed", plan.step)
-            return self.scheduler.fail(plan, f"the step failed: {error}")
+            return self._fail(plan, error)
         return []
 
     def _draw(self) -> list[m.Output]:
@@ -166,25 +163,38 @@ class Worker:
                 self.runner.draw()
         except Exception as error:
             flight, self._flight = self._flight, None
-            log.exception("step %d failed", flight.plan.step)
-            return self.scheduler.fail(flight.plan, f"the step failed: {error}")
+            return self._fail(flight.plan, error)
         return []
 
-    def _land(self) -> list[m.Output]:
+    def _land_last(self) -> list[m.Output]:
         """Take in the result of the step in flight, if there is one."""
         flight, self._flight = self._flight, None
+        return self._land(flight)
+
+    def _land(self, flight: Flight | None) -> list[m.Output]:
+        """Take in the result of a step, if there is one; there may be one in flight behind it."""
         if flight is None:
             return []
         try:
             result = flight.wait()
         except Exception as error:
-            log.exception("step %d failed", flight.plan.step)
-            return self.scheduler.fail(flight.plan, f"the step failed: {error}")
+            return self._fail(flight.plan, error)
         done = time.perf_counter()
         self._rates.add(flight.plan, done - max(flight.launched, self._last_done))
         self._time_decodes(flight, done)
         self._last_done = done
         return self.scheduler.apply(flight.plan, result)
+
+    def _fail(self, plan: Plan, error: Exception) -> list[m.Output]:
+        """A step could not be run. The one in flight behind it may read what that was to compute, and fails first."""
+        log.error("step %d failed", plan.step, exc_info=error)
+        reason, outputs = f"the step failed: {error}", []
+        behind, self._flight = self._flight, None
+        if behind is not None:
+            with contextlib.suppress(Exception):
+                behind.wait()
+            outputs += self.scheduler.fail(behind.plan, reason)
+        return outputs + self.scheduler.fail(plan, reason)
 
     def _time_decodes(self, flight: Flight, done: float) -> None:
         """What a step of decodes has taken, and the host before it where it had to wait for the step before."""
@@ -200,7 +210,7 @@ class Worker:
             return
         for output in outputs:
             if output.finish == "error":
-                pins.fail(output.id)
+                pins.drop(output.id)
             elif output.finish is not None:
                 pins.settle(output.id, now)
         pins.expire(now)
@@ -294,8 +304,9 @@ class Worker:
                 self._refuse(request.id, error)
 
     def _refuse(self, id: int, error: ValueError) -> None:
+        """The error begins with the field that is at fault."""
         self.cache.pins.drop(id)
-        self._refused.append(m.Output(id, finish="error", error=str(error)))
+        self._refused.append(m.Output(id, finish="error", error=str(error), field=str(error).partition(":")[0]))
 
     def _request(self, run: m.Run) -> Request:
         """A Request of a Run; ValueError names the field that is wrong."""

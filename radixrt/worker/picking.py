@@ -111,12 +111,12 @@ class Picking:
         for b, following, count in self._scored:
             found[b] = _read_scores(following, *rest[:count])
             rest = rest[count:]
-        failed = self._problems | {
+        failed = {
             int(np.searchsorted(self._ends, row, side="right")): NOT_FINITE for row in np.flatnonzero(finite == 0)
         }
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
         tokens[self._chosen] = rest[0]
-        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed)
+        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, self._problems)
 
     def _read_logprobs(self, tokens: np.ndarray, *found: np.ndarray) -> list[TokenLogprob | None]:
         if not found:

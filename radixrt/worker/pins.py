@@ -81,14 +81,8 @@ class Pins:
             self.add(run.namespace, run.ids[: tokens * TOKEN_BYTES], seconds, now)
 
     def drop(self, run_id: int) -> None:
-        """A request was refused."""
+        """A request was refused, or has failed."""
         self._wanted.pop(run_id, None)
-
-    def fail(self, run_id: int) -> None:
-        """A request has failed, it may be for what the pages that it read hold: those are not kept by pins."""
-        run = self._wanted.pop(run_id, None)
-        for key in self._used(run) if run else ():
-            self._release(key)
 
     def _renew(self, run: Run, now: float) -> None:
         for key in self._used(run):
@@ -142,6 +136,13 @@ class Pins:
         """Release the pin of a name, if it is still there."""
         for key in [key for key in self._pins if key[2] == name]:
             self._release(key)
+
+    def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
+        """Release the pins that hold something of a path beyond its first `keep` tokens."""
+        least = (keep + 1) * TOKEN_BYTES
+        if len(ids) >= least:
+            for key in [key for key in self._pins if key[0] == namespace and key[1].startswith(ids[:least])]:
+                self._release(key)
 
     def release_oldest(self) -> bool:
         """Release the pin whose use is the longest ago; False without one."""

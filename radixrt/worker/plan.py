@@ -13,11 +13,20 @@ from typing import Protocol
 import numpy as np
 
 from radixrt.messages import TokenLogprob
-from radixrt.worker.drafting import Draft
 from radixrt.worker.request import Request
 
 FROM_DEVICE = -1
 """In place of a token id: the one that the step before drew for this row of the page table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """`ids` may follow the last token of a request; of the step's requests, it is those from `first` on, one for its
+    last token and one for each of the ids."""
+
+    request: Request
+    ids: list[int]
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,9 @@ class Result:
     """For requests with `score_from`: natural log-probability of the token that follows each wanted position, for those
     positions that a known token follows; with others, where `sampling.logprobs` is set."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Requests whose logits are not finite, with the reason; they fail alone."""
+    """Requests whose logits are not finite, with the reason; they fail alone, and what they computed is of no use."""
+    stuck: dict[int, str] = field(default_factory=dict)
+    """Requests whose grammar lets no token come, with the reason; they fail alone, and what they computed is right."""
 
 
 class GroupLost(BaseException):

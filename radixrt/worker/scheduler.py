@@ -26,8 +26,8 @@ from radixrt.messages import Output, TokenLogprob
 from radixrt.worker.admission import Admission
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
-from radixrt.worker.drafting import MOST_ROWS, Draft, Drafter, waits
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.drafting import MOST_ROWS, Drafter, waits
+from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import Service, Waiting
@@ -260,7 +260,7 @@ class Scheduler:
     def apply(self, plan: Plan, result: Result) -> list[Output]:
         """Take in what a step gave, in the order of plans; what each request gained, for the reply."""
         outputs: list[Output] = []
-        failed, scores, logprobs = result.failed, result.scores, result.logprobs
+        failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
         found = enumerate(zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True))
         if plan.drafts:
             found = (one for one in found if one[0] not in plan.drafted)
@@ -269,6 +269,9 @@ class Scheduler:
                 self._fail_for_good(request, failed[index], outputs)
                 continue
             if request.over or plan.step <= request.void:  # it ended while the step ran, or knew better
+                continue
+            if stuck and index in stuck:
+                self._stop_short(request, stuck[index], outputs)
                 continue
             if scores and index in scores:
                 stop = int(plan.starts[index] + plan.counts[index])
@@ -294,9 +297,12 @@ class Scheduler:
             return
         if request.over:
             return
+        if first in result.stuck:
+            return self._stop_short(request, result.stuck[first], outputs)
         accepted = 0
         while accepted < len(draft.ids) and result.tokens[first + accepted] == draft.ids[accepted]:
-            if draft.ids[accepted] in request.stop_ids or first + accepted + 1 in result.failed:
+            following = first + accepted + 1
+            if draft.ids[accepted] in request.stop_ids or following in result.failed or following in result.stuck:
                 break
             accepted += 1
         self.drafter.learn(draft, accepted)
@@ -368,15 +374,20 @@ class Scheduler:
             request.computed = min(request.computed, len(request.tokens) - 1)
         self._let_go(request, keep=bool(self._waiting) and request.score_from is None)
 
+    def _stop_short(self, request: Request, reason: str, outputs: list[Output]) -> None:
+        """A request cannot go on because of what it asks for; what it computed stays cached."""
+        outputs.append(_failed(request, reason, "grammar"))
+        del self._requests[request.id]
+        self._let_go(request)
+
     def _fail_for_good(self, request: Request, reason: str, outputs: list[Output]) -> None:
-        """What a request computed is of no use: nothing of its path stays, whosever it was, that nobody else leases."""
+        """What a request computed is of no use: nothing of its path stays, whosever it was, that no other runs on."""
         if not request.over:
             self._fail(request, 0, reason, outputs)
-        self.cache.kept.clear()
         self.cache.forget(request, len(request.tokens))
 
     def _fail(self, request: Request, keep: int, reason: str, outputs: list[Output]) -> None:
-        outputs.append(Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason))
+        outputs.append(_failed(request, reason))
         del self._requests[request.id]
         if request.row < 0:
             self._let_go(request)
@@ -389,7 +400,6 @@ class Scheduler:
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Every request of a step that could not be run fails; nothing of that step stays cached."""
         outputs: list[Output] = []
-        self.cache.kept.clear()
         # The last first: they may lease what those before them were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             start -= start % self.cache.page_size  # a page that was to be filled up is of no use
@@ -399,3 +409,7 @@ class Scheduler:
             if sent_back:  # or dropped, while the step ran: what it was to compute went into the tree
                 self.cache.forget(request, len(request.tokens), start)
         return outputs
+
+
+def _failed(request: Request, reason: str, field: str = "") -> Output:
+    return Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason, field=field)

@@ -145,3 +145,26 @@ def test_without_xgrammar_it_says_what_to_install(model, monkeypatch):
     with pytest.raises(openai.BadRequestError) as caught:
         model.chat("never", extra_body={"guided_regex": "never seen before"})
     assert caught.value.param == "guided_regex" and "pip install" in caught.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_lets_nothing_come_is_the_request_s_fault(model, monkeypatch, stream):
+    """The worker finds out while it answers; the error names the field that has brought the grammar."""
+    launch = model.script.launch
+
+    def stuck(plan):
+        wait = launch(plan)
+
+        def finish():
+            result = wait()
+            result.stuck.update(dict.fromkeys(range(len(plan.requests)), "grammar: no token can come next"))
+            return result
+
+        return finish
+
+    monkeypatch.setattr(model.script, "launch", stuck)
+    with pytest.raises(openai.APIError) as caught:
+        for _ in model.chat("x", stream=stream, response_format={"type": "json_object"}):
+            pass
+    assert caught.value.body["message"] == "response_format: no token can come next"
+    assert (caught.value.param, caught.value.body["type"]) == ("response_format", "invalid_request_error")

@@ -64,6 +64,14 @@ def step(*outputs, **fields) -> StepDone:
     return StepDone(list(outputs), fields.pop("load", Load()), **fields)
 
 
+@pytest.mark.parametrize(("field", "code"), [("grammar", 400), ("", 500)])
+def test_what_a_worker_cannot_do_is_the_fault_of_a_field_or_its_own(field, code):
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    refusal = error(core.step("w0", step(Output(run.id, finish="error", error="grammar: no", field=field)), 2.0))
+    assert (refusal.code, refusal.field, refusal.message) == (code, field, "grammar: no")
+
+
 def test_a_stream_from_submit_to_usage():
     core = core_with(register("w0"))
     name, run = only_run(core.submit(b"c", generate(), 1.0))

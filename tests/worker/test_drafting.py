@@ -20,12 +20,12 @@ from radixrt.worker.drafting import (
     SURE,
     WORTH_A_REST,
     Costs,
-    Draft,
     Drafter,
     Repeats,
     Said,
 )
 from radixrt.worker.fake import EOS, FakeRunner, fake_token
+from radixrt.worker.plan import Draft
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from tests.worker.engine import Engine, prompts
@@ -329,7 +329,8 @@ def test_one_that_drafts_keeps_many_others_from_nothing():
     assert [requests for requests, _ in runner.steps[before:]] in ([20, 28] * 4, [28, 20] * 4)
 
 
-def test_bad_logits_at_a_draft_that_is_wrong_are_nobodys():
+@pytest.mark.parametrize("kind", ["failed", "stuck"])
+def test_bad_logits_at_a_draft_that_is_wrong_are_nobodys(kind):
     """They fail a request only where they stand after tokens that it has."""
     for bad, fails in ((0, True), (2, True), (6, False)):
         runner = ways()[0]
@@ -339,12 +340,13 @@ def test_bad_logits_at_a_draft_that_is_wrong_are_nobodys():
             engine.scheduler.apply(plan, runner.launch(plan)())
         assert plan.wants.tolist() == plan.counts.tolist() == [1] * 8 and plan.samples.all()
         result = runner.launch(plan)()
-        result.failed[plan.drafts[0].first + bad] = "not finite"
+        getattr(result, kind)[plan.drafts[0].first + bad] = "why"
         found = engine.scheduler.apply(plan, result)
         if bad == 2:  # what comes before is right, and said; the next step finds out
             assert found[-1].finish is None and len(found[-1].tokens) == 2
             continue
         assert (found[-1].finish == "error") == fails and found[-1].id == id
+        assert found[-1].field == ("grammar" if fails and kind == "stuck" else "")
 
 
 class Fixed(Drafter):

@@ -105,6 +105,30 @@ def test_nothing_stays_of_a_failed_step_that_two_share(kind):
     assert bench.cache.tree.tokens == 0
 
 
+def test_what_a_request_computed_stays_when_its_grammar_lets_nothing_come():
+    bench = Bench(chunk=100)
+    bench.add(0, [5] * 20, 4)
+    plan = bench.scheduler.plan()
+    result = bench.runner.launch(plan)()
+    result.stuck[0] = "grammar: a dead end"
+    [output] = bench.scheduler.apply(plan, result)
+    assert (output.finish, output.error, output.field) == ("error", "grammar: a dead end", "grammar")
+    assert bench.cache.tree.tokens == 20 and bench.cache.leased_pages == 0 and not bench.scheduler.has_work
+    bench.add(1, [5] * 20 + [6], 2)
+    bench.drain()
+    assert bench.cached[1] == 20
+
+
+def test_logits_that_are_not_finite_decide_before_a_grammar_does():
+    bench = Bench(chunk=100)
+    bench.add(0, [5] * 20, 4)
+    plan = bench.scheduler.plan()
+    result = bench.runner.launch(plan)()
+    result.stuck[0], result.failed[0] = "grammar: a dead end", "not finite"
+    [output] = bench.scheduler.apply(plan, result)
+    assert (output.error, output.field) == ("not finite", "") and bench.cache.tree.tokens == 0
+
+
 def test_scores_come_once_though_preempted():
     bench = Bench(pages=40, chunk=2, rows=4)
     prompt = [*range(20, 50)]

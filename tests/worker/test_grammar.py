@@ -446,8 +446,9 @@ def test_what_cannot_go_on_fails_alone(engine):
     stuck, other = engine.add([9, 9, 9], nothing), engine.add([3, 4, 5], plain)
     strayed = engine.add([9, 9, 9, 400], Sampling(max_tokens=20, temperature=0.0, grammar=WORDS), prompt_len=3)
     engine.finish()
-    assert (engine.last(stuck).finish, engine.last(stuck).error) == ("error", DEAD_END)
-    assert (engine.last(strayed).finish, engine.last(strayed).error) == ("error", STRAYED)
+    for id, problem in ((stuck, DEAD_END), (strayed, STRAYED)):
+        last = engine.last(id)
+        assert (last.finish, last.error, last.field) == ("error", problem, "grammar")
     assert [engine.tokens(other)] == before
 
 

@@ -283,17 +283,18 @@ def test_no_more_than_so_many_are_remembered(clock):
         assert found.returning == 0.5 and found.tokens() == 5 * most
 
 
-def test_nothing_is_kept_of_a_step_that_failed(clock):
-    """What was kept may read what it was to compute."""
+def test_nothing_is_kept_that_is_forgotten(clock):
+    """Of another prompt, or of what comes before, it is."""
     bench, _ = crowded()
-    plan = bench.scheduler.plan()
-    assert bench.cache.kept
-    bench.scheduler.fail(plan, "out of memory")
-    assert not bench.cache.kept and bench.scheduler.num_waiting == 1
-    bench.drain()
-    bench, _ = crowded()
+    leased = bench.cache.kept.tokens()
+    assert leased >= len(AGENT)
     bench.scheduler._fail_for_good(bench.scheduler._requests[0], "NaN", [])
-    assert not bench.cache.kept
+    for path, namespace, keep in ((AGENT, "b", 0), (AGENT[:5], "a", 5), ([*AGENT, 99], "a", len(AGENT))):
+        bench.cache.forget(SimpleNamespace(namespace=namespace, tokens=np.array(path, np.int32)), len(path), keep)
+        assert bench.cache.kept.tokens() == leased
+    bench.cache.forget(SimpleNamespace(namespace="a", tokens=np.array(AGENT, np.int32)), len(AGENT), 39)
+    assert not bench.cache.kept.tokens() and bench.cache.kept, "it is remembered"
+    bench.cache.check()
     bench.drain()
 
 

@@ -252,7 +252,8 @@ def test_a_bad_run_fails_and_others_go_on(bad, word):
         router.tell(bad)
         router.tell(run(2, [5, 6, 7]))
         router.finished(1, 2)
-        assert router.outputs(1)[-1].finish == "error" and word in router.outputs(1)[-1].error
+        last = router.outputs(1)[-1]
+        assert last.finish == "error" and word in last.error and last.error.startswith(last.field + ": ")
         assert router.outputs(2)[-1].finish == "length"
 
 
@@ -287,6 +288,38 @@ def test_a_step_that_fails_takes_only_its_requests_along():
         router.finished(2)
         assert router.outputs(2)[-1].finish == "length"
         assert serving.cache.leased_pages == 0
+
+
+class LateRunner(FakeRunner):
+    """The first step fails when its result is asked for."""
+
+    def launch(self, plan):
+        wait = super().launch(plan)
+
+        def fail():
+            raise RuntimeError("out of memory, say")
+
+        return fail if plan.step == 1 else wait
+
+
+def test_what_a_step_reads_of_one_that_fails_before_it_is_not_cached(overlaps):
+    """The second request leases what the first was to compute, and its own step is in flight when that fails."""
+    runner = LateRunner(num_pages=400, check=True)
+    runner.overlaps = overlaps
+    serving = Worker(runner, Identity("w", "model"), Router().connect, limits=Limits(64, 8), check=True)
+    prompt, outputs = list(range(5, 55)), []
+    serving._add(run(1, prompt))
+    outputs += serving._step()
+    serving._add(run(2, [*prompt, 3]))
+    outputs += serving._step()
+    failed = {(o.id, o.error) for o in outputs if o.finish == "error"}
+    assert failed == {(id, "the step failed: out of memory, say") for id in ((1, 2) if overlaps else (1,))}
+    if overlaps:
+        assert serving.cache.tree.tokens == 0 and serving._flight is None and not serving.scheduler.has_work
+    serving._add(run(3, [*prompt, 4]))
+    while serving.scheduler.has_work or serving._flight:
+        outputs = serving._step()
+    assert outputs[-1].finish == "length" and outputs[-1].cached_tokens == (0 if overlaps else 50)
 
 
 def test_a_router_that_has_started_anew():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,16 +157,30 @@ def test_pins_stay_where_others_can_go():
     assert bench.cache.pins.tokens("a") == 50
 
 
-def test_failed_requests_keep_nothing():
+def test_what_is_forgotten_is_pinned_no_more():
     bench = Pinning()
     bench.ask(1, PROMPT, [(30, 300.0)])
     bench.ask(2, [50] * 20, [(20, 300.0)])
-    ids = np.array([*PROMPT, 7], dtype=np.int32).tobytes()
-    run = Run(id=3, namespace=A, ids=ids, prompt_len=41, sampling=Sampling(), pin=[(41, 300.0)])
-    bench.cache.pins.want(run)
-    bench.cache.pins.fail(3)
-    bench.cache.pins.settle(3, 0.0)
+    request = SimpleNamespace(namespace=A, tokens=array("i", PROMPT + bench.tokens[1]))
+    bench.cache.forget(request, 41, 30)
+    assert bench.cache.pins.tokens("a") == 50, "what is pinned ends before it"
+    bench.cache.forget(request, 29, 29)
+    assert bench.cache.pins.tokens("a") == 50, "there is nothing beyond it"
+    bench.cache.forget(request, 41, 29)
     assert bench.cache.pins.tokens("a") == 20
+    assert bench.cache.tree.match(A, np.array(PROMPT, dtype=np.int32)).length == 29
+    bench.cache.check()
+
+
+def test_what_a_request_was_to_compute_is_not_pinned_after_its_step_has_failed():
+    bench = Pinning(chunk=100)
+    bench.pinning(1, PROMPT, [(20, 300.0)], max_tokens=2)
+    plan = bench.scheduler.plan()
+    bench.scheduler.abort(1)
+    bench.cache.pins.settle(1, 0.0)
+    assert bench.cache.pins.tokens("a") == 20
+    bench.scheduler.fail(plan, "out of memory")
+    assert bench.cache.pins.tokens("a") == 0 and bench.cache.tree.tokens == 0
     bench.cache.check()
 
 
