@@ -50,8 +50,8 @@ def setting(
 
 SESSION_TOKENS = (
     "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); an answer "
-    "counts for 32 at least; the router remembers what it served over ZMQ, a front end what it served itself, and, where "
-    "several share (--shared-bytes), what the others did of the chats that come to it"
+    "counts for 32 at least; the router remembers what it served over ZMQ, a front end what it served itself, and what "
+    "others did of the chats that come to it, where several share (--shared-bytes)"
 )
 RESPONSE_BYTES = (
     "memory of a front end for responses that previous_response_id may name (0: none); when it is full, the tenant "
