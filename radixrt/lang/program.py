@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from radixrt.client import AsyncClient, Client
+from radixrt.lang.batch import Batch
 from radixrt.lang.branch import Branch
 from radixrt.lang.errors import Site
 from radixrt.lang.plain import SyncBranch
@@ -141,40 +142,7 @@ class Program:
         that is no mapping. `calls` are asked for one by one, as there is room."""
         if at_once < 1:
             raise ValueError(f"at_once must be 1 at least, not {at_once}")
-        results: dict[int, Any] = {}
-        numbered = enumerate(calls)
-        ended = False
-
-        async def take(number: int, call: Mapping[str, Any]) -> None:
-            if not isinstance(call, Mapping):
-                kind = type(call).__name__
-                raise TypeError(f"{self.name}: call {number} of a batch is {kind}, no mapping of arguments")
-            results[number] = None
-            try:
-                results[number] = await self(client, **call)
-            except (Exception, asyncio.CancelledError) as problem:
-                task = asyncio.current_task()
-                if not return_exceptions or (task is not None and task.cancelling()):
-                    raise
-                results[number] = problem
-
-        async def take_turns() -> None:
-            nonlocal ended
-            try:
-                while not ended and (following := next(numbered, None)) is not None:
-                    await take(*following)
-            except BaseException:
-                ended = True
-                raise
-
-        turns = [asyncio.ensure_future(take_turns()) for _ in range(at_once)]
-        try:
-            await asyncio.gather(*turns)
-        finally:
-            for turn in turns:
-                turn.cancel()
-            await asyncio.gather(*turns, return_exceptions=True)
-        return [results[number] for number in range(len(results))]
+        return await Batch(self, client, calls, return_exceptions).results(at_once)
 
     def _client(self, client: Client | None, method: str) -> Client:
         client = client or _default

@@ -1,0 +1,59 @@
+"""A program for many arguments, several runs at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from radixrt.client import AsyncClient
+
+if TYPE_CHECKING:
+    from radixrt.lang.program import Program
+
+
+class Batch:
+    """See `Program.batch`. Each turn takes the next call that nobody has taken, until there is none."""
+
+    def __init__(
+        self, program: Program, client: AsyncClient, calls: Iterable[Mapping[str, Any]], return_exceptions: bool
+    ) -> None:
+        self._program = program
+        self._client = client
+        self._calls = enumerate(calls)
+        self._return_exceptions = return_exceptions
+        self._results: dict[int, Any] = {}
+        self._ended = False
+        """No other call is begun."""
+
+    async def results(self, at_once: int) -> list[Any]:
+        """Take so many turns at a time. What a run has raised, unless exceptions are returned."""
+        turns = [asyncio.ensure_future(self._take_turns()) for _ in range(at_once)]
+        try:
+            await asyncio.gather(*turns)
+        finally:
+            for turn in turns:
+                turn.cancel()
+            await asyncio.gather(*turns, return_exceptions=True)
+        return [self._results[number] for number in range(len(self._results))]
+
+    async def _take_turns(self) -> None:
+        try:
+            while not self._ended and (following := next(self._calls, None)) is not None:
+                await self._take(*following)
+        except BaseException:
+            self._ended = True
+            raise
+
+    async def _take(self, number: int, call: Mapping[str, Any]) -> None:
+        if not isinstance(call, Mapping):
+            kind = type(call).__name__
+            raise TypeError(f"{self._program.name}: call {number} of a batch is {kind}, no mapping of arguments")
+        self._results[number] = None
+        try:
+            self._results[number] = await self._program(self._client, **call)
+        except (Exception, asyncio.CancelledError) as problem:
+            task = asyncio.current_task()
+            if not self._return_exceptions or (task is not None and task.cancelling()):
+                raise
+            self._results[number] = problem
