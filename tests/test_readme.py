@@ -72,11 +72,18 @@ def test_curl(addresses):
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks).startswith("I can")
 
 
+def test_every_file_of_the_gpu_is_in_its_readme():
+    folder = ROOT / "radixrt/worker/cuda"
+    linked = set(re.findall(r"\]\((\w+\.py)\)", (folder / "README.md").read_text()))
+    assert linked == {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+
+
 def test_links_lead_somewhere():
-    links = re.findall(r"\]\((?!http)([^)]+)\)", README)
-    assert len(links) > 15 and all((ROOT / link).exists() for link in links)
+    for name, least in (("README.md", 15), ("bench/README.md", 1), ("radixrt/worker/cuda/README.md", 25)):
+        path = ROOT / name
+        links = re.findall(r"\]\((?!http)([^)]+)\)", path.read_text())
+        assert len(links) >= least and all((path.parent / link).exists() for link in links), name
     bench = (ROOT / "bench/README.md").read_text()
-    assert all((ROOT / "bench" / link).exists() for link in re.findall(r"\]\((?!http)([^)]+)\)", bench))
     results = set(re.findall(r"`(?:bench/results/)?(\w+\.json)`", README + bench))
     missing = {name for name in results if not (ROOT / "bench/results" / name).exists()}
     assert len(results) > 10 and missing == {"config.json", "generation_config.json"}  # of a model

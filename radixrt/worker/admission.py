@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
-from radixrt.worker.waiting import Service, Waiting
+from radixrt.worker.waiting import VirtualTokenCounter, Waiting
 
 SHARE = 0.25
 """Of the pool: while those that run have no more, others are admitted at the expense of what is kept."""
@@ -14,11 +14,11 @@ SHARE = 0.25
 class Admission:
     """Of one scheduler."""
 
-    def __init__(self, cache: PageCache, running: Running, waiting: Waiting, service: Service) -> None:
+    def __init__(self, cache: PageCache, running: Running, waiting: Waiting, counter: VirtualTokenCounter) -> None:
         self._cache = cache
         self._running = running
         self._waiting = waiting
-        self._service = service
+        self._counter = counter
 
     def next(self, behind: list[Request], step: int) -> Request | None:
         """Whose chunk is planned next: of those that run and are `behind`, of which it is taken, or one that waited;
@@ -27,9 +27,9 @@ class Admission:
         if not behind:
             return self._admit(step) if self._waiting else None
         at = 0
-        if self._service.several:
+        if self._counter.several:
             # What a grammar forced is few tokens, and is not made to wait.
-            at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._service.of(behind[i].tenant)))
+            at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._counter.of(behind[i].tenant)))
             if not behind[at].generated and self._comes_before(behind[at].tenant) and (request := self._admit(step)):
                 return request
         return behind.pop(at)
@@ -37,7 +37,7 @@ class Admission:
     def _comes_before(self, tenant: str) -> bool:
         """Whether a tenant that was served less waits."""
         first = self._waiting.tenant
-        return first is not None and self._service.of(first) < self._service.of(tenant)
+        return first is not None and self._counter.of(first) < self._counter.of(tenant)
 
     def _admit(self, step: int) -> Request | None:
         """Take a waiting request on a row, if there is room for all of it beside those that run."""

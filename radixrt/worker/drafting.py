@@ -39,10 +39,10 @@ WAIT = 0.1
 8B on an H200)."""
 SURE = 16
 """So long a match is followed even by a request whose drafts have been wrong, if rows are cheap."""
-HOPE, SURE_HOPE = 0.4, 0.5
+ACCEPTANCE, SURE_ACCEPTANCE = 0.4, 0.5
 """Share of its drafted tokens that is expected to be right: of a request that has drafted nothing yet, and of a long
 match."""
-LEAST_HOPE = 0.06
+LEAST_ACCEPTANCE = 0.06
 """Below it nothing is drafted, cheap as a row may be."""
 MEMORY = 0.8
 """Weight of what was right before, in the moving average."""
@@ -105,7 +105,7 @@ class Guessing:
     """What a request's drafts are made from."""
 
     repeats: Repeats
-    hope: float = HOPE
+    acceptance: float = ACCEPTANCE
     """Share of its drafted tokens that was right of late."""
 
 
@@ -177,13 +177,13 @@ class Drafter:
     def refuse(self, request: Request) -> None:
         """Its grammar does not allow the first of a draft: as if all had been wrong."""
         if request.guessing is not None:
-            request.guessing.hope *= MEMORY
+            request.guessing.acceptance *= MEMORY
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """So many of its tokens were right."""
         guessing = draft.request.guessing
         if guessing is not None:
-            guessing.hope = MEMORY * guessing.hope + (1 - MEMORY) * accepted / len(draft.ids)
+            guessing.acceptance = MEMORY * guessing.acceptance + (1 - MEMORY) * accepted / len(draft.ids)
         self.drafted += len(draft.ids)
         self.accepted += accepted
 
@@ -196,8 +196,8 @@ class Drafter:
         if requests > self.among or (request.matcher is not None and requests > MOST_MATCHED):
             return False
         guessing = self._guessing(request)
-        hope = max(guessing.hope, SURE_HOPE) if matched >= SURE else guessing.hope
-        return hope >= max(LEAST_HOPE, self.costs.row(requests))
+        acceptance = max(guessing.acceptance, SURE_ACCEPTANCE) if matched >= SURE else guessing.acceptance
+        return acceptance >= max(LEAST_ACCEPTANCE, self.costs.row(requests))
 
     def _match(self, request: Request, guessing: Guessing) -> tuple[int, Repeats, array[int] | None]:
         """(tokens that match, the text where most do, the tail to find them by if that is another's)."""

@@ -30,7 +30,7 @@ from radixrt.worker.drafting import MOST_ROWS, Drafter, waits
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
-from radixrt.worker.waiting import Service, Waiting
+from radixrt.worker.waiting import VirtualTokenCounter, Waiting
 
 MOST_GROUPS = 1024
 """Groups that are remembered; the router ends each within seconds."""
@@ -56,9 +56,9 @@ class Scheduler:
         self.forced_tokens = 0
         self.steps = 0
         self._requests: dict[int, Request] = {}
-        self._service = Service()
-        self._waiting = Waiting(cache, self._service)
-        self._admission = Admission(cache, self.running, self._waiting, self._service)
+        self._counter = VirtualTokenCounter()
+        self._waiting = Waiting(cache, self._counter)
+        self._admission = Admission(cache, self.running, self._waiting, self._counter)
         self._clock = 0
         self._groups: dict[int, tuple[int, int]] = {}
         """When the first of each came, and its id; the latest groups."""
@@ -76,7 +76,7 @@ class Scheduler:
         self._arrive(request)
         if request.matcher is not None and not request.generated:
             self._force(request)
-        self._service.come(request.tenant)
+        self._counter.come(request.tenant)
         self.cache.kept.come(request)
         self._waiting.add(request)
 
@@ -128,7 +128,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             self.cache.kept.left(request)
-        self._service.go(request.tenant)
+        self._counter.go(request.tenant)
         if not self._requests:
             self.cache.kept.clear()
 
@@ -152,7 +152,7 @@ class Scheduler:
         behind = [*running.behind]
         while budget > 0 and (request := self._admission.next(behind, self.steps)):
             taken = self._chunk(request, budget, builder)
-            self._service.prompt(request.tenant, taken)
+            self._counter.prompt(request.tenant, taken)
             budget -= taken
         if not running.decoding and not builder.requests:
             return None
@@ -189,9 +189,9 @@ class Scheduler:
     def _move_on(self, decodes: Decodes, builder: StepBuilder) -> None:
         """Count what is planned as computed and drawn."""
         decodes.move_on()
-        if self._service.several:
+        if self._counter.several:
             for request in self.running.decoding:
-                self._service.decode(request.tenant)
+                self._counter.decode(request.tenant)
         ending = False
         for request in self.running.decoding:
             request.computed += 1
@@ -209,8 +209,8 @@ class Scheduler:
         for draft in builder.drafts:
             draft.request.computed += 1
             draft.request.pending = 1
-            if self._service.several:
-                self._service.decode(draft.request.tenant)
+            if self._counter.several:
+                self._counter.decode(draft.request.tenant)
         first = sum(1 + len(draft.ids) for draft in builder.drafts)
         chunks = (entries[first:] for entries in (builder.requests, builder.counts, builder.samples))
         for request, count, samples in zip(*chunks, strict=True):
@@ -307,8 +307,8 @@ class Scheduler:
             accepted += 1
         self.drafter.learn(draft, accepted)
         request.tokens.extend(draft.ids[:accepted])
-        if self._service.several:
-            self._service.decode(request.tenant, accepted)
+        if self._counter.several:
+            self._counter.decode(request.tenant, accepted)
         if request.row >= 0:
             request.computed += accepted
         else:  # sent back to wait while they were verified
@@ -393,7 +393,7 @@ class Scheduler:
             self._let_go(request)
             return
         request.over = True
-        self._service.go(request.tenant)
+        self._counter.go(request.tenant)
         self.running.remove(request)
         self.cache.discard(request, keep)
 

@@ -106,7 +106,7 @@ def _cost(request: Request) -> int:
     return _missing(request) + ANSWER
 
 
-class Service:
+class VirtualTokenCounter:
     """Tokens computed for each tenant that has requests here."""
 
     def __init__(self) -> None:
@@ -149,13 +149,13 @@ class Service:
 
 
 class Waiting:
-    """See the module. All requests that are added have come to `service`."""
+    """See the module. All requests that are added have come to `counter`."""
 
-    def __init__(self, cache: PageCache, service: Service) -> None:
+    def __init__(self, cache: PageCache, counter: VirtualTokenCounter) -> None:
         self.tokens = 0
         """Of all that wait: known, and not in the tree when last looked."""
         self._cache = cache
-        self._service = service
+        self._counter = counter
         self._queues: dict[str, _Queue] = {}
         """By tenant; none is empty."""
         self._refreshed, self._step = 0, -1
@@ -169,7 +169,7 @@ class Waiting:
     def add(self, request: Request) -> None:
         tenant = request.tenant
         if tenant not in self._queues:
-            self._service.lift(tenant, min(map(self._service.of, self._queues), default=self._service.last))
+            self._counter.lift(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
             self._queues[tenant] = _Queue()
         request.hit, request.seen = self._cache.hit(request), self._cache.tree.version
         self.tokens += _missing(request)
@@ -195,7 +195,7 @@ class Waiting:
         """Whose request is next."""
         if len(self._queues) < 2:
             return next(iter(self._queues), None)
-        return min(self._queues, key=lambda tenant: (self._service.of(tenant), self._queues[tenant].age))
+        return min(self._queues, key=lambda tenant: (self._counter.of(tenant), self._queues[tenant].age))
 
     def first(self) -> Iterator[Request]:
         """The one that is next; then, if that is because of its age, the one that would be, if it is another."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling, TokenLogprob
 from radixrt.worker.drafting import (
-    HOPE,
-    LEAST_HOPE,
+    ACCEPTANCE,
+    LEAST_ACCEPTANCE,
     MOST_ROWS,
     SAID_NAMESPACES,
     SHORTEST,
@@ -246,7 +246,7 @@ def test_what_drafts_gain_counts_between_tenants():
         while min(len(one.tokens) for one in both) < 40:
             engine.step()
         for one in both:  # the token that was drawn last is not computed
-            assert engine.scheduler._service.of(one.tenant) == len(one.tokens) - 1
+            assert engine.scheduler._counter.of(one.tenant) == len(one.tokens) - 1
 
 
 def test_large_batches_do_without():
@@ -586,12 +586,12 @@ def test_who_is_always_wrong_stops_until_it_is_sure():
         drafter.learn(Draft(short, ids, 0), 0)
         steps += 1
         assert steps < 20
-    assert short.guessing.hope < LEAST_HOPE and not drafter.begins(short, 1)
+    assert short.guessing.acceptance < LEAST_ACCEPTANCE and not drafter.begins(short, 1)
     assert drafter.drafted == 8 * steps and not drafter.accepted
     short.tokens.append(110 + SURE - 1)
     assert len(drafter.draft(short, 8, 1)) == 8 and drafter.begins(short, 1)
     drafter.learn(Draft(short, [1] * 8, 0), 8)
-    assert short.guessing.hope > 0.2 and drafter.accepted == 8
+    assert short.guessing.acceptance > 0.2 and drafter.accepted == 8
 
 
 def test_what_a_row_costs():
@@ -615,10 +615,10 @@ def test_rows_that_cost_more_than_they_gain_are_not_drafted():
     drafter, text = Drafter(8, False), request(repeating(9))
     for rows in [*range(1, 30)] * 20:
         drafter.costs.add(rows, 0.001 + 0.0004 * rows)
-    assert 0.2 < drafter.costs.row(1) < HOPE < drafter.costs.row(4)
+    assert 0.2 < drafter.costs.row(1) < ACCEPTANCE < drafter.costs.row(4)
     assert drafter.begins(text, 1) and drafter.draft(text, 8, 1)
     assert not drafter.begins(text, 4) and not drafter.draft(text, 8, 4)
     drafter.learn(Draft(text, [1] * 8, 0), 8)
-    text.guessing.hope = 0.9
+    text.guessing.acceptance = 0.9
     assert drafter.begins(text, 4)
     assert not drafter.draft(request(repeating(30)), 8, 40), "long matches, too"

@@ -8,7 +8,7 @@ import pytest
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker.request import Request
-from radixrt.worker.waiting import ANSWER, OVERTAKING, REFRESHED, Service, Waiting
+from radixrt.worker.waiting import ANSWER, OVERTAKING, REFRESHED, VirtualTokenCounter, Waiting
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
 
@@ -38,7 +38,7 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another(namespace):
     assert steps_until(bench, 1000) <= 8, "a row must become free, nothing else"
     assert not bench.tokens[1001]
     bench.drain()
-    assert not bench.scheduler._service._requests and not bench.scheduler._service._tokens
+    assert not bench.scheduler._counter._requests and not bench.scheduler._counter._tokens
 
 
 def test_a_long_prompt_does_not_hold_up_another_tenant():
@@ -109,9 +109,9 @@ def test_what_is_generated_counts():
         bench.add(id, prompt(id, 10), 300, namespace=namespace)
     for _ in range(50):
         bench.step()
-    service = bench.scheduler._service
-    assert service.of("a") == 2 * service.of("b")
-    assert 50 < service.of("b") < 70
+    counter = bench.scheduler._counter
+    assert counter.of("a") == 2 * counter.of("b")
+    assert 50 < counter.of("b") < 70
     bench.drain()
 
 
@@ -119,7 +119,7 @@ def test_one_tenant_alone_is_not_counted_between():
     bench = Bench(pages=400, chunk=16, rows=4, max_len=128)
     for id in range(20):
         bench.add(id, prompt(id, 30), 3, namespace="a\nx" if id % 2 else "a\ny")
-    assert not bench.scheduler._service.several
+    assert not bench.scheduler._counter.several
     bench.drain()
 
 
@@ -135,28 +135,28 @@ def test_any_load_of_many_tenants_ends(seed):
         for _ in range(rng.randint(0, 3)):
             bench.step()
     bench.drain()
-    assert not bench.scheduler._service._requests and not bench.scheduler._service._tokens
+    assert not bench.scheduler._counter._requests and not bench.scheduler._counter._tokens
     assert not bench.scheduler._waiting.tokens and not len(bench.scheduler._waiting)
 
 
-def test_service():
-    service = Service()
-    service.come("a")
-    service.prompt("a", 50)
-    assert not service.several
-    service.come("b")
-    assert service.several
-    service.lift("b", 30)
-    service.lift("b", 20)
-    service.decode("b")
-    assert (service.of("a"), service.of("b"), service.last) == (50, 31, 50)
-    service.come("a")
-    service.go("a")
-    assert service.of("a") == 50
-    service.go("a")
-    assert not service.several
-    service.come("a")
-    assert service.of("a") == 0
+def test_the_virtual_token_counter():
+    counter = VirtualTokenCounter()
+    counter.come("a")
+    counter.prompt("a", 50)
+    assert not counter.several
+    counter.come("b")
+    assert counter.several
+    counter.lift("b", 30)
+    counter.lift("b", 20)
+    counter.decode("b")
+    assert (counter.of("a"), counter.of("b"), counter.last) == (50, 31, 50)
+    counter.come("a")
+    counter.go("a")
+    assert counter.of("a") == 50
+    counter.go("a")
+    assert not counter.several
+    counter.come("a")
+    assert counter.of("a") == 0
 
 
 def test_who_fails_is_not_counted_any_more():
@@ -166,9 +166,9 @@ def test_who_fails_is_not_counted_any_more():
         bench.add(id, prompt(id, 30), 3, namespace=namespace)
     scheduler = bench.scheduler
     scheduler.fail(scheduler.plan(), "out of memory")
-    assert len(scheduler._service._requests) == scheduler.num_running + scheduler.num_waiting
+    assert len(scheduler._counter._requests) == scheduler.num_running + scheduler.num_waiting
     bench.drain()
-    assert not scheduler._service._requests
+    assert not scheduler._counter._requests
 
 
 def test_what_was_forced_is_not_made_to_wait():
@@ -182,7 +182,7 @@ def test_what_was_forced_is_not_made_to_wait():
     forced.tokens.extend([5, 6, 7])
     bench.scheduler.running.remove(forced)
     bench.scheduler.running.behind.insert(0, forced)
-    bench.scheduler._service.lift("a", 10_000)
+    bench.scheduler._counter.lift("a", 10_000)
     bench.add(3, prompt(3, 40), 1, namespace="c")
     plan = bench.scheduler.plan()
     assert [r.id for r in plan.requests][0] == 1
@@ -208,10 +208,10 @@ def asked(id: int, length: int, arrival: int = 0, namespace: str = "a") -> Reque
 
 
 def queue_of(cache: Hits, *requests: Request) -> Waiting:
-    service = Service()
-    waiting = Waiting(cache, service)
+    counter = VirtualTokenCounter()
+    waiting = Waiting(cache, counter)
     for request in requests:
-        service.come(request.tenant)
+        counter.come(request.tenant)
         waiting.add(request)
     return waiting
 
@@ -223,7 +223,7 @@ def test_the_order_is_that_of_its_definition(seed):
     rng = random.Random(seed)
     cache, here, clock, overtaken = Hits(), {}, 0, 0
     waiting = queue_of(cache)
-    waiting._service.come("a")
+    waiting._counter.come("a")
     for id in range(300):
         clock += rng.randint(0, 3)
         cache.of[id] = rng.choice([0, 0, 5, 9, 15])

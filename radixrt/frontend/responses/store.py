@@ -35,7 +35,7 @@ class Turn:
         self.holders = 0
 
 
-class Kept(msgspec.Struct, gc=False):
+class StoredResponse(msgspec.Struct, gc=False):
     """A response: `body` is its JSON."""
 
     body: bytes
@@ -58,7 +58,7 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._tenants: dict[str, OrderedDict[Name, Kept]] = {}
+        self._tenants: dict[str, OrderedDict[Name, StoredResponse]] = {}
         """The latest used last."""
         self._shares = Shares()
 
@@ -66,7 +66,7 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._shares.total
 
-    def get(self, namespace: str, response_id: str) -> Kept | None:
+    def get(self, namespace: str, response_id: str) -> StoredResponse | None:
         """A response, if it is kept, and was put there in the same namespace."""
         own, name = self._tenants.get(tenant_of(namespace), {}), (namespace, response_id)
         if name not in own:
@@ -78,7 +78,7 @@ class ResponseStore:
         self, namespace: str, response_id: str, body: bytes, before: Sequence[Turn], new: Sequence[Message]
     ) -> None:
         """Keep a response that answers to the messages `new` (it is the last of them) after the turns `before`."""
-        tenant, kept = tenant_of(namespace), Kept(body, (*before, Turn(new)))
+        tenant, kept = tenant_of(namespace), StoredResponse(body, (*before, Turn(new)))
         self._tenants.setdefault(tenant, OrderedDict())[namespace, response_id] = kept
         self._shares.add(tenant, kept.size + sum(map(_hold, kept.turns)))
         while self.num_bytes > self._max_bytes:
