@@ -126,14 +126,16 @@ def _function_name(chosen: Any, place: str) -> tuple[str, str]:
 
 
 def read_tools(
-    tools: list[dict[str, Any]], place: str, read: Callable[[str, dict[str, Any]], Tool]
+    tools: list[dict[str, Any]], place: str, read: Callable[[str, dict[str, Any]], Tool | None]
 ) -> tuple[Tool, ...]:
-    """All tools of a request, each by `read` from its field (`place` with its number); their names differ."""
+    """All tools of a request, each by `read` from its field (`place` with its number), if it gives one;
+    their names differ."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"at most {MAX_TOOLS} tools")
     found: dict[str, Tool] = {}
     for i, tool in enumerate(tools):
-        one = read(place.format(i), tool)
+        if (one := read(place.format(i), tool)) is None:
+            continue
         if one.name in found:
             refuse(f"{one.field}.name", f"there are two tools {one.name!r}")
         found[one.name] = one

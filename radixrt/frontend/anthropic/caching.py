@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from radixrt.frontend.anthropic.history import CHANGE, Block, blocks
+from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
+from radixrt.frontend.anthropic.tools import served
 from radixrt.frontend.errors import refuse
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import ChatPrompt
@@ -67,7 +68,7 @@ def pinned(tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes) -> lis
 def _changed(body: Counted, use: ToolUse, block: Block) -> ChatPrompt:
     """The chat with a block made longer: a tool has another property, everything else more text."""
     prompt = body.prompt(use, block)
-    index = next((i for i, tool in enumerate(body.tools or []) if tool is block), None)
+    index = next((i for i, tool in enumerate(served(body.tools)) if tool is block), None)
     if index is None or not prompt.tools:
         return prompt
     tools = list(prompt.tools)
@@ -125,7 +126,7 @@ def _all_blocks(body: Counted) -> Iterator[tuple[str, Block]]:
         if not isinstance(message.get("content"), list):
             continue
         for field, block in blocks(f"messages.{i}.content", message["content"]):
-            if block.get("type") == "tool_result" and isinstance(block.get("content"), list):
+            if block.get("type") in ("tool_result", "mcp_tool_result") and isinstance(block.get("content"), list):
                 yield from blocks(f"{field}.content", block["content"])
             yield field, block
 

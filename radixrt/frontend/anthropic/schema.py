@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from radixrt.frontend.anthropic.blocks import Block
 from radixrt.frontend.anthropic.errors import NO_THREADS
-from radixrt.frontend.anthropic.history import Block, History
+from radixrt.frontend.anthropic.history import History
 from radixrt.frontend.anthropic.tools import tool_use
 from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse

@@ -1,25 +1,37 @@
-"""Anthropic's tools as ToolUse. Every refusal names the field."""
+"""Anthropic's tools as ToolUse. Every refusal names the field.
+
+custom                          -> a function
+bash, text_editor, memory, ...  -> a function, by `defined`
+web_search, code_execution, ... -> nothing, where there are others; else refused
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import re
+from typing import Any, NoReturn
 
+from radixrt.frontend.anthropic.defined import DEFINED, Defined
 from radixrt.frontend.errors import refuse
 from radixrt.frontend.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
 
 CHOICES = ("auto", "any", "tool", "none")
+HOSTED = re.compile(r"(web_search|web_fetch|code_execution)_\d{8}|tool_search_tool_(regex|bm25)(_\d{8})?")
+"""Kinds of tools that run at Anthropic, and that a model may leave alone."""
 CALL_PREFIX, PREFIX = "call_", "toolu_"
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) -> ToolUse:
     """What an answer may do. ApiError (400) names the field."""
     found = read_tools(tools or [], "tools.{}", _tool)
+    if tools and not found:
+        _refuse_kind("tools.0", tools[0]["type"])
     kind, name, parallel = _choice(choice)
     if kind in ("any", "tool") and not found:
         refuse("tool_choice", "there are no tools to choose from")
     if not found or kind == "none":
         return NO_TOOLS
-    shown = [shown_tool(tool) for tool in tools or []]
+    shown = [shown_tool(tool) for tool in served(tools)]
     if kind == "auto":
         return ToolUse(found, parallel=parallel, shown=shown)
     if kind == "any":
@@ -30,8 +42,16 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) 
     return ToolUse(found, only, False, shown)
 
 
+def served(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The tools of a request, which has been checked, that are not left out."""
+    return [tool for tool in tools or [] if not _is_hosted(tool)]
+
+
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as chat templates take it, which is OpenAI's way."""
+    if (defined := DEFINED.get(tool.get("type") or "")) is not None:
+        function = {"name": defined.name, "description": defined.description, "parameters": defined.schema}
+        return {"type": "function", "function": function}
     function = {"name": tool["name"]}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -54,23 +74,53 @@ def _choice(choice: dict[str, Any] | None) -> tuple[str, str, bool]:
     return kind, name, not single
 
 
-def _tool(field: str, tool: dict[str, Any]) -> Tool:
-    if tool.get("type") not in (None, "custom"):
-        refuse(f"{field}.type", f"must be 'custom': {tool['type']!r} is a tool of Anthropic's, not served here")
+def _is_hosted(tool: dict[str, Any]) -> bool:
+    kind = tool.get("type")
+    return isinstance(kind, str) and HOSTED.fullmatch(kind) is not None
+
+
+def _refuse_kind(field: str, kind: Any) -> NoReturn:
+    refuse(f"{field}.type", f"must be 'custom': {kind!r} is a tool of Anthropic's, not served here")
+
+
+def _tool(field: str, tool: dict[str, Any]) -> Tool | None:
+    """None for one that is left out."""
+    if _is_hosted(tool):
+        return None
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind in DEFINED:
+        return _defined(field, tool, DEFINED[kind])
+    if kind not in (None, "custom"):
+        _refuse_kind(field, kind)
     name = tool.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         refuse(f"{field}.name", f"must be a string of 1 to {MAX_NAME} characters")
     if not isinstance(tool.get("description"), str | None):
         refuse(f"{field}.description", "must be a string")
-    if not isinstance(tool.get("strict"), bool | None):
-        refuse(f"{field}.strict", "must be true or false")
     if "input_schema" not in tool:
         refuse(f"{field}.input_schema", "is missing")
     check_parameters(f"{field}.input_schema", tool["input_schema"])
-    return Tool(name, field, tool["input_schema"] or ANY_OBJECT, bool(tool.get("strict")))
+    return Tool(name, field, tool["input_schema"] or ANY_OBJECT, _strict(field, tool))
+
+
+def _defined(field: str, tool: dict[str, Any], defined: Defined) -> Tool:
+    if tool.get("name") != defined.name:
+        refuse(f"{field}.name", f"must be {defined.name!r} for {tool['type']}, not {tool.get('name')!r}")
+    return Tool(defined.name, field, defined.schema, _strict(field, tool))
+
+
+def _strict(field: str, tool: dict[str, Any]) -> bool:
+    if not isinstance(tool.get("strict"), bool | None):
+        refuse(f"{field}.strict", "must be true or false")
+    return bool(tool.get("strict"))
 
 
 # ---------------------------------------------------------------- ids of calls
+
+
+_GIVEN = re.compile("[0-9a-f]{24}")
+_MODELS_OWN = re.compile(r"[0-9A-Za-z]{9}|.+:[0-9]+", re.DOTALL)
+"""Mistral's, and Kimi's with the names of functions in them."""
 
 
 def shown_id(call_id: str) -> str:
@@ -79,7 +129,9 @@ def shown_id(call_id: str) -> str:
 
 
 def template_id(shown: str) -> str:
-    """The id that a client knows as `shown`, for the chat template."""
+    """The id that a client knows as `shown`, for the chat template. One from elsewhere has nine letters and digits:
+    Mistral's templates take no others."""
     own = shown.removeprefix(PREFIX)
-    # Mistral's templates take nothing but nine letters and digits.
-    return own if len(own) == 9 and own.isalnum() else CALL_PREFIX + own
+    if _GIVEN.fullmatch(own):
+        return CALL_PREFIX + own
+    return own if _MODELS_OWN.fullmatch(own) else hashlib.sha256(shown.encode()).hexdigest()[:9]

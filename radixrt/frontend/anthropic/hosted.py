@@ -1,0 +1,137 @@
+"""Blocks of tools that Anthropic ran, as calls of functions and their results, so that a conversation that was begun
+there goes on here. Every refusal names the field.
+
+server_tool_use, mcp_tool_use                  -> a call, told where its result is, which may come much later, or never
+web_search_tool_result, mcp_tool_result, ...   -> its result: a text, or JSON without what only Anthropic can read
+tool_search_tool_result, fallback, ...         -> nothing: all tools are shown here
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from radixrt.frontend.anthropic.blocks import CHANGE, ERROR, Block, checked_kind, result_content, string, text_of
+from radixrt.frontend.anthropic.tools import template_id
+from radixrt.frontend.errors import refuse
+from radixrt.frontend.responses.tools import flat_name
+
+CALLS = ("server_tool_use", "mcp_tool_use")
+RESULTS = (
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "advisor_tool_result",
+    "mcp_tool_result",
+)
+NOTHING = ("mcp_tool_listing", "fallback")
+"""Blocks that carry nothing for a model."""
+ENCRYPTED = "encrypted"
+"""What the keys begin with of what only Anthropic can read."""
+Pair = tuple[dict[str, Any], dict[str, Any]]
+
+
+class Hosted:
+    """The calls of a history that wait for their results. `changed` is a block that is made longer, by identity."""
+
+    def __init__(self, changed: Block | None = None) -> None:
+        self._changed = changed
+        self._waiting: dict[str, dict[str, Any]] = {}
+        """Functions with their arguments, by the ids of the calls."""
+
+    def call(self, field: str, block: Block) -> None:
+        """A call, of which nothing is told before its result."""
+        shown, name = string(field, block, "id"), string(field, block, "name")
+        if block["type"] == "mcp_tool_use":
+            name = flat_name(string(field, block, "server_name"), name)
+        if not isinstance(block.get("input"), dict):
+            refuse(f"{field}.input", "must be an object")
+        if shown in self._waiting:
+            refuse(f"{field}.id", f"there are two {block['type']} blocks {shown!r} without their results")
+        given = block["input"] | ({CHANGE: CHANGE} if block is self._changed else {})
+        self._waiting[shown] = {"name": name, "arguments": _json(f"{field}.input", given)}
+
+    def result(self, field: str, block: Block) -> Pair | None:
+        """(the call, the message of its result); None where there is nothing to tell."""
+        shown = string(field, block, "tool_use_id")
+        if shown not in self._waiting:
+            refuse(f"{field}.tool_use_id", f"no block before this one is a call {shown!r} without its result")
+        function, said = self._waiting.pop(shown), self._said(field, block)
+        if said is None:
+            return None
+        told = {"role": "tool", "tool_call_id": template_id(shown), "name": function["name"], "content": said}
+        return {"id": template_id(shown), "type": "function", "function": function}, told
+
+    def _said(self, field: str, block: Block) -> str | list[Block] | None:
+        if block["type"] == "mcp_tool_result":
+            return result_content(field, block, self._changed)
+        said = _content(f"{field}.content", block.get("content"))
+        return said + CHANGE if said is not None and block is self._changed else said
+
+
+def _content(field: str, content: Any) -> str | None:
+    """What the content of a result says to a model."""
+    objects = content if isinstance(content, list) else [content]
+    if not all(isinstance(one, dict) for one in objects):
+        refuse(field, "must be an object, or a list of objects")
+    kind = content.get("type") if isinstance(content, dict) else None
+    if isinstance(kind, str) and kind.endswith("_error"):
+        return ERROR + string(field, content, "error_code")
+    match kind:
+        case "tool_search_tool_search_result":
+            return None
+        case "web_fetch_result":
+            return _page(field, content)
+        case "text_editor_code_execution_view_result" if content.get("file_type") in ("image", "pdf"):
+            refuse(f"{field}.file_type", f"{content['file_type']} files are not served: this model reads text only")
+    return _readable(field, content)
+
+
+def _page(field: str, content: Block) -> str:
+    """What was fetched, behind its address."""
+    document = content.get("content")
+    if not isinstance(document, dict):
+        refuse(f"{field}.content", "must be a document")
+    checked_kind(f"{field}.content", document, ("text",))
+    return f"{string(field, content, 'url')}\n{text_of(f'{field}.content', document, None)}"
+
+
+def _readable(field: str, content: Any) -> str:
+    try:
+        bare = _bare(field, content)
+        if not _tells(bare) and _tells(content):
+            refuse(field, "is encrypted, and cannot be read here")
+    except RecursionError:
+        refuse(field, "is nested too deeply")
+    return _json(field, bare, compact=True)
+
+
+def _bare(field: str, value: Any) -> Any:
+    """A value without what is null or encrypted; images are refused."""
+    if isinstance(value, list):
+        return [_bare(f"{field}.{i}", inner) for i, inner in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in ("image", "document"):
+        checked_kind(field, value, ("text",))
+    kept = (key for key in value if value[key] is not None and not key.startswith(ENCRYPTED))
+    return {key: _bare(f"{field}.{key}", value[key]) for key in kept}
+
+
+def _tells(value: Any) -> bool:
+    """Whether a value tells more than of what type it is."""
+    if isinstance(value, list):
+        return any(map(_tells, value))
+    if isinstance(value, dict):
+        return any(_tells(inner) for key, inner in value.items() if key != "type")
+    return value is not None
+
+
+def _json(field: str, value: Any, *, compact: bool = False) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":") if compact else None)
+    except RecursionError:
+        refuse(field, "is nested too deeply")
