@@ -214,8 +214,7 @@ PyObject* lease_enter(PyObject* self, PyObject*) {
   return self;
 }
 PyObject* lease_exit(PyObject* self, PyObject*) {
-  auto* lease = reinterpret_cast<LeaseObject*>(self);
-  if (lease->node) give_up(lease);
+  if (reinterpret_cast<LeaseObject*>(self)->node) return lease_release(self, nullptr);
   Py_RETURN_NONE;
 }
 

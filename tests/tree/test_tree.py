@@ -275,6 +275,17 @@ def test_a_policy_sees_a_leaf_as_it_is_now():
     assert evicted(2) == [253, 254]
 
 
+def test_what_a_policy_raises_comes_out():
+    def policy(*_: int) -> int:
+        raise LookupError("no policy")
+
+    tree = RadixTree(policy=policy)
+    with pytest.raises(LookupError):
+        tree.insert("", ints(1), ints(1))
+    with pytest.raises(LookupError), tree.lease(tree.match("", ints(1))):
+        pass
+
+
 def test_a_tree_without_values():
     tree = RadixTree(values=False)
     assert tree.insert("", ints(1, 2, 3)) == 0 and tree.insert("", ints(1, 2, 4), None) == 2
