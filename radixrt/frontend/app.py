@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hmac
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -53,6 +54,7 @@ from radixrt.messages import (
     ClientRequest,
     Error,
     Generate,
+    Origin,
     Prompt,
     Sampling,
     TextPrompt,
@@ -97,6 +99,17 @@ def _response(error: ApiError) -> Response:
 def _native_response(error: ApiError) -> Response:
     line = native_line(Error(None, error.status, error.message, error.param, error.retry_after))
     return Response(line, error.status, error.headers(), "application/x-ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A prompt of a request, and how it is to be answered."""
+
+    prompt: Prompt
+    encoded: Encoded
+    sampling: Sampling
+    """With its grammar, and within the room there is."""
+    output: Output
 
 
 class Frontend:
@@ -234,60 +247,77 @@ class Frontend:
         kind: type[Reply] | type[MessageReply],
         exchange_kind: type[Exchange] = Exchange,
     ) -> StreamAnswer | WholeAnswer:
-        names, use, wanted = body.names(), body.tool_use(), body.constraint()
-        sampling, prompts = body.sampling(self._defaults), body.prompts(use)
-        n, usage, origin = body.choices(), body.wants_usage(), origin_of(request)
-        try:
-            check_choices(n)
-            check_sampling(sampling, self._text.vocab_size)
-            found, samplings = [], []
-            for prompt in prompts:
-                found.append(await self._encode(prompt, key, body.cache_salt))
-                samplings.append(self._fitted(sampling, found[-1].ids))
-        except FieldError as problem:
-            raise api_error(problem, names) from None
-        outputs, grammars = [], []
-        for prompt, encoded in zip(prompts, found, strict=True):
-            outputs.append(self._output(prompt, encoded.ids, sampling, use, wanted))
-            grammars.append(await outputs[-1].checked_grammar())
-        pins = await self._pins(body, use, found[0].ids) if isinstance(body, Messages) else []
+        use, wanted = body.tool_use(), body.constraint()
+        ready = await self._ready(body, key, use, wanted)
+        pins = await self._pins(body, use, ready[0].encoded.ids) if isinstance(body, Messages) else []
         self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
-        reply.session = session_json(found[0])
-        streams = bool(body.stream)
-        exchange = exchange_kind(self._transport, self._text, reply, streams, usage)
-        exchange.names = names | {"grammar": outputs[0].field}
+        reply.session = session_json(ready[0].encoded)
+        exchange = exchange_kind(self._transport, self._text, reply, bool(body.stream), body.wants_usage())
+        exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._peers.settled if self._peers else None
-        echo = isinstance(body, schema.Completion) and body.echo
+        origin = origin_of(request)
         try:
-            for prompt, encoded, fitted, output, grammar in zip(
-                prompts, found, samplings, outputs, grammars, strict=True
-            ):
-                message = Generate(
-                    id=0,
-                    prompt=TokenPrompt(encoded.ids),
-                    sampling=msgspec.structs.replace(fitted, grammar=grammar) if grammar else fitted,
-                    model=body.model or "",
-                    n=n,
-                    stream=streams or bool(sampling.stop) or output.ends_early,
-                    text=False,
-                    origin=origin,
-                    api_key=key,
-                    cache_salt=body.cache_salt or "",
-                    pin=pins,
-                    session=facts(encoded),
-                    prompt_logprobs=bool(echo) and fitted.logprobs is not None,
-                )
-                told = (
-                    functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None
-                )
-                exchange.submit(message, self._echo(prompt, encoded.ids) if echo else "", output, told)
+            for one in ready:
+                self._submit(exchange, one, body, key, origin, pins)
         except BaseException:
             exchange.cancel()
             raise
-        if streams:
+        if body.stream:
             return StreamAnswer(exchange, b"text/event-stream; charset=utf-8")
         return WholeAnswer(exchange)
+
+    async def _ready(
+        self, body: schema.Completion | schema.Chat | Messages, key: str, use: ToolUse, wanted: Constraint | None
+    ) -> list[Ready]:
+        """The prompts of a request, checked; ApiError names the field that is wrong."""
+        sampling, prompts = body.sampling(self._defaults), body.prompts(use)
+        found = []
+        try:
+            check_choices(body.choices())
+            check_sampling(sampling, self._text.vocab_size)
+            for prompt in prompts:
+                encoded = await self._encode(prompt, key, body.cache_salt)
+                found.append((prompt, encoded, self._fitted(sampling, encoded.ids)))
+        except FieldError as problem:
+            raise api_error(problem, body.names()) from None
+        ready = []
+        for prompt, encoded, fitted in found:
+            output = self._output(prompt, encoded.ids, sampling, use, wanted)
+            if grammar := await output.checked_grammar():
+                fitted = msgspec.structs.replace(fitted, grammar=grammar)
+            ready.append(Ready(prompt, encoded, fitted, output))
+        return ready
+
+    def _submit(
+        self,
+        exchange: Exchange,
+        ready: Ready,
+        body: schema.Completion | schema.Chat | Messages,
+        key: str,
+        origin: Origin | None,
+        pins: list[tuple[int, float]],
+    ) -> None:
+        """Ask for the answers to one prompt."""
+        prompt, encoded, sampling, output = ready.prompt, ready.encoded, ready.sampling, ready.output
+        echo = isinstance(body, schema.Completion) and bool(body.echo)
+        message = Generate(
+            id=0,
+            prompt=TokenPrompt(encoded.ids),
+            sampling=sampling,
+            model=body.model or "",
+            n=body.choices(),
+            stream=bool(body.stream) or bool(sampling.stop) or output.ends_early,
+            text=False,
+            origin=origin,
+            api_key=key,
+            cache_salt=body.cache_salt or "",
+            pin=pins,
+            session=facts(encoded),
+            prompt_logprobs=echo and sampling.logprobs is not None,
+        )
+        told = functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None
+        exchange.submit(message, self._echo(prompt, encoded.ids) if echo else "", output, told)
 
     def _output(
         self, prompt: Prompt, ids: bytes, sampling: Sampling, use: ToolUse, wanted: Constraint | None
