@@ -16,6 +16,8 @@ Asked for by name, for a cache of 320,000 tokens, which holds a half of what the
               those of sessions, but 150 to 500 tokens and 64
     tools     the same, whose tools take 2 seconds between two turns
     long      48 agents with 15,000 to 20,000 tokens of their own
+    mixed     100 agents like those of pressed, of ten turns, beside 12 who ask ten times, one after the other, about
+              1,000 to 6,000 tokens that nobody else has
 
 What follows an answer does not contain it: the same tokens are sent to every server, whatever it generates.
 """
@@ -167,13 +169,24 @@ def long(load: Load, size: Size) -> None:
     agents_with_much(load, size, agents=48, own=(15_000, 20_000))
 
 
-def agents_with_much(load: Load, size: Size, agents: int, own: tuple[int, int], pause: float = 0.0) -> None:
+def mixed(load: Load, size: Size) -> None:
+    agents_with_much(load, size, agents=100, own=(1_000, 3_000), turns=10)
+    draw = np.random.default_rng(2)
+    for _ in range(size(12)):
+        before = None
+        for _ in range(10):
+            before = load.ask((load.segment(size(int(draw.integers(1_000, 6_000)))),), size(64), after=before)
+
+
+def agents_with_much(
+    load: Load, size: Size, agents: int, own: tuple[int, int], turns: int = 5, pause: float = 0.0
+) -> None:
     draw = np.random.default_rng(1)
     systems = [load.segment(size(3_000)) for _ in range(SYSTEM_PROMPTS)]
     for agent in range(size(agents)):
         history = (systems[agent % SYSTEM_PROMPTS], load.segment(size(int(draw.integers(*own)))))
         before = None
-        for _ in range(5):
+        for _ in range(turns):
             history = (*history, load.segment(size(int(draw.integers(150, 500)))))
             before = load.ask(history, size(64), after=before, pause=0.0 if before is None else pause)
             history = (*history, load.segment(size(64)))
@@ -198,7 +211,7 @@ def twice(load: Load, size: Size) -> None:
 
 
 MEASURED = {make.__name__: make for make in (plain, trunk16k, trunk4k, sessions, tot, hit, cold)}
-ASKED_FOR = {make.__name__: make for make in (pressed, tools, long)}
+ASKED_FOR = {make.__name__: make for make in (pressed, tools, long, mixed)}
 OTHERS = {"warm-up": warm_up, "twice": twice}
 
 

@@ -19,6 +19,9 @@ class Admission:
         self._running = running
         self._waiting = waiting
         self._counter = counter
+        self._in_vain: set[tuple[int, str | None]] = set()
+        """Requests for which all that is kept, but of a tenant, is not enough, until somebody leaves."""
+        self._departures = 0
 
     def next(self, behind: list[Request], step: int) -> Request | None:
         """Whose chunk is planned next: of those that run and are `behind`, of which it is taken, or one that waited;
@@ -76,10 +79,15 @@ class Admission:
         spared = None if any_goes else request.tenant
         if not self._would_have_room(pages, spared):
             return False
-        while not cache.can_take(pages):
-            if not kept.release_oldest(spared):
-                return False
-        return True
+        if self._departures != self._running.departures:
+            self._departures = self._running.departures
+            self._in_vain.clear()
+        if (request.id, spared) in self._in_vain:
+            return False
+        if kept.release_until(lambda: cache.can_take(pages), cache.tree, spared):
+            return True
+        self._in_vain.add((request.id, spared))
+        return False
 
     def _would_have_room(self, pages: int, spared: str | None = None) -> bool:
         """Whether so many could be taken, about, if only what is kept of the tenant `spared` were."""

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixrt.tree import Lease, OwnerTree
+from radixrt.tree import Lease, OwnerTree, RadixTree
 from radixrt.worker.request import Request
 
 SECONDS = 5.0
@@ -44,7 +45,7 @@ class _Ended:
     ids: bytes
     prompt: int
     until: float
-    lease: Lease | None
+    lease: Lease | None = None
     next: int | None = None
 
     def begins(self, ids: bytes) -> bool:
@@ -80,8 +81,8 @@ class Kept:
             return lease.release()
         ids = request.tokens[: max(lease.length, request.prompt_len)].tobytes()
         now = time.monotonic()
-        ended = _Ended(request.tenant, request.namespace, ids, 4 * request.prompt_len, now + SECONDS, lease)
-        self._paths.setdefault(ended.tenant, OwnerTree()).add(ended.namespace, ids[: 4 * lease.length], _OWNER)
+        ended = _Ended(request.tenant, request.namespace, ids, 4 * request.prompt_len, now + SECONDS)
+        self._lease(ended, ids[: 4 * lease.length], lease)
         self._ended.append(ended)
         self._bytes += len(ids)
         if self.returning < LEAST:
@@ -124,10 +125,26 @@ class Kept:
                 self.returning -= _WEIGHT * self.returning
             self._remove(self._ended[0])
 
-    def release_oldest(self, spared: str | None = None) -> bool:
-        """Make the context evictable that would expire first, of those that are not of the tenant `spared`. False if
-        there is none."""
-        return any(ended.tenant != spared and self._release(ended) for ended in self._ended)
+    def release_oldest(self) -> bool:
+        """Make the context evictable that would expire first. False if there is none."""
+        return any(map(self._release, self._ended))
+
+    def release_until(self, enough: Callable[[], bool], tree: RadixTree, spared: str | None = None) -> bool:
+        """Make contexts evictable, but for those of the tenant `spared`, until it is `enough`; if it never is, none:
+        what those that run lease, too, is not won by it."""
+        released: list[tuple[_Ended, int]] = []
+        for ended in self._ended:
+            if enough():
+                return True
+            if ended.lease is not None and ended.tenant != spared:
+                released.append((ended, ended.lease.length))
+                self._release(ended)
+        if enough():
+            return True
+        for ended, length in released:
+            path = ended.ids[: 4 * length]
+            self._lease(ended, path, tree.lease(tree.match(ended.namespace, path)))
+        return False
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
         """Make evictable what holds something of a path beyond its first `keep` tokens."""
@@ -145,6 +162,10 @@ class Kept:
         self._release(ended)
         self._ended.remove(ended)
         self._bytes -= len(ended.ids)
+
+    def _lease(self, ended: _Ended, path: bytes, lease: Lease) -> None:
+        ended.lease = lease
+        self._paths.setdefault(ended.tenant, OwnerTree()).add(ended.namespace, path, _OWNER)
 
     def _release(self, ended: _Ended) -> bool:
         """Whether it held anything."""

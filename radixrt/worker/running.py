@@ -27,6 +27,8 @@ class Running:
         """One to several tokens a step: planned when their last token is known."""
         self.ending: list[Request] = []
         """Their last step is planned; they leave when its result comes."""
+        self.departures = 0
+        """How often one has left, or was sent back."""
         self._decodes: Decodes | None = None
         """Of `decoding`; None when that has changed."""
 
@@ -51,6 +53,7 @@ class Running:
 
     def remove(self, request: Request) -> None:
         """It leaves, or is sent back."""
+        self.departures += 1
         for found in (self.behind, self.ending, self.drafting):
             if request in found:
                 found.remove(request)

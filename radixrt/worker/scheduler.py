@@ -5,7 +5,8 @@ other within a token budget a step. There are no phases: hits, chunks, decoding 
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
-Of waiting requests the one comes first of which the cache holds most, and now and then the oldest, see `waiting`.
+Of waiting requests the one comes first of which the fewest tokens are missing, and now and then the oldest, see
+`waiting`.
 
 Counts move on when a step is planned, token values come when its result is applied. So step n+1 may be planned while
 step n runs; what it needs of step n's tokens, the device has.

@@ -5,11 +5,12 @@ of them sends, another's request waits for what is being computed, not for what 
 waiting is counted from where the least served of those that wait is, or, if none waits, from where the one is whose
 prompt was computed last: nobody saves up, and nobody pays for having been here first.
 
-Within a tenant the one comes first of whose tokens the cache holds the largest share: what it waits for is taken from
-the cache by others, and then it costs them all. Where agents' contexts are more than the cache holds, the order of
-arrival gives every one back its turn just after its context was evicted (bench/placement.py, "by arrival"). But who is
-the oldest may be overtaken by so many times the tokens that it needs itself, and no more: nobody starves, however many
-hits there are, and however long the queue is.
+Within a tenant the one comes first that the fewest tokens are missing of: the next turn of an agent whose context is
+cached waits while others take that from the cache, and then it costs them all. Where agents' contexts are more than the
+cache holds, the order of arrival gives every one back its turn just after its context was evicted (bench/placement.py,
+"by arrival"). Fewest is meant roughly, by powers of four, and the older comes first of likes: those with the longest
+prompts wait, but few wait for long. And who is the oldest may be overtaken by so many times the tokens that it needs
+itself, and no more: nobody starves, however many hits there are, and however long the queue is.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class _Queue:
 
     def __init__(self) -> None:
         self.by_age: list[tuple[_Age, Request]] = []
-        self._by_share: list[tuple[float, _Age, Request]] = []
-        self._shares: dict[int, float] = {}
+        self._by_need: list[tuple[int, _Age, Request]] = []
+        self._needs: dict[int, int] = {}
         """By request, what it has its place by: it may gain tokens while it waits."""
         self._overtaken = 0
         """Tokens of others that were served since the oldest has been the oldest."""
@@ -55,11 +56,11 @@ class _Queue:
 
     @property
     def next(self) -> Request:
-        return self.by_age[0][1] if self.is_due(OVERTAKING) else self._by_share[0][2]
+        return self.by_age[0][1] if self.is_due(OVERTAKING) else self._by_need[0][2]
 
     @property
-    def most_cached(self) -> Request:
-        return self._by_share[0][2]
+    def least_missing(self) -> Request:
+        return self._by_need[0][2]
 
     def is_due(self, times: int) -> bool:
         """Whether the oldest has been overtaken by so many times the tokens that it needs."""
@@ -87,11 +88,11 @@ class _Queue:
         self.remove(request)
 
     def _enter(self, request: Request) -> None:
-        self._shares[request.id] = share = -request.hit / request.total
-        insort(self._by_share, (share, _age(request), request))
+        self._needs[request.id] = need = _missing(request).bit_length() // 2
+        insort(self._by_need, (need, _age(request), request))
 
     def _leave(self, request: Request) -> None:
-        del self._by_share[bisect_left(self._by_share, (self._shares.pop(request.id), _age(request)))]
+        del self._by_need[bisect_left(self._by_need, (self._needs.pop(request.id), _age(request)))]
 
 
 def _age(request: Request) -> _Age:
@@ -210,7 +211,7 @@ class Waiting:
         if not queue.is_due(OVERTAKING):
             return
         for _ in range(REFRESHED):
-            other = queue.most_cached
+            other = queue.least_missing
             if not self._look_up(queue, other):
                 break
         if other is not request:

@@ -217,11 +217,35 @@ def test_who_goes_on_from_what(clock):
     assert not any(lease.released for lease in leases)
     found.admitted(turn)
     assert [lease.released for lease in leases] == [False, False, False, True], "the longest, of the same namespace"
-    assert found.release_oldest("a") and leases[1].released
-    assert not found.release_oldest("a") and found.tokens("a") == 0
+    assert found.release_until(lambda: leases[1].released, None, "a") and found.tokens("a") == 0
+    assert not found.release_until(lambda: False, None, "a")
     assert found.release_oldest() and leases[0].released
     assert found.release_oldest() and leases[2].released and not found.release_oldest()
     assert found.tokens() == 0
+
+
+def test_nothing_is_let_go_in_vain(clock):
+    """What is kept is what those that run lease, too: the stranger would not have room without it, and finds that out
+    once for each that leaves."""
+    bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
+    bench.cache.kept.returning = 0.9
+    bench.add(0, [8] * 60, 40, namespace="a")
+    bench.add(1, [*[8] * 60, 7], 2, namespace="a")
+    bench.step()
+    bench.add(2, [9] * 50, 2, namespace="b")
+    while 1 not in bench.finish:
+        bench.step()
+    kept, tried = bench.cache.kept, []
+    until, leased = kept.release_until, kept.tokens()
+    kept.release_until = lambda enough, tree, spared: tried.append(until(enough, tree, spared)) or tried[-1]
+    assert leased > 60
+    for _ in range(5):
+        bench.step()
+        assert kept.tokens() == leased and not bench.tokens[2]
+        bench.cache.check()
+    assert tried == [False]
+    bench.drain()
+    assert sorted(bench.finish) == [0, 1, 2] and bench.cache.leased_pages == 0
 
 
 def test_who_came_back_and_waits_is_no_loss(clock):

@@ -238,14 +238,15 @@ def test_a_cold_request_is_not_starved_by_hits() -> None:
     assert 4 < finished_before <= 8, "three tokens of those that overtake it for one of its own, with answers"
 
 
-def test_longest_hit_goes_first() -> None:
+def test_those_go_first_that_the_fewest_tokens_are_missing_of() -> None:
+    """About: of likes the older one."""
     bench = Bench(rows=1)
     bench.add(0, [7] * 30, 1)
     bench.drain()
-    for id, prompt in ((1, [8] * 20), (2, [7] * 10 + [9] * 10), (3, [7] * 30 + [9])):
+    for id, prompt in ((1, [8] * 40), (2, [7] * 10 + [9] * 22), (3, [6] * 19), (4, [7] * 30 + [9])):
         bench.add(id, prompt, 1)
     bench.drain()
-    assert list(bench.finish) == [0, 3, 2, 1]
+    assert list(bench.finish) == [0, 4, 2, 3, 1]
 
 
 def test_what_is_computed_while_a_request_waits_is_its_hit() -> None:

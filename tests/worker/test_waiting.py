@@ -218,8 +218,8 @@ def queue_of(cache: Hits, *requests: Request) -> Waiting:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_order_is_that_of_its_definition(seed):
-    """Against one that looks at all of them: the oldest if it was overtaken by so many times what it needs, else whose
-    tokens are cached most of all; what the cache holds changes, requests gain tokens, leave, and come back."""
+    """Against one that looks at all of them: the oldest if it was overtaken by so many times what it needs, else who
+    misses the fewest tokens; what the cache holds changes, requests gain tokens, leave, and come back."""
     rng = random.Random(seed)
     cache, here, clock, overtaken = Hits(), {}, 0, 0
     waiting = queue_of(cache)
@@ -249,9 +249,8 @@ def test_the_order_is_that_of_its_definition(seed):
             waiting._look_up(waiting._queues["a"], request)
         while here and rng.random() < 0.6:
             oldest = min(here.values(), key=lambda r: (r.arrival, r.place))
-            most = max(
-                waiting._queues["a"]._shares, key=lambda id: (-waiting._queues["a"]._shares[id], -here[id].arrival, -id)
-            )
+            needs = waiting._queues["a"]._needs
+            most = min(needs, key=lambda id: (needs[id], here[id].arrival, id))
             due = overtaken >= OVERTAKING * (oldest.total - oldest.hit + ANSWER)
             expected = [oldest, here[most]] if due and oldest.id != most else [oldest if due else here[most]]
             assert list(waiting.first()) == expected
@@ -262,6 +261,21 @@ def test_the_order_is_that_of_its_definition(seed):
         if not here:
             overtaken = 0
         assert len(waiting) == len(here) and waiting.tokens == sum(r.total - r.hit for r in here.values())
+
+
+def test_what_is_missing_counts_by_powers_of_four():
+    """And not what a prompt has in all."""
+    missing = [1, 2, 7, 8, 31, 32, 127, 128]
+    cache = Hits()
+    requests = [asked(id, tokens + 50, 100 - id) for id, tokens in enumerate(missing)]
+    cache.of = dict.fromkeys(range(len(missing)), 50)
+    waiting = queue_of(cache, *requests)
+    assert [waiting._queues["a"]._needs[id] for id in range(len(missing))] == [0, 1, 1, 2, 2, 3, 3, 4]
+    order = []
+    while waiting:
+        order.append(waiting._queues["a"].least_missing.id)
+        waiting.remove(requests[order[-1]])
+    assert order == [0, 2, 1, 4, 3, 6, 5, 7], "of likes the older"
 
 
 def test_what_is_not_cached_any_more_is_not_first():
