@@ -10,8 +10,10 @@ import pytest
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker import kept
+from radixrt.worker.admission import Admission
 from radixrt.worker.kept import LEAST, MOST, OVERLAP, SECONDS, Kept
 from radixrt.worker.request import Request
+from radixrt.worker.running import Running
 from radixrt.worker.waiting import ANSWER, OVERTAKING_WITHOUT_ROOM
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
@@ -222,6 +224,33 @@ def test_who_goes_on_from_what(clock):
     assert found.release_oldest() and leases[0].released
     assert found.release_oldest() and leases[2].released and not found.release_oldest()
     assert found.tokens() == 0
+
+
+def test_no_more_is_let_go_than_is_needed(clock):
+    found, leases = keeping(), [Lease() for _ in range(3)]
+    for number, lease in enumerate(leases):
+        found.keep(ended([number] * 5), lease)
+    assert found.release_until(lambda: True, None) and not leases[0].released
+    assert found.release_until(lambda: leases[1].released, None)
+    assert [lease.released for lease in leases] == [True, True, False]
+
+
+def test_what_was_in_vain_is_tried_again_when_somebody_has_left_or_more_may_go():
+    tried, old = [], set()
+    found = SimpleNamespace(tokens=lambda spared=None: 50)
+    found.release_until = lambda _enough, _tree, spared: tried.append(spared)
+    cache = SimpleNamespace(kept=found, tree=None, page_size=1, total_pages=100, leased_pages=90)
+    cache.can_take = lambda pages: pages <= 20
+    running, request = Running(), SimpleNamespace(id=1, tenant="a")
+    admission = Admission(cache, running, SimpleNamespace(has_waited=lambda request: request.id in old), None)
+    for _ in range(3):
+        assert not admission._has_room(request, 60)
+    assert tried == ["a"]
+    running.departures += 1
+    assert not admission._has_room(request, 60) and tried == ["a", "a"]
+    old.add(1)
+    assert not admission._has_room(request, 60) and tried == ["a", "a", None]
+    assert admission._has_room(request, 20) and not admission._has_room(request, 71) and len(tried) == 3
 
 
 def test_nothing_is_let_go_in_vain(clock):
