@@ -8,9 +8,9 @@ prompt was computed last: nobody saves up, and nobody pays for having been here 
 Within a tenant the one comes first that the fewest tokens are missing of: the next turn of an agent whose context is
 cached waits while others take that from the cache, and then it costs them all. Where agents' contexts are more than the
 cache holds, the order of arrival gives every one back its turn just after its context was evicted (bench/placement.py,
-"by arrival"). Fewest is meant roughly, by powers of four, and the older comes first of likes: those with the longest
-prompts wait, but few wait for long. And who is the oldest may be overtaken by so many times the tokens that it needs
-itself, and no more: nobody starves, however many hits there are, and however long the queue is.
+"by arrival"). Fewest is meant roughly, by powers of two, and of likes the older comes first. And who is the oldest may
+be overtaken by so many times the tokens that it needs itself, and no more: nobody starves, however many hits there are,
+and however long the queue is.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Queue:
         self.remove(request)
 
     def _enter(self, request: Request) -> None:
-        self._needs[request.id] = need = _missing(request).bit_length() // 2
+        self._needs[request.id] = need = _missing(request).bit_length()
         insort(self._by_need, (need, _age(request), request))
 
     def _leave(self, request: Request) -> None:

@@ -263,14 +263,14 @@ def test_the_order_is_that_of_its_definition(seed):
         assert len(waiting) == len(here) and waiting.tokens == sum(r.total - r.hit for r in here.values())
 
 
-def test_what_is_missing_counts_by_powers_of_four():
+def test_what_is_missing_counts_by_powers_of_two():
     """And not what a prompt has in all."""
-    missing = [1, 2, 7, 8, 31, 32, 127, 128]
+    missing = [1, 2, 3, 4, 7, 64, 127, 128]
     cache = Hits()
     requests = [asked(id, tokens + 50, 100 - id) for id, tokens in enumerate(missing)]
     cache.of = dict.fromkeys(range(len(missing)), 50)
     waiting = queue_of(cache, *requests)
-    assert [waiting._queues["a"]._needs[id] for id in range(len(missing))] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert [waiting._queues["a"]._needs[id] for id in range(len(missing))] == [1, 2, 2, 3, 3, 7, 7, 8]
     order = []
     while waiting:
         order.append(waiting._queues["a"].least_missing.id)
