@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -40,6 +41,7 @@ WORKERS, CACHE, BUDGET, ROWS = 4, 300_000, 8192, 256
 PREFILL_RATE, DECODE_SECONDS, EACH_SECONDS = 40_000.0, 0.0043, 0.00003
 LINK_SECONDS = 0.0003
 VOCAB = 32_000
+TENANTS = 6
 THINK_SECONDS = 2.0
 
 
@@ -96,7 +98,9 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._ids = itertools.count(), itertools.count(1)
         self._all = RadixTree(1)
-        self.core = RouterCore(RouterConfig(max_queued_requests=1 << 20, worker_timeout=1e9), rng=random.Random(seed))
+        keys = tuple(f"t{tenant}:{tenant}" for tenant in range(TENANTS))
+        config = RouterConfig(max_queued_requests=1 << 20, worker_timeout=1e9, api_key=keys)
+        self.core = RouterCore(config, rng=random.Random(seed))
         self._workers = {f"w{n}": self._join(f"w{n}") for n in range(WORKERS)}
         self._busy = dict.fromkeys(self._workers, False)
 
@@ -125,13 +129,16 @@ class Fleet:
             self.clock.now = when
             work()
 
-    def ask(self, ids: np.ndarray, tokens: int, then: Callable[[np.ndarray], None] | None = None) -> None:
+    def ask(
+        self, ids: np.ndarray, tokens: int, then: Callable[[np.ndarray], None] | None = None, tenant: int = 0
+    ) -> None:
         known = min(self._all.match("", ids).length, len(ids) - 1)
         self._all.insert("", ids, ids)
         number = next(self._ids)
         self.asked[number] = Asked(ids, self.clock.now, known, then=then)
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        message = Generate(id=number, prompt=TokenPrompt(ids.tobytes()), sampling=sampling, stream=True, text=False)
+        prompt, key = TokenPrompt(ids.tobytes()), str(tenant)
+        message = Generate(id=number, prompt=prompt, sampling=sampling, stream=True, text=False, api_key=key)
         self._perform(self.core.submit("", message, self.clock.now))
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -262,16 +269,22 @@ def bursts(fleet: Fleet) -> Callable[[], None]:
     return burst
 
 
-def agents(fleet: Fleet) -> Callable[[], None]:
-    """Agents of six kinds, each of eight turns that go on at once: an answer and what a tool gives are appended."""
-    kinds = [tokens(fleet, 6000) for _ in range(6)]
+def agents(fleet: Fleet, apart: bool = False) -> Callable[[], None]:
+    """Agents of six kinds, each of eight turns that go on at once: an answer and what a tool gives are appended. Each
+    kind is a tenant's if they are `apart`."""
+    kinds = [tokens(fleet, 6000) for _ in range(TENANTS)]
     numbers = itertools.count()
 
-    def turn(history: np.ndarray, left: int) -> None:
+    def turn(tenant: int, history: np.ndarray, left: int) -> None:
         if left:
-            fleet.ask(np.concatenate([history, tokens(fleet, 300, 900)]), 96, lambda whole: turn(whole, left - 1))
+            prompt = np.concatenate([history, tokens(fleet, 300, 900)])
+            fleet.ask(prompt, 96, lambda whole: turn(tenant, whole, left - 1), tenant if apart else 0)
 
-    return lambda: turn(kinds[next(numbers) % 6], 8)
+    def begin() -> None:
+        kind = next(numbers) % TENANTS
+        turn(kind, kinds[kind], 8)
+
+    return begin
 
 
 def askers(fleet: Fleet) -> Callable[[], None]:
@@ -300,6 +313,7 @@ LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
     "128 agents": (agents, 128, 512.0),
     "256 agents": (agents, 256, 512.0),
     "512 agents": (agents, 512, 512.0),
+    "512 agents of six tenants": (partial(agents, apart=True), 512, 512.0),
     "strangers": (strangers, 2400, 2400.0),
     "64 askers": (askers, 64, 128.0),
 }

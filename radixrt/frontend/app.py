@@ -247,16 +247,15 @@ class Frontend:
         kind: type[Reply] | type[MessageReply],
         exchange_kind: type[Exchange] = Exchange,
     ) -> StreamAnswer | WholeAnswer:
-        use, wanted = body.tool_use(), body.constraint()
+        use, wanted, usage, origin = body.tool_use(), body.constraint(), body.wants_usage(), origin_of(request)
         ready = await self._ready(body, key, use, wanted)
         pins = await self._pins(body, use, ready[0].encoded.ids) if isinstance(body, Messages) else []
         self._require_router()
         reply = kind(body.model or self._config.served_model_name, self._text.tokenizer)
         reply.session = session_json(ready[0].encoded)
-        exchange = exchange_kind(self._transport, self._text, reply, bool(body.stream), body.wants_usage())
+        exchange = exchange_kind(self._transport, self._text, reply, bool(body.stream), usage)
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._peers.settled if self._peers else None
-        origin = origin_of(request)
         try:
             for one in ready:
                 self._submit(exchange, one, body, key, origin, pins)

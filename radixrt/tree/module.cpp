@@ -284,10 +284,11 @@ Cache* cache_of(PyObject* self) { return reinterpret_cast<TreeObject*>(self)->ca
 void install_policy(TreeObject* tree) {
   tree->cache->policy = [tree](uint64_t last_use, size_t length, size_t tokens, uint32_t hits) {
     if (PyErr_Occurred()) return 0.0;
+    const bool nested = tree->in_policy;
     tree->in_policy = true;
     PyObject* key = PyObject_CallFunction(tree->policy, "KnnI", static_cast<unsigned long long>(last_use),
                                           static_cast<Py_ssize_t>(length), static_cast<Py_ssize_t>(tokens), hits);
-    tree->in_policy = false;
+    tree->in_policy = nested;
     double value = key ? PyFloat_AsDouble(key) : 0.0;
     Py_XDECREF(key);
     return value;
@@ -531,6 +532,7 @@ PyObject* tree_values(PyObject* self, PyObject*) {
 }
 PyObject* tree_check(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
+    if (!idle(reinterpret_cast<TreeObject*>(self))) return nullptr;
     cache_of(self)->check();
     if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NONE;

@@ -9,6 +9,8 @@ from radixrt.worker.waiting import VirtualTokenCounter, Waiting
 
 SHARE = 0.25
 """Of the pool: while those that run have no more, others are admitted at the expense of what is kept."""
+TIMES = 2
+"""What is kept of a tenant goes for another one's request if the tenant holds so many times what that one would."""
 
 
 class Admission:
@@ -19,9 +21,10 @@ class Admission:
         self._running = running
         self._waiting = waiting
         self._counter = counter
-        self._in_vain: set[tuple[int, str | None]] = set()
-        """Requests for which all that is kept, but of a tenant, is not enough, until somebody leaves."""
-        self._departures = 0
+        self._in_vain: set[tuple[int, bool, int]] = set()
+        """Requests for which too little goes of what is kept, whether that was all of it, and the pages that they need;
+        until somebody leaves, or pins change."""
+        self._seen = (0, 0)
 
     def next(self, behind: list[Request], step: int) -> Request | None:
         """Whose chunk is planned next: of those that run and are `behind`, of which it is taken, or one that waited;
@@ -47,7 +50,8 @@ class Admission:
         self._waiting.refresh(step)
         if not self._cache.has_row:
             return None
-        for request in self._waiting.first():
+        passed = []
+        for request in self._waiting.candidates():
             if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
                 return None
             self._cache.admit(request)
@@ -58,10 +62,11 @@ class Admission:
             self._cache.withdraw(request)
             if self._waiting.has_waited(request) or not self._would_have_room(pages):
                 return None
+            passed.append(request)
         else:
             return None
         self._cache.kept.admitted(request)
-        self._waiting.take(request)
+        self._waiting.take(request, passed)
         request.admissions += 1
         if request.admissions == 1:
             request.cached_tokens = min(request.computed, request.came)
@@ -69,26 +74,39 @@ class Admission:
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:
-        """Whether so many pages can be taken for a request. What is kept of other tenants goes for it, and of its own
-        if little runs, or if it has waited for long."""
+        """Whether so many pages can be taken for a request. What is kept goes for it, but not of its own tenant, nor of
+        one that holds little; all of it if little runs, or if the request has waited for long."""
         cache, kept = self._cache, self._cache.kept
         if cache.can_take(pages):
             return True
-        running = cache.leased_pages - kept.tokens() // cache.page_size
-        any_goes = running < SHARE * cache.total_pages or self._waiting.has_waited(request)
-        spared = None if any_goes else request.tenant
-        if not self._would_have_room(pages, spared):
+        if not self._would_have_room(pages):
             return False
-        if self._departures != self._running.departures:
-            self._departures = self._running.departures
+        running = max(0, cache.leased_pages * cache.page_size - kept.tokens())
+        all_goes = running < SHARE * cache.total_pages * cache.page_size or self._waiting.has_waited(request)
+        if self._seen != (seen := (self._running.departures, len(cache.pins))):
+            self._seen = seen
             self._in_vain.clear()
-        if (request.id, spared) in self._in_vain:
+        if (request.id, all_goes, pages) in self._in_vain:
             return False
+        spared = frozenset() if all_goes else self._spared(request, pages, running)
         if kept.release_until(lambda: cache.can_take(pages), cache.tree, spared):
             return True
-        self._in_vain.add((request.id, spared))
+        self._in_vain.add((request.id, all_goes, pages))
         return False
 
-    def _would_have_room(self, pages: int, spared: str | None = None) -> bool:
-        """Whether so many could be taken, about, if only what is kept of the tenant `spared` were."""
-        return self._cache.can_take(pages - self._cache.kept.tokens(spared) // self._cache.page_size)
+    def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
+        """The tenants of which nothing goes for a request, its own among them. A tenant holds what is kept of it, and
+        of the `running` tokens, whoever shares them, as many as its requests have of all that run."""
+        kept = self._cache.kept.by_tenant
+        totals = self._running.totals()
+        each = min(1.0, running / max(1, sum(totals.values())))
+
+        def held(tenant: str) -> float:
+            return kept.get(tenant, 0) + each * totals.get(tenant, 0)
+
+        least = TIMES * (held(request.tenant) + pages * self._cache.page_size)
+        return frozenset(tenant for tenant in kept if held(tenant) < least)
+
+    def _would_have_room(self, pages: int) -> bool:
+        """Whether so many could be taken, about, if nothing were kept."""
+        return self._cache.can_take(pages - self._cache.kept.tokens() // self._cache.page_size)

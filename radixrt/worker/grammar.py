@@ -54,6 +54,10 @@ class Compiled:
         return self.grammar.memory_size_bytes
 
 
+class BadGrammar(ValueError):
+    """It cannot be compiled: the request is at fault."""
+
+
 class Grammars:
     """Compiles the grammars of one model, in threads, and keeps those used last. For one thread to ask.
 
@@ -136,6 +140,9 @@ class Grammars:
         try:
             with self._making:
                 compiler, spelling, silent, ends = self._compiler(SPELLINGS.get(grammar.kind, "text"))
+        except Exception as error:
+            raise ValueError(f"grammar: {error}") from error
+        try:
             compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
             schemas = grammar.kind in ("json_schema", "structural_tag")
             text = made_fit(grammar.kind, grammar.text) if schemas else grammar.text
@@ -145,7 +152,7 @@ class Grammars:
             return Compiled(compiled, -(-self._vocab_size // 32), ends, self._eos_ids, silent, spelling)
         except Exception as error:  # of many types, none of them promised
             text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
-            raise ValueError(f"grammar: {text[:500]}") from error
+            raise BadGrammar(f"grammar: {text[:500]}") from error
 
     def _compiler(self, spelling: str) -> tuple[Any, Spelling | None, frozenset[int], frozenset[int]]:
         """What compiles texts spelled so, how what is forced is spelled, `silent` and `ends` (see Compiled)."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixrt.tree import Lease, OwnerTree, RadixTree
+from radixrt.worker.pins import ends_along
 from radixrt.worker.request import Request
 
 SECONDS = 5.0
@@ -71,9 +72,14 @@ class Kept:
     def __bool__(self) -> bool:
         return bool(self._ended)
 
-    def tokens(self, spared: str | None = None) -> int:
-        """Tokens that are leased here, but for those of the tenant `spared`."""
-        return sum(paths.tokens for tenant, paths in self._paths.items() if tenant != spared)
+    @property
+    def by_tenant(self) -> dict[str, int]:
+        """Tokens that are leased here for each that has any."""
+        return {tenant: paths.tokens for tenant, paths in self._paths.items()}
+
+    def tokens(self) -> int:
+        """Tokens that are leased here; where tenants have the same, for each."""
+        return sum(paths.tokens for paths in self._paths.values())
 
     def keep(self, request: Request, lease: Lease) -> None:
         """A request has ended, and others wait: take over its lease."""
@@ -129,14 +135,14 @@ class Kept:
         """Make the context evictable that would expire first. False if there is none."""
         return any(map(self._release, self._ended))
 
-    def release_until(self, enough: Callable[[], bool], tree: RadixTree, spared: str | None = None) -> bool:
-        """Make contexts evictable, but for those of the tenant `spared`, until it is `enough`; if it never is, none:
-        what those that run lease, too, is not won by it."""
+    def release_until(self, enough: Callable[[], bool], tree: RadixTree, spared: frozenset[str]) -> bool:
+        """Make contexts evictable, but for those of tenants that are `spared`, until it is `enough`; if it never is,
+        none: what those that run lease, too, is not won by it."""
         released: list[tuple[_Ended, int]] = []
         for ended in self._ended:
             if enough():
                 return True
-            if ended.lease is not None and ended.tenant != spared:
+            if ended.lease is not None and ended.tenant not in spared:
                 released.append((ended, ended.lease.length))
                 self._release(ended)
         if enough():
@@ -147,11 +153,11 @@ class Kept:
         return False
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
-        """Make evictable what holds something of a path beyond its first `keep` tokens."""
-        least = 4 * (keep + 1)
+        """Make evictable what ends on a path, beyond its first `keep` tokens, or behind it."""
         for ended in self._ended:
-            if ended.namespace == namespace and len(ids) >= least and ended.ids.startswith(ids[:least]):
-                self._release(ended)
+            if ended.lease is not None and ended.namespace == namespace:
+                if ends_along(ended.ids[: 4 * ended.lease.length], ids, keep):
+                    self._release(ended)
 
     def clear(self) -> None:
         """Keep nothing."""

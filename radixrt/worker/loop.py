@@ -25,7 +25,7 @@ from radixrt.worker import status
 from radixrt.worker.cache import PageCache
 from radixrt.worker.compiling import LOOK_SECONDS, Compiling
 from radixrt.worker.drafting import Drafter
-from radixrt.worker.grammar import Grammars
+from radixrt.worker.grammar import BadGrammar, Grammars
 from radixrt.worker.plan import Plan, Result, Runner
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
@@ -304,9 +304,9 @@ class Worker:
                 self._refuse(request.id, error)
 
     def _refuse(self, id: int, error: ValueError) -> None:
-        """The error begins with the field that is at fault."""
         self.cache.pins.drop(id)
-        self._refused.append(m.Output(id, finish="error", error=str(error), field=str(error).partition(":")[0]))
+        field = "grammar" if isinstance(error, BadGrammar) else ""
+        self._refused.append(m.Output(id, finish="error", error=str(error), field=field))
 
     def _request(self, run: m.Run) -> Request:
         """A Request of a Run; ValueError names the field that is wrong."""

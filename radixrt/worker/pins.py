@@ -23,6 +23,12 @@ Key = tuple[str, bytes, int]
 """Namespace, path, and the name of a pin that somebody may release; 0 for those of requests."""
 
 
+def ends_along(path: bytes, other: bytes, keep: int) -> bool:
+    """Whether a path ends on another one, beyond its first `keep` tokens, or goes on from all of it; int32 bytes."""
+    both = min(len(path), len(other))
+    return both > keep * TOKEN_BYTES and path[:both] == other[:both]
+
+
 @dataclass(slots=True)
 class Pin:
     """`ids` are its path's, int32 bytes."""
@@ -138,11 +144,9 @@ class Pins:
             self._release(key)
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
-        """Release the pins that hold something of a path beyond its first `keep` tokens."""
-        least = (keep + 1) * TOKEN_BYTES
-        if len(ids) >= least:
-            for key in [key for key in self._pins if key[0] == namespace and key[1].startswith(ids[:least])]:
-                self._release(key)
+        """Release the pins that end on a path, beyond its first `keep` tokens, or behind it."""
+        for key in [key for key in self._pins if key[0] == namespace and ends_along(key[1], ids, keep)]:
+            self._release(key)
 
     def release_oldest(self) -> bool:
         """Release the pin whose use is the longest ago; False without one."""

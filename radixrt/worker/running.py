@@ -40,6 +40,14 @@ class Running:
         """How many decode, with drafts or without."""
         return len(self.decoding) + len(self.drafting)
 
+    def totals(self) -> dict[str, int]:
+        """Tokens that requests have in all, by tenant."""
+        found: dict[str, int] = {}
+        for requests in (self.behind, self.decoding, self.drafting, self.ending):
+            for request in requests:
+                found[request.tenant] = found.get(request.tenant, 0) + request.total
+        return found
+
     def decodes(self) -> Decodes:
         """Of the next step."""
         if self._decodes is None:

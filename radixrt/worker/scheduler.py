@@ -401,6 +401,11 @@ class Scheduler:
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Every request of a step that could not be run fails; nothing of that step stays cached."""
         outputs: list[Output] = []
+        for request in [r for r in self.running.behind if r not in plan.requests]:
+            # Admitted, but nothing of it was planned: it may lease what this step was to compute.
+            self.running.remove(request)
+            self.cache.discard(request, request.lease.length)
+            self._waiting.add(request)
         # The last first: they may lease what those before them were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             start -= start % self.cache.page_size  # a page that was to be filled up is of no use

@@ -16,7 +16,8 @@ and however long the queue is.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
 
 from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
@@ -26,6 +27,8 @@ REFRESHED = 16
 more."""
 OVERTAKING = 3
 """Tokens of requests that overtake the oldest, with their answers, at most, for each that the oldest needs."""
+OTHERS = 16
+"""Tenants whose requests are tried when that of the one whose turn it is has no room."""
 OVERTAKING_WITHOUT_ROOM = 15
 """The same while there is only room without what is kept for those who come back: then that goes."""
 
@@ -86,6 +89,10 @@ class _Queue:
         if request is not self.by_age[0][1]:
             self._overtaken += _cost(request)
         self.remove(request)
+
+    def overtaken(self, request: Request) -> None:
+        """One of another tenant is served in place of one of these."""
+        self._overtaken += _cost(request)
 
     def _enter(self, request: Request) -> None:
         self._needs[request.id] = need = _missing(request).bit_length()
@@ -176,9 +183,11 @@ class Waiting:
         self.tokens += _missing(request)
         self._queues[tenant].add(request)
 
-    def take(self, request: Request) -> None:
-        """Remove one that will be computed."""
+    def take(self, request: Request, passed: Sequence[Request] = ()) -> None:
+        """Remove one that will be computed, though others have `passed` it on for want of room."""
         self._queues[request.tenant].serve(request)
+        for tenant in {other.tenant for other in passed} - {request.tenant}:
+            self._queues[tenant].overtaken(request)
         self._removed(request)
 
     def remove(self, request: Request) -> None:
@@ -196,10 +205,11 @@ class Waiting:
         """Whose request is next."""
         if len(self._queues) < 2:
             return next(iter(self._queues), None)
-        return min(self._queues, key=lambda tenant: (self._counter.of(tenant), self._queues[tenant].age))
+        return min(self._queues, key=self._turn)
 
-    def first(self) -> Iterator[Request]:
-        """The one that is next; then, if that is because of its age, the one that would be, if it is another."""
+    def candidates(self) -> Iterator[Request]:
+        """The one that is next; then, if that is because of its age, the one that would be, if it is another; then
+        those of other tenants that the fewest tokens are missing of, of tenants that were served less first."""
         tenant = self.tenant
         assert tenant is not None
         queue = self._queues[tenant]
@@ -208,14 +218,22 @@ class Waiting:
             if not self._look_up(queue, request):
                 break  # else others may be before it now
         yield request
-        if not queue.is_due(OVERTAKING):
-            return
-        for _ in range(REFRESHED):
-            other = queue.least_missing
-            if not self._look_up(queue, other):
-                break
-        if other is not request:
+        if queue.is_due(OVERTAKING) and (other := self._least_missing(queue)) is not request:
             yield other
+        others = (one for one in self._queues if one != tenant)
+        for tenant in nsmallest(OTHERS, others, self._turn):
+            yield self._least_missing(self._queues[tenant])
+
+    def _least_missing(self, queue: _Queue) -> Request:
+        for _ in range(REFRESHED):
+            request = queue.least_missing
+            if not self._look_up(queue, request):
+                break
+        return request
+
+    def _turn(self, tenant: str) -> tuple[int, _Age]:
+        """Whose it is: the smallest."""
+        return self._counter.of(tenant), self._queues[tenant].age
 
     def has_waited(self, request: Request) -> bool:
         """Whether a request is its tenant's oldest, and has been overtaken for want of room by as much as may be."""

@@ -483,6 +483,7 @@ BAD = [
     ({"output_config": {"effort": "little"}}, "output_config.effort"),
     (turns(TEXT | {"cache_control": {"type": "forever"}}), "messages.0.content.0.cache_control.type"),
     (turns(TEXT | {"cache_control": EPHEMERAL | {"ttl": "2h"}}), "messages.0.content.0.cache_control.ttl"),
+    (turns(TEXT | {"cache_control": EPHEMERAL | {"ttl": ["5m"]}}), "messages.0.content.0.cache_control.ttl"),
     (turns(*[TEXT | {"cache_control": EPHEMERAL}] * 5), "cache_control"),
     ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers"),
     ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),

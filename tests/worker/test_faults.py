@@ -105,6 +105,23 @@ def test_nothing_stays_of_a_failed_step_that_two_share(kind):
     assert bench.cache.tree.tokens == 0
 
 
+def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypatch):
+    """There were no rows of logits left for it: it was admitted, on what another request was to compute."""
+    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
+    bench = Bench(chunk=100)
+    bench.add(0, [4] * 20, 0, score_from=1)
+    bench.add(1, [5] * 30, 2)
+    bench.add(2, [5] * 30 + [6] * 3, 0, score_from=31)
+    plan = bench.scheduler.plan()
+    left_out = bench.scheduler._requests[2]
+    assert left_out.row >= 0 and left_out.computed == 30 and left_out not in plan.requests
+    bench.scheduler.fail(plan, "out of memory")
+    assert bench.cache.tree.tokens == 0 and bench.scheduler.num_waiting == 1
+    bench.cache.check()
+    bench.drain()  # the fake asserts that it reads what it wrote
+    assert bench.scores[2] == [fake_logprob(t) for t in [6] * 3]
+
+
 def test_what_a_request_computed_stays_when_its_grammar_lets_nothing_come():
     bench = Bench(chunk=100)
     bench.add(0, [5] * 20, 4)

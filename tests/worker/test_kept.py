@@ -96,11 +96,26 @@ def test_who_comes_back_is_waited_for_longer(clock):
     assert bench.cached[3] >= len(AGENT)
 
 
-def test_another_tenant_need_not_wait_for_it(clock):
-    bench, _ = crowded("b")
+def test_a_tenant_that_would_hold_less_need_not_wait_for_it(clock):
+    bench, _ = crowded("b", 30)
     bench.step()
     assert bench.scheduler.num_waiting == 0
     bench.drain()
+
+
+def test_tenants_that_hold_alike_take_nothing_from_each_other(clock):
+    """The stranger's request would hold half of what the other tenant does: that one's next turn comes first, by what
+    has been kept for it."""
+    bench, history = crowded("b", 48)
+    for _ in range(3):
+        bench.step()
+    assert not bench.tokens[2]
+    bench.add(3, history, 2, namespace="a")
+    bench.step()
+    assert bench.scheduler._waiting._queues["b"]._overtaken == 3 + ANSWER, "by the turn"
+    bench.drain()
+    assert bench.cached[3] >= len(AGENT) and list(bench.finish).index(3) < list(bench.finish).index(2)
+    assert sorted(bench.finish) == [0, 1, 2, 3] and bench.cache.leased_pages == 0
 
 
 def test_it_goes_before_a_running_request_must(clock):
@@ -208,7 +223,7 @@ def test_who_goes_on_from_what(clock):
     prompts = [1] * 5, [1] * 29 + [2], [1] * 30, [1] * 29 + [2]
     for lease, prompt, namespace in zip(leases, prompts, "abaa", strict=True):
         found.keep(ended(prompt, namespace), lease)
-    assert found.tokens() == 61 and found.tokens("b") == 31, "the first 29 once"
+    assert found.tokens() == 61 and found.by_tenant == {"a": 31, "b": 30}, "the first 29 once"
     for prompt in ([1] * 4, [2] * 28, [3] * 40):  # too short; something else
         found.come(ended(prompt))
     assert found.returning == 0.5
@@ -219,8 +234,8 @@ def test_who_goes_on_from_what(clock):
     assert not any(lease.released for lease in leases)
     found.admitted(turn)
     assert [lease.released for lease in leases] == [False, False, False, True], "the longest, of the same namespace"
-    assert found.release_until(lambda: leases[1].released, None, "a") and found.tokens("a") == 0
-    assert not found.release_until(lambda: False, None, "a")
+    assert found.release_until(lambda: leases[1].released, None, frozenset("a")) and found.by_tenant.keys() == {"a"}
+    assert not found.release_until(lambda: False, None, frozenset("a"))
     assert found.release_oldest() and leases[0].released
     assert found.release_oldest() and leases[2].released and not found.release_oldest()
     assert found.tokens() == 0
@@ -230,27 +245,72 @@ def test_no_more_is_let_go_than_is_needed(clock):
     found, leases = keeping(), [Lease() for _ in range(3)]
     for number, lease in enumerate(leases):
         found.keep(ended([number] * 5), lease)
-    assert found.release_until(lambda: True, None) and not leases[0].released
-    assert found.release_until(lambda: leases[1].released, None)
+    assert found.release_until(lambda: True, None, frozenset()) and not leases[0].released
+    assert found.release_until(lambda: leases[1].released, None, frozenset())
     assert [lease.released for lease in leases] == [True, True, False]
 
 
-def test_what_was_in_vain_is_tried_again_when_somebody_has_left_or_more_may_go():
-    tried, old = [], set()
-    found = SimpleNamespace(tokens=lambda spared=None: 50)
-    found.release_until = lambda _enough, _tree, spared: tried.append(spared)
-    cache = SimpleNamespace(kept=found, tree=None, page_size=1, total_pages=100, leased_pages=90)
-    cache.can_take = lambda pages: pages <= 20
-    running, request = Running(), SimpleNamespace(id=1, tenant="a")
+class Held:
+    """What admission asks of a cache with 100 pages, of which 10 are free; nothing that is released helps."""
+
+    page_size, total_pages, leased_pages, tree, pins = 1, 100, 90, None, ()
+
+    def __init__(self, **kept: int) -> None:
+        self.spared: list[frozenset[str]] = []
+        self.kept = self
+        self.by_tenant = kept
+
+    def tokens(self) -> int:
+        return sum(self.by_tenant.values())
+
+    def can_take(self, pages: int) -> bool:
+        return pages <= 10
+
+    def release_until(self, enough, tree, spared) -> bool:
+        self.spared.append(spared)
+        return False
+
+
+def test_what_was_in_vain_is_tried_again_when_somebody_has_left_or_all_may_go():
+    old, cache, running = set(), Held(a=50), Running()
+    request = SimpleNamespace(id=1, tenant="a")
     admission = Admission(cache, running, SimpleNamespace(has_waited=lambda request: request.id in old), None)
     for _ in range(3):
         assert not admission._has_room(request, 60)
-    assert tried == ["a"]
+    assert cache.spared == [{"a"}]
     running.departures += 1
-    assert not admission._has_room(request, 60) and tried == ["a", "a"]
+    assert not admission._has_room(request, 60) and cache.spared == [{"a"}] * 2
+    cache.pins = ("one",)
+    assert not admission._has_room(request, 60) and not admission._has_room(request, 59)
+    assert cache.spared == [{"a"}] * 4
     old.add(1)
-    assert not admission._has_room(request, 60) and tried == ["a", "a", None]
-    assert admission._has_room(request, 20) and not admission._has_room(request, 71) and len(tried) == 3
+    assert not admission._has_room(request, 60) and cache.spared == [*[{"a"}] * 4, frozenset()]
+    assert admission._has_room(request, 10) and not admission._has_room(request, 61) and len(cache.spared) == 5
+
+
+@pytest.mark.parametrize(
+    ("kept", "runs", "spared"),
+    [
+        ({"a": 60}, {}, ""),  # little runs: all of it goes
+        ({"a": 20}, {"c": 1}, "a"),
+        ({"b": 30}, {"c": 1}, ""),  # twice what this one would have: 0 and 15
+        ({"b": 29}, {"c": 1}, "b"),
+        ({"b": 29}, {"c": 3, "b": 1}, ""),
+        ({"a": 10, "b": 40}, {"c": 1}, "ab"),  # 10 and 15
+        ({"b": 39}, {"a": 1, "c": 9}, "b"),  # a tenth of the 51 that run, and 15
+        ({"b": 39}, {"a": 1, "c": 19}, ""),
+        ({"b": 20, "d": 30}, {"c": 1}, "b"),
+    ],
+)
+def test_of_whom_nothing_goes(kept, runs, spared):
+    """For a request of tenant a that needs 15 pages."""
+    cache, running = Held(**kept), Running()
+    requests = [SimpleNamespace(tenant=tenant, total=100) for tenant, n in runs.items() for _ in range(n)]
+    running.behind, running.decoding, running.drafting, running.ending = (requests[i::4] for i in range(4))
+    cache.leased_pages = 90 if runs else 60 + 24
+    waiting = SimpleNamespace(has_waited=lambda request: False)
+    assert not Admission(cache, running, waiting, None)._has_room(SimpleNamespace(id=1, tenant="a"), 15)
+    assert cache.spared == [frozenset(spared)]
 
 
 def test_nothing_is_let_go_in_vain(clock):

@@ -172,6 +172,19 @@ def test_what_is_forgotten_is_pinned_no_more():
     bench.cache.check()
 
 
+def test_what_only_begins_alike_stays_pinned():
+    """Nobody could forget what it has in common with the path."""
+    bench = Pinning()
+    bench.ask(1, PROMPT, [(30, 300.0)])
+    bench.ask(2, [*PROMPT[:10], *[50] * 20], [(15, 300.0)])
+    bench.ask(3, PROMPT[:10], [(10, 300.0)])
+    bench.ask(4, [*PROMPT, *[51] * 10], [(45, 300.0)])
+    assert len(bench.cache.pins) == 4
+    bench.cache.forget(SimpleNamespace(namespace=A, tokens=array("i", PROMPT)), 40)
+    assert bench.cache.pins.tokens("a") == 15 and len(bench.cache.pins) == 1
+    bench.cache.check()
+
+
 def test_what_a_request_was_to_compute_is_not_pinned_after_its_step_has_failed():
     bench = Pinning(chunk=100)
     bench.pinning(1, PROMPT, [(20, 300.0)], max_tokens=2)

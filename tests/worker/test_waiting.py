@@ -8,7 +8,15 @@ import pytest
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker.request import Request
-from radixrt.worker.waiting import ANSWER, OVERTAKING, REFRESHED, VirtualTokenCounter, Waiting
+from radixrt.worker.waiting import (
+    ANSWER,
+    OTHERS,
+    OVERTAKING,
+    OVERTAKING_WITHOUT_ROOM,
+    REFRESHED,
+    VirtualTokenCounter,
+    Waiting,
+)
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
 
@@ -253,7 +261,7 @@ def test_the_order_is_that_of_its_definition(seed):
             most = min(needs, key=lambda id: (needs[id], here[id].arrival, id))
             due = overtaken >= OVERTAKING * (oldest.total - oldest.hit + ANSWER)
             expected = [oldest, here[most]] if due and oldest.id != most else [oldest if due else here[most]]
-            assert list(waiting.first()) == expected
+            assert list(waiting.candidates()) == expected
             taken = rng.choice(expected)
             overtaken = 0 if taken is oldest else overtaken + taken.total - taken.hit + ANSWER
             waiting.take(taken)
@@ -278,14 +286,40 @@ def test_what_is_missing_counts_by_powers_of_two():
     assert order == [0, 2, 1, 4, 3, 6, 5, 7], "of likes the older"
 
 
+def test_those_of_other_tenants_are_tried_too():
+    """In turn, of each the one that misses least; how long a tenant has waited counts, whoever was served instead."""
+    cache = Hits()
+    cache.of = {3: 9, 5: 40}
+    asks = [(0, 10, "a"), (1, 10, "b"), (2, 40, "c"), (3, 10, "c"), (4, 40, "d"), (5, 50, "d")]
+    requests = [asked(id, length, id, tenant) for id, length, tenant in asks]
+    waiting = queue_of(cache, *requests)
+    for tenant, served in (("a", 1), ("b", 50), ("c", 40), ("d", 30)):
+        waiting._counter.decode(tenant, served)
+    waiting._queues["c"]._overtaken = 10**6
+    assert [r.id for r in waiting.candidates()] == [0, 5, 3, 1]
+    for _ in range(OVERTAKING_WITHOUT_ROOM + 1):  # 65 of the 74 tokens that it needs with an answer, each
+        waiting.take(requests[3], [requests[0], requests[5]])
+        waiting.add(requests[3])
+        assert not waiting.has_waited(requests[0])
+    before = waiting._queues["d"]._overtaken
+    waiting.take(requests[5], [requests[0], requests[4]])
+    assert waiting._queues["d"]._overtaken == before + 10 + ANSWER, "once"
+    assert waiting.has_waited(requests[0]) and not waiting.has_waited(requests[1])
+
+
+def test_of_many_tenants_not_all_are_tried():
+    requests = [asked(id, 10, id, str(id)) for id in range(OTHERS + 9)]
+    assert [r.id for r in queue_of(Hits(), *requests).candidates()] == [*range(OTHERS + 1)]
+
+
 def test_what_is_not_cached_any_more_is_not_first():
     """It is looked up before it is taken; so are those that come first then."""
     cache = Hits()
     cache.of = {1: 9, 2: 8, 3: 7}
     waiting = queue_of(cache, *(asked(id, 10, id) for id in range(4)))
-    assert [r.id for r in waiting.first()] == [1]
+    assert [r.id for r in waiting.candidates()] == [1]
     cache.of, cache.version = {3: 7}, 1
-    assert [r.id for r in waiting.first()] == [3]
+    assert [r.id for r in waiting.candidates()] == [3]
 
 
 def test_only_the_oldest_has_waited():
@@ -303,7 +337,7 @@ def test_few_are_looked_up_in_a_step_however_many_wait():
     for step in range(1, 100):
         cache.version, before = step, len(looked)
         waiting.refresh(step)
-        list(waiting.first())
+        list(waiting.candidates())
         assert len(looked) - before <= 3 * REFRESHED
     assert len(set(looked)) == 500, "all of them in turn"
 

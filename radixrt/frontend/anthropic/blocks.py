@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,3 +105,11 @@ def _prefixed(prefix: str, content: str | list[Block]) -> str | list[Block]:
     if isinstance(content, str):
         return prefix + content
     return [content[0] | {"text": prefix + content[0]["text"]}, *content[1:]]
+
+
+def to_json(field: str, value: Any, *, compact: bool = False) -> str:
+    """ApiError (400) for what is nested too deeply."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":") if compact else None)
+    except RecursionError:
+        refuse(field, "is nested too deeply")

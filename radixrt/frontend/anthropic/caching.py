@@ -145,6 +145,6 @@ def _seconds(field: str, control: Any) -> float:
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         refuse(f"{field}.type", "must be 'ephemeral'")
     ttl = control.get("ttl") or "5m"
-    if ttl not in SECONDS:
+    if not isinstance(ttl, str) or ttl not in SECONDS:
         refuse(f"{field}.ttl", f"must be one of {', '.join(SECONDS)}, not {ttl!r}")
     return SECONDS[ttl]

@@ -10,7 +10,6 @@ Messages of one role that follow each other are one. Every refusal names the fie
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from radixrt.frontend.anthropic.blocks import (
     string,
     text_content,
     text_of,
+    to_json,
 )
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
 from radixrt.frontend.anthropic.tools import template_id
@@ -115,7 +115,7 @@ class History:
         if block is self._changed:
             given = given | {CHANGE: CHANGE}
         broken = given.get(INVALID_JSON) if len(given) == 1 else None
-        arguments = broken if isinstance(broken, str) else json.dumps(given, ensure_ascii=False)
+        arguments = broken if isinstance(broken, str) else to_json(f"{field}.input", given)
         return {"id": template_id(shown), "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _refuse_open(self, index: int) -> None:

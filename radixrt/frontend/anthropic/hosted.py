@@ -8,10 +8,18 @@ tool_search_tool_result, fallback, ...         -> nothing: all tools are shown h
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from radixrt.frontend.anthropic.blocks import CHANGE, ERROR, Block, checked_kind, result_content, string, text_of
+from radixrt.frontend.anthropic.blocks import (
+    CHANGE,
+    ERROR,
+    Block,
+    checked_kind,
+    result_content,
+    string,
+    text_of,
+    to_json,
+)
 from radixrt.frontend.anthropic.tools import template_id
 from radixrt.frontend.errors import refuse
 from radixrt.frontend.responses.tools import flat_name
@@ -52,7 +60,7 @@ class Hosted:
         if shown in self._waiting:
             refuse(f"{field}.id", f"there are two {block['type']} blocks {shown!r} without their results")
         given = block["input"] | ({CHANGE: CHANGE} if block is self._changed else {})
-        self._waiting[shown] = {"name": name, "arguments": _json(f"{field}.input", given)}
+        self._waiting[shown] = {"name": name, "arguments": to_json(f"{field}.input", given)}
 
     def result(self, field: str, block: Block) -> Pair | None:
         """(the call, the message of its result); None where there is nothing to tell."""
@@ -106,7 +114,7 @@ def _readable(field: str, content: Any) -> str:
             refuse(field, "is encrypted, and cannot be read here")
     except RecursionError:
         refuse(field, "is nested too deeply")
-    return _json(field, bare, compact=True)
+    return to_json(field, bare, compact=True)
 
 
 def _bare(field: str, value: Any) -> Any:
@@ -128,10 +136,3 @@ def _tells(value: Any) -> bool:
     if isinstance(value, dict):
         return any(_tells(inner) for key, inner in value.items() if key != "type")
     return value is not None
-
-
-def _json(field: str, value: Any, *, compact: bool = False) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":") if compact else None)
-    except RecursionError:
-        refuse(field, "is nested too deeply")
