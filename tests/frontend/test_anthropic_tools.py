@@ -10,8 +10,10 @@ from typing import Any
 import anthropic
 import pytest
 
+from radixrt.frontend.anthropic.blocks import to_json
 from radixrt.frontend.anthropic.defined import DEFINED
 from radixrt.frontend.anthropic.tools import shown_id, template_id
+from radixrt.frontend.errors import ApiError
 from radixrt.frontend.tools import check_parameters
 from tests.frontend.scripted import scripted
 from tests.frontend.test_anthropic import EPHEMERAL, HELLO, IMAGE, PARIS, TIME, TOOLS, WEATHER, Speaker, total
@@ -391,3 +393,12 @@ def test_a_defined_tool_is_forced(hermes):
     message = hermes.both(text, tools=tools, tool_choice={"type": "tool", "name": "memory"})
     assert message.content[0].input == {"command": "view", "path": "/memories"}
     assert "rename" in json.dumps(hermes.model.grammar) and message.stop_reason == "tool_use"
+
+
+def test_what_is_nested_too_deeply_is_refused():
+    value: dict[str, Any] = {}
+    for _ in range(100_000):
+        value = {"a": value}
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        to_json("messages.1.content.0.input", value)
+    assert (caught.value.status, caught.value.param) == (400, "messages.1.content.0.input")

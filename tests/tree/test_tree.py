@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from array import array
 
@@ -273,6 +274,23 @@ def test_a_policy_sees_a_leaf_as_it_is_now():
     assert tree.lease(tree.match("", other)).length == 55
     lease.release()
     assert evicted(2) == [253, 254]
+
+
+@pytest.mark.parametrize("within", ["check", "clear", "evict"])
+def test_a_policy_leaves_its_tree_alone(within):
+    """Nor does it by the check that asks it again."""
+
+    def policy(*_: int) -> int:
+        found.append(within)
+        with contextlib.suppress(RuntimeError):
+            tree.check()
+        return tree.evict(1) if within == "evict" else getattr(tree, within)()
+
+    found: list[str] = []
+    tree = RadixTree(policy=policy)
+    with pytest.raises(RuntimeError, match="must not change its tree"):
+        tree.insert("", ints(1, 2, 3), ints(1, 2, 3))
+    assert found
 
 
 def test_what_a_policy_raises_comes_out():
