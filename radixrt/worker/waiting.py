@@ -27,13 +27,12 @@ REFRESHED = 16
 more."""
 OVERTAKING = 3
 """Tokens of requests that overtake the oldest, with their answers, at most, for each that the oldest needs."""
-OTHERS = 16
-"""Tenants whose requests are tried when that of the one whose turn it is has no room."""
 OVERTAKING_WITHOUT_ROOM = 15
 """The same while there is only room without what is kept for those who come back: then that goes."""
-
 ANSWER = 64
 """Tokens of a prompt that take a device as long as an answer, about."""
+OTHERS = 16
+"""Tenants whose requests are tried when that of the one whose turn it is has no room."""
 
 _Age = tuple[int, tuple[int, int]]
 
