@@ -120,10 +120,10 @@ class FakeRunner:
         drawn = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
         tokens = drawn.tolist()
         serial = any(request.serial for request in plan.requests)
-        failed = self._follow_grammars(plan, tokens) if serial else {}
+        stuck = self._follow_grammars(plan, tokens) if serial else {}
         if self.overlaps:
             self._drawn.update(zip(rows, tokens, strict=True))
-        return self._result(plan, tokens, failed) if serial else Result(tokens)
+        return self._result(plan, tokens, stuck) if serial else Result(tokens)
 
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
         """Put in place of tokens others that the grammars allow, ends first; why some cannot go on."""
@@ -141,12 +141,12 @@ class FakeRunner:
             tokens[b] = ends[0] if ends else int(allowed[tokens[b] % len(allowed)])
         return {chosen[n]: problem for n, problem in problems.items()}
 
-    def _result(self, plan: Plan, tokens: list[int], failed: dict[int, str]) -> Result:
+    def _result(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> Result:
         logprobs: list[TokenLogprob | None] = []
         if any(r.sampling.logprobs is not None for r in plan.requests):
             logprobs = [self._logprob(r, token) for r, token in zip(plan.requests, tokens, strict=True)]
         scores = {b: self._score(plan, b) for b, r in enumerate(plan.requests) if r.score_from is not None}
-        return Result(tokens, logprobs, scores, failed)
+        return Result(tokens, logprobs, scores, stuck=stuck)
 
     def _logprob(self, request: Request, token: int) -> TokenLogprob | None:
         count = request.sampling.logprobs

@@ -129,6 +129,7 @@ def test_it_is_not_waited_for_without_end(folder, monkeypatch):
         router.tell(run(1, [9, 9], DIGITS))
         router.finished(1)
         assert last(router, 1).error.startswith("grammar: it could not be compiled within")
+        assert not last(router, 1).field, "the worker's fault"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_a_broken_one_fails_alone(folder, grammar, said):
         router.tell(run(2, [5, 6, 7], PLAIN))
         router.finished(1, 2)
         assert last(router, 1).finish == "error" and last(router, 1).error.startswith(said)
+        assert last(router, 1).field == "grammar"
         assert last(router, 2).finish == "length"
 
 
@@ -153,7 +155,7 @@ def test_without_a_checkpoint(folder):
     with worker("") as (router, _):
         router.tell(run(1, [9, 9], DIGITS))
         router.finished(1)
-        assert "needs the tokenizer's files" in last(router, 1).error
+        assert "needs the tokenizer's files" in last(router, 1).error and not last(router, 1).field
 
 
 def test_a_known_grammar_is_scheduled_at_once(folder):
