@@ -28,7 +28,7 @@ from bench.common import RESULTS, machine, table
 from bench.serve.client import Client, Run, Work
 from bench.serve.floor import Ceilings, Shape, floor
 from bench.serve.loads import ASKED_FOR, END_OF_IDS, MEASURED, Load, make_load
-from bench.serve.rows import WrongAnswer, beside, check_counts, check_twice, rival_rows, row
+from bench.serve.rows import WrongAnswer, beside, check_counts, check_twice, rival_rows, rows
 from bench.serve.server import model_name, radixrt_serve, read_config
 
 
@@ -69,10 +69,12 @@ class Bench:
         if answers[0].digest != answers[1].digest:
             print("the same prompt again: another text at temperature 0", file=sys.stderr)
 
-    def measure(self, name: str, repetition: int) -> dict[str, Any]:
-        """A row of the table, with the floor where it can be told."""
+    def measure(self, name: str, repetition: int) -> list[dict[str, Any]]:
+        """A row of the table, with the floor where it can be told, and those of its tenants."""
         load, run = self.run(name, repetition)
-        return {"server": self.args.name} | row(load, run) | floor_columns(load, run, self.args)
+        first, *others = rows(load, run)
+        first |= floor_columns(load, run, self.args)
+        return [{"server": self.args.name} | one for one in (first, *others)]
 
 
 def floor_columns(load: Load, run: Run, args: argparse.Namespace) -> dict[str, float]:
@@ -108,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     where.add_argument("--serve", metavar="MODEL", help="start `radixrt serve MODEL`, with the flags after --")
     parser.add_argument("--model", help="name in the requests (default: the first that the server lists)")
     parser.add_argument("--name", default="radixrt", help="of the server, in the table (default: radixrt)")
-    parser.add_argument("--api-key", default="")
+    parser.add_argument("--api-key", default="", help="but for loads of tenants, whose names are their keys")
     which = f"of {','.join(MEASURED)} (all), or {', '.join(ASKED_FOR)}"
     parser.add_argument("--loads", type=names, default=list(MEASURED), help=which)
     parser.add_argument("--scale", type=float, default=1.0, help="of requests and tokens; below 1 to see that it runs")
@@ -171,16 +173,16 @@ def run_all(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
     """The rows, after the check and the warm-up."""
     model = args.model or model_name(url, args.api_key)
     vocab_size = read_config(args.shape)["vocab_size"] if args.shape else END_OF_IDS
-    rows = []
+    measured = []
     with Client() as client:
         bench = Bench(client, url, model, vocab_size, args)
         bench.check()
         bench.run("warm-up")
         for name in args.loads:
             for repetition in range(args.repeat):
-                rows.append(bench.measure(name, repetition))
-                print(f"{name}: {rows[-1]['wall_s']:.2f} s", file=sys.stderr)
-    return rows
+                measured += (found := bench.measure(name, repetition))
+                print(f"{name}: {found[0]['wall_s']:.2f} s", file=sys.stderr)
+    return measured
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -189,16 +191,16 @@ def main(arguments: Sequence[str]) -> int:
     rivals = [one for path in args.rivals for one in rival_rows(json.loads(Path(path).read_text()))]
     try:
         with server(args, flags) as (url, start_seconds):
-            rows = run_all(args, url)
+            measured = run_all(args, url)
     except (WrongAnswer, RuntimeError, OSError, http.client.HTTPException) as error:
         print(f"bench.serve: {error}", file=sys.stderr)
         return 1
-    print(table(beside(rows, rivals)))
+    print(table(beside(measured, rivals)))
     if start_seconds is not None:
         print(f"healthy after {start_seconds:.1f} s")
     if args.out:
         facts = {"server": args.name, "scale": args.scale, "seed": args.seed, "start_s": start_seconds}
-        save(args.out, rows, **facts)
+        save(args.out, measured, **facts)
     return 0
 
 

@@ -39,6 +39,7 @@ class Work(msgspec.Struct, frozen=True):
     repetition: int
     vocab_size: int
     api_key: str = ""
+    """Of asks that are of no tenant; a tenant's name is its key."""
     timeout: float = 600.0
     """Seconds that the load may take."""
 
@@ -96,10 +97,15 @@ async def run_asks(endpoint: Endpoint, asks: list[Ask], requests: list[bytes]) -
 
 async def run_work(work: Work) -> Run:
     load = make_load(work.load, work.scale)
-    endpoint = Endpoint(work.url, work.api_key)
-    requests = [endpoint.request(body) for body in bodies(work, load, load.asks)]
-    for ask, body in zip(load.prepare, bodies(work, load, load.prepare), strict=True):
-        await run_asks(endpoint, [ask], [endpoint.request(body)])
+    endpoint = Endpoint(work.url)
+
+    def written(asks: list[Ask]) -> list[bytes]:
+        pairs = zip(asks, bodies(work, load, asks), strict=True)
+        return [endpoint.request(body, ask.tenant or work.api_key) for ask, body in pairs]
+
+    requests = written(load.asks)
+    for ask, request in zip(load.prepare, written(load.prepare), strict=True):
+        await run_asks(endpoint, [ask], [request])
     # A collection in the middle of a burst would be seen as the server's latency.
     gc.collect()
     gc.disable()

@@ -206,16 +206,16 @@ class Connection(asyncio.Protocol):
 class Endpoint:
     """Connections to one server: kept while a load runs and used again, the youngest first."""
 
-    def __init__(self, url: str, api_key: str) -> None:
+    def __init__(self, url: str) -> None:
         self._host, self._port, path = split_url(url)
         lines = [f"POST {path}/v1/completions HTTP/1.1", f"host: {self._host}", "content-type: application/json"]
-        lines += [f"authorization: Bearer {api_key}"] if api_key else []
         self._head = "\r\n".join(lines).encode()
         self._idle: list[Connection] = []
 
-    def request(self, body: bytes) -> bytes:
+    def request(self, body: bytes, api_key: str) -> bytes:
         """The bytes of a request."""
-        return b"%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, len(body), body)
+        key = f"\r\nauthorization: Bearer {api_key}".encode() if api_key else b""
+        return b"%b%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, key, len(body), body)
 
     async def post(self, request: bytes) -> Answer:
         sent = clock()

@@ -18,6 +18,8 @@ Asked for by name, for a cache of 320,000 tokens, which holds a half of what the
     long      48 agents with 15,000 to 20,000 tokens of their own
     mixed     100 agents like those of pressed, of ten turns, beside 12 who ask ten times, one after the other, about
               1,000 to 6,000 tokens that nobody else has
+    tenants   as pressed, but the agents are of five tenants, 32 of each, who share nothing
+    uneven    the same of four tenants, of 120, 30, 9 and 1 agents
 
 What follows an answer does not contain it: the same tokens are sent to every server, whatever it generates.
 """
@@ -41,12 +43,13 @@ Size = Callable[[int], int]
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request: its prompt is the segments `parts`, joined. It starts `pause` seconds after the end of the ask
-    `after`; None: at once."""
+    `after`; None: at once. Those of a `tenant` have an API key of their own."""
 
     parts: tuple[int, ...]
     max_tokens: int
     after: int | None = None
     pause: float = 0.0
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -63,8 +66,10 @@ class Load:
         self.segments.append(tokens)
         return len(self.segments) - 1
 
-    def ask(self, parts: tuple[int, ...], max_tokens: int, after: int | None = None, pause: float = 0.0) -> int:
-        self.asks.append(Ask(parts, max_tokens, after, pause))
+    def ask(
+        self, parts: tuple[int, ...], max_tokens: int, after: int | None = None, pause: float = 0.0, tenant: str = ""
+    ) -> int:
+        self.asks.append(Ask(parts, max_tokens, after, pause, tenant))
         return len(self.asks) - 1
 
     def prompt_tokens(self, ask: Ask) -> int:
@@ -178,8 +183,21 @@ def mixed(load: Load, size: Size) -> None:
             before = load.ask((load.segment(size(int(draw.integers(1_000, 6_000)))),), size(64), after=before)
 
 
+def tenants(load: Load, size: Size) -> None:
+    agents_of_tenants(load, size, [32] * 5)
+
+
+def uneven(load: Load, size: Size) -> None:
+    agents_of_tenants(load, size, [120, 30, 9, 1])
+
+
+def agents_of_tenants(load: Load, size: Size, agents: list[int]) -> None:
+    for number, of_tenant in enumerate(agents):
+        agents_with_much(load, size, agents=of_tenant, own=(1_000, 3_000), tenant=f"tenant-{number}")
+
+
 def agents_with_much(
-    load: Load, size: Size, agents: int, own: tuple[int, int], turns: int = 5, pause: float = 0.0
+    load: Load, size: Size, agents: int, own: tuple[int, int], turns: int = 5, pause: float = 0.0, tenant: str = ""
 ) -> None:
     draw = np.random.default_rng(1)
     systems = [load.segment(size(3_000)) for _ in range(SYSTEM_PROMPTS)]
@@ -188,7 +206,8 @@ def agents_with_much(
         before = None
         for _ in range(turns):
             history = (*history, load.segment(size(int(draw.integers(150, 500)))))
-            before = load.ask(history, size(64), after=before, pause=0.0 if before is None else pause)
+            waits = 0.0 if before is None else pause
+            before = load.ask(history, size(64), after=before, pause=waits, tenant=tenant)
             history = (*history, load.segment(size(64)))
 
 
@@ -211,7 +230,7 @@ def twice(load: Load, size: Size) -> None:
 
 
 MEASURED = {make.__name__: make for make in (plain, trunk16k, trunk4k, sessions, tot, hit, cold)}
-ASKED_FOR = {make.__name__: make for make in (pressed, tools, long, mixed)}
+ASKED_FOR = {make.__name__: make for make in (pressed, tools, long, mixed, tenants, uneven)}
 OTHERS = {"warm-up": warm_up, "twice": twice}
 
 

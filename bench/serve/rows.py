@@ -83,6 +83,17 @@ def row(load: Load, run: Run) -> dict[str, Any]:
     }
 
 
+def rows(load: Load, run: Run) -> list[dict[str, Any]]:
+    """The load's row, and one for each tenant where it has some: their requests alone, in the same time."""
+    found = [row(load, run)]
+    for tenant in dict.fromkeys(ask.tenant for ask in load.asks if ask.tenant):
+        pairs = [pair for pair in zip(load.asks, run.answers, strict=True) if pair[0].tenant == tenant]
+        asks, answers = (list(column) for column in zip(*pairs, strict=True))
+        part = Load(f"{load.name}, {tenant}", load.segments, asks)
+        found.append(row(part, Run(run.seconds, run.cpu, answers=answers)))
+    return found
+
+
 def rival_rows(content: Any) -> list[dict[str, Any]]:
     """Rows of a rival's file: a list of rows, or {"server": name, "rows": [...]} as this benchmark writes it. A row
     has a `load` and a `server` (or its file has), and figures under the names of `row`. ValueError where not."""

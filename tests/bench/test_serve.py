@@ -19,7 +19,7 @@ import pytest
 
 from bench.serve.__main__ import main, parse
 from bench.serve.client import Client, Run, Work, bodies, run_asks
-from bench.serve.endpoint import Answer, RunFailed, Stream, split_url
+from bench.serve.endpoint import Answer, Endpoint, RunFailed, Stream, split_url
 from bench.serve.floor import Ceilings, Shape, decode_reads, floor, kv_token_bytes, prefill_flops
 from bench.serve.loads import ASKED_FOR, FAN_OUT, MEASURED, OTHERS, Ask, Load, make_load, segment_ids
 from bench.serve.rows import (
@@ -31,6 +31,7 @@ from bench.serve.rows import (
     percentile,
     rival_rows,
     row,
+    rows,
     tpot_ms,
     ttft_ms,
 )
@@ -89,6 +90,18 @@ def test_agents_pause_between_turns():
     assert pressed.segments == tools.segments
     assert [dataclasses.replace(ask, pause=0.0) for ask in tools.asks] == pressed.asks
     assert Counter((ask.after is None, ask.pause) for ask in tools.asks) == {(True, 0.0): 160, (False, 2.0): 640}
+
+
+def test_tenants_are_as_many_agents_that_share_nothing():
+    pressed = make_load("pressed")
+    for name, agents in (("tenants", [32] * 5), ("uneven", [120, 30, 9, 1])):
+        load = make_load(name)
+        starts = Counter(ask.tenant for ask in load.asks if ask.after is None)
+        assert starts == {f"tenant-{number}": count for number, count in enumerate(agents)}
+        assert len(load.asks) == len(pressed.asks)
+        assert all(ask.after is None or load.asks[ask.after].tenant == ask.tenant for ask in load.asks)
+        of = {(part, ask.tenant) for ask in load.asks for part in ask.parts}
+        assert len(of) == len({part for part, _ in of})
 
 
 def test_sessions_grow_by_turns():
@@ -283,6 +296,18 @@ def test_a_row_by_hand():
     assert cached_share([answer(), answer(cached_tokens=None)]) is None
 
 
+def test_tenants_have_rows_of_their_own():
+    load = Load("two")
+    load.ask((load.segment(4),), 4, tenant="a")
+    load.ask((load.segment(6),), 1, tenant="b")
+    one = answer(first=1.75, last=1.75, prompt_tokens=6, completion_tokens=1, cached_tokens=0)
+    found = rows(load, Run(2.0, 0.5, 0.125, [answer(), one]))
+    assert [row["load"] for row in found] == ["two", "two, a", "two, b"]
+    assert [row["out_tok_s"] for row in found] == [2.5, 2.0, 0.5]
+    assert [row["cached"] for row in found] == [0.3, 0.75, 0.0]
+    assert [row["ttft_p50_ms"] for row in found] == [500.0, 250.0, 750.0]
+
+
 @pytest.mark.parametrize("changes", [{"prompt_tokens": 5}, {"completion_tokens": 3}, {"cached_tokens": 5}])
 def test_wrong_counts_are_refused(changes):
     load = Load("one")
@@ -343,6 +368,13 @@ def test_streams_are_read_however_they_are_cut():
     assert (found[0].sent, found[0].first, found[2].first) == (0.5, first, 1.0)
     with pytest.raises(RunFailed, match="usage"):
         Stream().answer(0.0)
+
+
+def test_the_key_of_a_request_is_in_its_head():
+    endpoint = Endpoint("http://h:81")
+    plain, keyed = endpoint.request(b"{}", ""), endpoint.request(b"{}", "k")
+    assert b"authorization" not in plain and plain.endswith(b"content-length: 2\r\n\r\n{}")
+    assert keyed == plain.replace(b"content-length", b"authorization: Bearer k\r\ncontent-length")
 
 
 def test_urls():
