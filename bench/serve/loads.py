@@ -21,6 +21,8 @@ Asked for by name, for a cache of 320,000 tokens, which holds a half of what the
     tenants   as pressed, but the agents are of five tenants, 32 of each, who share nothing
     uneven    the same of four tenants, of 120, 30, 9 and 1 agents
 
+A tenant's name is its key, and radixrt knows tenants by their keys: `-- --api-key a:tenant-0 --api-key b:tenant-1`.
+
 What follows an answer does not contain it: the same tokens are sent to every server, whatever it generates.
 """
 

@@ -8,7 +8,8 @@ from typing import NoReturn
 import msgspec
 
 from radixrt.messages import Error
-from radixrt.router.errors import MAX_CONTEXT
+from radixrt.router.errors import MAX_CONTEXT, FieldError
+from radixrt.transports import ServerError
 
 _encode = msgspec.json.Encoder().encode
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -46,6 +47,18 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
+
+
+def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiError:
+    """The same problem as the answer to a caller who calls fields by `names`."""
+    match problem:
+        case FieldError():
+            return ApiError.of(Error(None, 400, str(problem), problem.field), names)
+        case ServerError():
+            error = Error(None, problem.code, problem.message, problem.field, problem.retry_after)
+            return ApiError.of(error, names)
+    assert isinstance(problem, ApiError)
+    return problem
 
 
 def refuse(field: str, message: str) -> NoReturn:

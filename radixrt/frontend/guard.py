@@ -13,13 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
-from radixrt.client import ServerError
 from radixrt.frontend import answer
 from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import encode
-from radixrt.messages import Error, Origin
-from radixrt.router.errors import FieldError
+from radixrt.messages import Origin
 
 MESSAGES_PATH = "/v1/messages"
 """Of Anthropic's API: below it errors are told in its format."""
@@ -54,18 +52,6 @@ def origin_of(request: Request) -> Origin:
     if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
         raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
     return Origin(header(request, b"x-radixrt-program"), header(request, b"x-radixrt-branch"), int(depth))
-
-
-def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiError:
-    """The same problem as the answer to a caller who calls fields by `names`."""
-    match problem:
-        case FieldError():
-            return ApiError.of(Error(None, 400, str(problem), problem.field), names)
-        case ServerError():
-            error = Error(None, problem.code, problem.message, problem.field, problem.retry_after)
-            return ApiError.of(error, names)
-    assert isinstance(problem, ApiError)
-    return problem
 
 
 def _told(request: Request, error: ApiError) -> ApiError:

@@ -15,7 +15,7 @@ import msgspec
 
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
-from radixrt.messages import Delta, TokenLogprob, Usage
+from radixrt.messages import TokenLogprob, Usage
 from radixrt.router.tokens import Encoded, Tokenizer
 
 _random = random.Random()  # not the module's own, which a program in this process may seed
@@ -236,10 +236,3 @@ def _finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for what is next to impossible. (Of NaN, which a prompt's first token
     has, it makes null.)"""
     return max(logprob, -9999.0)
-
-
-def native_line(answer: Any) -> bytes:
-    """An answer of the native protocol as a line of JSON."""
-    if isinstance(answer, Delta):
-        return b'{"type":"deltas","items":[%b]}\n' % encode(answer)
-    return encode(answer) + b"\n"

@@ -250,13 +250,13 @@ class Model:
 
     def attach(self, frontend: Any) -> None:
         """Note the answers that a front end gives."""
-        remember = frontend.on_answer
+        remember = frontend.generation.on_answer
 
         def on_answer(request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict, ids: bytes) -> None:
             self.answers.append((request, prompt, message, memoryview(ids).cast("i").tolist()))
             remember(request, prompt, encoded, message, ids)
 
-        frontend.on_answer = on_answer
+        frontend.generation.on_answer = on_answer
 
     def says(self, *texts: str) -> None:
         self.script.texts = deque(self.tokenizer.encode(text, False) for text in texts)

@@ -1,12 +1,12 @@
-"""How an answer learns that its client has left, or does not read."""
+"""How an answer learns that its client has left; large ones."""
 
 from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from radixrt.frontend.answer import MAX_BACKLOG, Disconnected, Mailbox, NativeExchange, StreamAnswer, watch
+from radixrt.frontend.answer import StreamAnswer, watch
+from radixrt.frontend.mailbox import MAX_BACKLOG, Disconnected, Mailbox
+from radixrt.frontend.native import NativeExchange
 from radixrt.frontend.protocol import LEAVING
 from radixrt.messages import TextPrompt, Tokenize, Tokens
 
@@ -42,42 +42,6 @@ def test_ours_says_so():
     assert exchange.failure is None
     told[0]()
     assert isinstance(exchange.failure, Disconnected)
-
-
-LARGE = b"x" * (MAX_BACKLOG + 1)
-
-
-def test_what_nobody_could_read_yet_is_no_backlog():
-    """Be it one large chunk, many in a turn, or one that comes while another is sent."""
-
-    async def main() -> None:
-        mailbox = Mailbox()
-        for _ in range(2):
-            mailbox.put(LARGE)
-        assert len(await mailbox.part()) == 2 * len(LARGE)
-        mailbox.put(LARGE)
-        assert await mailbox.part() == LARGE and mailbox.failure is None
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_client_that_does_not_read_gets_nothing_with_a_gap(ended):
-    """Nor is its answer complete, also where the end is what was too much."""
-
-    async def main() -> None:
-        mailbox = Mailbox()
-        mailbox.put(b"first")
-        assert await mailbox.part() == b"first"
-        for chunk in (b"second", LARGE):
-            assert mailbox.failure is None
-            mailbox.put(chunk)
-        mailbox.put(b"behind the gap")
-        mailbox.finished = ended
-        with pytest.raises(Disconnected):
-            await mailbox.part()
-
-    asyncio.run(main())
 
 
 def test_a_large_answer_to_a_native_message():

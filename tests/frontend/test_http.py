@@ -365,7 +365,7 @@ def test_a_stop_string_ends_the_work(slow_url):
 
 
 def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
-    monkeypatch.setattr("radixrt.frontend.answer.MAX_BACKLOG", 20_000)
+    monkeypatch.setattr("radixrt.frontend.mailbox.MAX_BACKLOG", 20_000)
     wait_until_idle(slow_url)
     host, port = slow_url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 64}).encode()

@@ -14,7 +14,6 @@ import pytest
 
 from radixrt.client import ServerError
 from radixrt.config import FrontendConfig, resolve
-from radixrt.frontend.answer import Mailbox
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.server import FrontendThread
 from radixrt.messages import Done, Error, Info, Recall, Share
@@ -250,21 +249,3 @@ def test_every_answer_is_settled_before_its_end(others, monkeypatch):
         others.says("Yes.")
         client.messages.create(model="m", max_tokens=50, messages=[user("e")])
     assert len(asked) == 5 and asked == sorted(set(asked))
-
-
-def test_the_last_part_of_a_stream_is_held_until_it_is_settled():
-    async def run() -> None:
-        settled, mailbox = asyncio.Event(), Mailbox()
-        mailbox.settled = settled.wait
-        mailbox.put(b"first")
-        assert await mailbox.part() == b"first"
-        mailbox.put(b"last")
-        mailbox.finished = True
-        last = asyncio.create_task(mailbox.part())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert not last.done()
-        settled.set()
-        assert await last == b"last" and await mailbox.part() is None
-
-    asyncio.run(run())

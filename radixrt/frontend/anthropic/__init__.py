@@ -1,5 +1,6 @@
 """Anthropic's Messages API on the same runtime: the same ChatPrompt, ToolUse, Sampling and Exchange as OpenAI's chat.
 
+routes       the handlers: create, count
 schema       a request, checked and turned into messages, pure; with it
   history      its system blocks and messages
   blocks       what is in them, as text

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from radixrt.frontend.answer import Exchange, OnAnswer, Receive, Send, StreamAnswer, WholeAnswer
-from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError, new_request_id
+from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.replies import MessageReply, event
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.exchange import Exchange, OnAnswer
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Piece
 from radixrt.messages import Generate, TokenLogprob, TokenPrompt
@@ -61,19 +61,3 @@ class MessageExchange(Exchange):
             return "stop_sequence", choice.stop
         full = choice.finish == "length" and choice.usage.completion_tokens < (self._max_tokens or 0)
         return "model_context_window_exceeded" if full else _STOP_REASONS.get(choice.finish, "end_turn"), None
-
-
-class Identified:
-    """An answer with the header that gives its request an id, unless it has one."""
-
-    def __init__(self, answer: StreamAnswer | WholeAnswer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
-        async def identified(message: dict) -> None:
-            name = REQUEST_ID.encode()
-            if message["type"] == "http.response.start" and name not in dict(message["headers"]):
-                message["headers"] = [*message["headers"], (name, new_request_id().encode())]
-            await send(message)
-
-        await self._answer(scope, receive, identified)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,7 +13,9 @@ from starlette.responses import Response
 from radixrt.frontend import schema
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.generation import Generation
 from radixrt.frontend.peers import Peers
+from radixrt.frontend.prompts import Prompts
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.references import is_reference, resolved
@@ -21,41 +23,26 @@ from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
-from radixrt.messages import Prompt
 
 RESPONSES_PATH = "/v1/responses"
 _create = msgspec.json.Decoder(Create)
 
 
-class Generate(Protocol):
-    """How the front end answers a request."""
-
-    def __call__(
-        self, request: Request, key: str, body: Any, kind: Any, exchange_kind: Any
-    ) -> Awaitable[StreamAnswer | WholeAnswer]: ...
-
-
-class Count(Protocol):
-    """How the front end counts the tokens of a prompt."""
-
-    def __call__(self, prompt: Prompt, key: str, body: Any) -> Awaitable[int]: ...
-
-
 class Responses:
-    """`generate`, `count` and `read` are the front end's; `tenant` names whom a key belongs to."""
+    """`generation`, `prompts` and `read` are the front end's; `tenant` names whom a key belongs to."""
 
     def __init__(
         self,
         max_bytes: int,
         peers: Peers | None,
-        generate: Generate,
-        count: Count,
+        generation: Generation,
+        prompts: Prompts,
         read: Callable[[Request], Awaitable[bytes]],
         tenant: Callable[[str], str],
     ) -> None:
         self._store = SharedResponses(peers) if peers and max_bytes else LocalResponses(max_bytes)
-        self._generate = generate
-        self._count = count
+        self._generation = generation
+        self._prompts = prompts
         self._read = read
         self._tenant = tenant
 
@@ -67,14 +54,16 @@ class Responses:
             if asked.body.stores:
                 self._store.put(namespace, response_id, data, turns, [*asked.added, message], key)
 
-        kind = functools.partial(ResponseReply, asked=asked)
-        return await self._generate(request, key, asked, kind, functools.partial(ResponseExchange, keep=keep))
+        reply_of = functools.partial(ResponseReply, asked=asked)
+        exchange_of = functools.partial(ResponseExchange, keep=keep)
+        return await self._generation.answer(request, key, asked, reply_of, exchange_of)
 
     async def count(self, request: Request, key: str) -> Response:
         """The tokens of the prompt that a request would have."""
         asked, _ = await self._read_asked(request, key)
         (prompt,) = asked.prompts(asked.tool_use())
-        counted = {"object": "response.input_tokens", "input_tokens": await self._count(prompt, key, asked)}
+        tokens = await self._prompts.num_tokens(prompt, key, asked)
+        counted = {"object": "response.input_tokens", "input_tokens": tokens}
         return Response(encode(counted), media_type="application/json")
 
     async def _read_asked(self, request: Request, key: str) -> tuple[Asked, tuple[Any, ...]]:

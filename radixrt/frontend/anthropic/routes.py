@@ -1,0 +1,75 @@
+"""The handlers of /v1/messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from radixrt.frontend.answer import StreamAnswer, WholeAnswer
+from radixrt.frontend.anthropic.caching import breakpoints, pinned
+from radixrt.frontend.anthropic.errors import REQUEST_ID, new_request_id
+from radixrt.frontend.anthropic.exchange import MessageExchange
+from radixrt.frontend.anthropic.replies import MessageReply
+from radixrt.frontend.anthropic.schema import Counted, Messages
+from radixrt.frontend.generation import Generation
+from radixrt.frontend.guard import json_response
+from radixrt.frontend.prompts import Prompts
+from radixrt.frontend.schema import parse
+from radixrt.frontend.tools import ToolUse
+from radixrt.router.tokens import Tokenizer
+
+_messages = msgspec.json.Decoder(Messages)
+_counted = msgspec.json.Decoder(Counted)
+
+
+class MessageRoutes:
+    """`generation`, `prompts` and `read` are the front end's. Without a tokenizer nothing is pinned."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        prompts: Prompts,
+        tokenizer: Tokenizer | None,
+        read: Callable[[Request], Awaitable[bytes]],
+    ) -> None:
+        self._generation = generation
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._read = read
+
+    async def create(self, request: Request, key: str) -> Identified:
+        body = parse(_messages, await self._read(request))
+        return Identified(await self._generation.answer(request, key, body, MessageReply, MessageExchange, self._pins))
+
+    async def count(self, request: Request, key: str) -> Response:
+        body = parse(_counted, await self._read(request))
+        prompt = body.prompt(body.tool_use())
+        breakpoints(body)
+        return json_response({"input_tokens": await self._prompts.num_tokens(prompt, key, body)})
+
+    async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
+        """What the breakpoints of a request pin, found in a thread: each renders the chat once more."""
+        if self._tokenizer is None or not breakpoints(body):
+            return []
+        return await asyncio.to_thread(pinned, self._tokenizer, body, use, ids)
+
+
+class Identified:
+    """An answer with the header that gives its request an id, unless it has one."""
+
+    def __init__(self, answer: StreamAnswer | WholeAnswer) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def identified(message: Message) -> None:
+            name = REQUEST_ID.encode()
+            if message["type"] == "http.response.start" and name not in dict(message["headers"]):
+                message["headers"] = [*message["headers"], (name, new_request_id().encode())]
+            await send(message)
+
+        await self._answer(scope, receive, identified)

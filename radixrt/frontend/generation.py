@@ -1,0 +1,114 @@
+"""Requests that ask for answers, of any API: prepared, sent to the router, answered, remembered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from radixrt.frontend.answer import StreamAnswer, WholeAnswer
+from radixrt.frontend.choice import Choice
+from radixrt.frontend.exchange import Exchange
+from radixrt.frontend.guard import origin_of
+from radixrt.frontend.link import RouterLink
+from radixrt.frontend.peers import Peers
+from radixrt.frontend.prompts import Body, Prompts, Ready
+from radixrt.frontend.replies import session_json
+from radixrt.frontend.schema import Completion
+from radixrt.frontend.tools import ToolUse
+from radixrt.messages import ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
+from radixrt.router.conversations import facts
+from radixrt.router.tokens import Encoded, TextService
+
+Pins = Callable[[Any, ToolUse, bytes], Awaitable[list[tuple[int, float]]]]
+"""(tokens, seconds) of what a body pins of its prompt, whose ids are given."""
+
+
+class Generation:
+    """Asks the router for what `prompts` has made ready. Replies to requests that name no model say `model`."""
+
+    def __init__(self, prompts: Prompts, link: RouterLink, text: TextService, peers: Peers | None, model: str) -> None:
+        self._prompts = prompts
+        self._link = link
+        self._text = text
+        self._peers = peers
+        self._model = model
+
+    async def answer(
+        self,
+        request: Request,
+        key: str,
+        body: Body,
+        reply_of: Callable[..., Any],
+        exchange_of: Callable[..., Exchange] = Exchange,
+        pins_of: Pins | None = None,
+    ) -> StreamAnswer | WholeAnswer:
+        """The answer to a body, in the words of its API: a reply of (model, tokenizer), an Exchange that uses it."""
+        use, wanted, usage, origin = body.tool_use(), body.constraint(), body.wants_usage(), origin_of(request)
+        ready = await self._prompts.prepare(body, key, use, wanted)
+        pins = await pins_of(body, use, ready[0].encoded.ids) if pins_of else []
+        transport = self._link.reachable()
+        reply = reply_of(body.model or self._model, self._text.tokenizer)
+        reply.session = session_json(ready[0].encoded)
+        exchange = exchange_of(transport, self._text, reply, bool(body.stream), usage)
+        exchange.names = body.names() | {"grammar": ready[0].output.field}
+        exchange.settled = self._peers.settled if self._peers else None
+        try:
+            for one in ready:
+                self._submit(exchange, one, body, key, origin, pins)
+        except BaseException:
+            exchange.cancel()
+            raise
+        if body.stream:
+            return StreamAnswer(exchange, b"text/event-stream; charset=utf-8", reply.id)
+        return WholeAnswer(exchange)
+
+    def on_answer(
+        self, request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict[str, Any], ids: bytes
+    ) -> None:
+        """A choice of a chat has ended by itself or for length: its message as the client sees it, and all ids that
+        were generated for it, the one that ended the turn included. `request` has the prompt's ids, the key and the
+        cache salt; `prompt` is the chat as it was rendered, `encoded` what became of it. Not called for choices that
+        were cut at a stop string or before a second call that was not wanted, whose ids say more than the message."""
+        self._prompts.remember(encoded, message, ids, request.api_key)
+
+    # ------------------------------------------------------------ parts
+
+    def _submit(
+        self,
+        exchange: Exchange,
+        ready: Ready,
+        body: Body,
+        key: str,
+        origin: Origin | None,
+        pins: list[tuple[int, float]],
+    ) -> None:
+        """Ask for the answers to one prompt."""
+        prompt, encoded, sampling, output = ready.prompt, ready.encoded, ready.sampling, ready.output
+        echo = isinstance(body, Completion) and bool(body.echo)
+        message = Generate(
+            id=0,
+            prompt=TokenPrompt(encoded.ids),
+            sampling=sampling,
+            model=body.model or "",
+            n=body.choices(),
+            stream=bool(body.stream) or bool(sampling.stop) or output.ends_early,
+            text=False,
+            origin=origin,
+            api_key=key,
+            cache_salt=body.cache_salt or "",
+            pin=pins,
+            session=facts(encoded),
+            prompt_logprobs=echo and sampling.logprobs is not None,
+        )
+        told = functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None
+        exchange.submit(message, self._echo(prompt, encoded.ids) if echo else "", output, told)
+
+    def _told(self, request: Generate, prompt: ChatPrompt, encoded: Encoded, choice: Choice) -> None:
+        if choice.whole:
+            self.on_answer(request, prompt, encoded, choice.message.to_openai(), choice.ids)
+
+    def _echo(self, prompt: Prompt, ids: bytes) -> str:
+        return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)

@@ -1,0 +1,93 @@
+"""The native API: a ClientRequest as JSON in, its ClientReplies out, one a line."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixrt.frontend.answer import StreamAnswer
+from radixrt.frontend.errors import ApiError, api_error
+from radixrt.frontend.guard import key_of
+from radixrt.frontend.link import RouterLink
+from radixrt.frontend.mailbox import Mailbox
+from radixrt.frontend.replies import encode
+from radixrt.frontend.schema import parse
+from radixrt.messages import Cancel, ClientRequest, Delta, Error, Generate
+from radixrt.router.errors import FieldError
+from radixrt.transports import Answer, RouterTransport, ServerError
+
+CONTENT_TYPE = b"application/x-ndjson"
+_request = msgspec.json.Decoder(ClientRequest)
+
+
+class Native:
+    """The route. `check` raises ApiError (401) for an unknown key; `read` gives a body, and is told of a caller without
+    a key in the header."""
+
+    def __init__(
+        self, link: RouterLink, check: Callable[[str], None], read: Callable[[Request, bool], Awaitable[bytes]]
+    ) -> None:
+        self._link = link
+        self._check = check
+        self._read = read
+
+    async def handle(self, request: Request) -> Any:
+        """Errors are lines of the protocol, and a small message may carry its key itself."""
+        try:
+            return await self._answer(request)
+        except (ApiError, FieldError, ServerError) as problem:
+            return _response(api_error(problem))
+
+    async def _answer(self, request: Request) -> StreamAnswer:
+        """A key in the header counts before the message's own."""
+        key = key_of(request)
+        if key:
+            self._check(key)
+        message = parse(_request, await self._read(request, not key))
+        if isinstance(message, Cancel):
+            raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
+        message.api_key = key or message.api_key
+        self._check(message.api_key)
+        transport = self._link.reachable()
+        try:
+            return StreamAnswer(NativeExchange(transport, message), CONTENT_TYPE)
+        except OverflowError:
+            raise ApiError(400, "a number in the message has more than 64 bits") from None
+
+
+class NativeExchange(Mailbox):
+    """One message and its answers as lines of JSON. A refusal is a line too, and the status."""
+
+    def __init__(self, transport: RouterTransport, request: ClientRequest) -> None:
+        super().__init__()
+        self._asked_id = request.id
+        self._open = request.n if isinstance(request, Generate) else 1
+        self._transport = transport
+        self._id = transport.submit(request, self._take)
+
+    def cancel(self) -> None:
+        self._transport.cancel(self._id)
+
+    def _take(self, answer: Answer) -> None:
+        answer.id = self._asked_id
+        if isinstance(answer, Error):
+            self.refusal = ApiError.of(answer)
+        self.put(_line(answer))
+        self._open -= not isinstance(answer, Delta) or answer.finish is not None
+        self.finished = self._open <= 0 or isinstance(answer, Error)
+        self.wake()
+
+
+def _response(error: ApiError) -> Response:
+    line = _line(Error(None, error.status, error.message, error.param, error.retry_after))
+    return Response(line, error.status, error.headers(), CONTENT_TYPE.decode())
+
+
+def _line(answer: Any) -> bytes:
+    if isinstance(answer, Delta):
+        return b'{"type":"deltas","items":[%b]}\n' % encode(answer)
+    return encode(answer) + b"\n"

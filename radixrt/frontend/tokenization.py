@@ -1,0 +1,45 @@
+"""The handlers of /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixrt.client import token_bytes, token_list
+from radixrt.frontend.guard import json_response
+from radixrt.frontend.link import RouterLink
+from radixrt.frontend.schema import DetokenizeBody, TokenizeBody, parse
+from radixrt.router.tokens import TextService
+
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_detokenize = msgspec.json.Decoder(DetokenizeBody)
+
+
+class Tokenization:
+    """`read` is the front end's; with a `max_model_len` of 0 that of the router counts."""
+
+    def __init__(
+        self, text: TextService, link: RouterLink, max_model_len: int, read: Callable[[Request], Awaitable[bytes]]
+    ) -> None:
+        self._text = text
+        self._link = link
+        self._own_max_model_len = max_model_len
+        self._read = read
+
+    async def tokenize(self, request: Request, key: str) -> Response:
+        body = parse(_tokenize, await self._read(request))
+        ids = token_list(await self._text.encode(body.to_prompt()))
+        answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
+        tokenizer = self._text.tokenizer
+        texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs and tokenizer else None
+        return json_response(answer | {"token_strs": texts})
+
+    async def detokenize(self, request: Request, key: str) -> Response:
+        body = parse(_detokenize, await self._read(request))
+        return json_response({"prompt": await self._text.decode(token_bytes(body.tokens), skip_special_tokens=False)})
+
+    async def _max_model_len(self, key: str) -> int:
+        return self._own_max_model_len or (await self._link.ask(key).health())["max_model_len"]

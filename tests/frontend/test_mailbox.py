@@ -1,0 +1,62 @@
+"""What a mailbox does where its client does not read, or what is there must not be sent yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from radixrt.frontend.mailbox import MAX_BACKLOG, Disconnected, Mailbox
+
+LARGE = b"x" * (MAX_BACKLOG + 1)
+
+
+def test_what_nobody_could_read_yet_is_no_backlog():
+    """Be it one large chunk, many in a turn, or one that comes while another is sent."""
+
+    async def main() -> None:
+        mailbox = Mailbox()
+        for _ in range(2):
+            mailbox.put(LARGE)
+        assert len(await mailbox.part()) == 2 * len(LARGE)
+        mailbox.put(LARGE)
+        assert await mailbox.part() == LARGE and mailbox.failure is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_client_that_does_not_read_gets_nothing_with_a_gap(ended):
+    """Nor is its answer complete, also where the end is what was too much."""
+
+    async def main() -> None:
+        mailbox = Mailbox()
+        mailbox.put(b"first")
+        assert await mailbox.part() == b"first"
+        for chunk in (b"second", LARGE):
+            assert mailbox.failure is None
+            mailbox.put(chunk)
+        mailbox.put(b"behind the gap")
+        mailbox.finished = ended
+        with pytest.raises(Disconnected):
+            await mailbox.part()
+
+    asyncio.run(main())
+
+
+def test_the_last_part_of_a_stream_is_held_until_it_is_settled():
+    async def run() -> None:
+        settled, mailbox = asyncio.Event(), Mailbox()
+        mailbox.settled = settled.wait
+        mailbox.put(b"first")
+        assert await mailbox.part() == b"first"
+        mailbox.put(b"last")
+        mailbox.finished = True
+        last = asyncio.create_task(mailbox.part())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not last.done()
+        settled.set()
+        assert await last == b"last" and await mailbox.part() is None
+
+    asyncio.run(run())
