@@ -50,6 +50,8 @@ FAMILIES = (
     "solar_open",
 )
 """Every `model_type` that can be served."""
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
+"""Patterns of a sentencepiece model's name, the likeliest first."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

@@ -11,7 +11,7 @@ from radixrt.frontend.logprobs import Tokens
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.output import Output
 from radixrt.frontend.parsing import Content, Piece
-from radixrt.messages import Delta, Sampling, TokenLogprob, Usage
+from radixrt.messages import TOKEN_BYTES, Delta, Sampling, TokenLogprob, Usage
 from radixrt.router.tokens import TextService, TextStream
 
 
@@ -71,8 +71,8 @@ class Choice:
             ids = delta.ids
             if self.stopping:
                 ids = self._without_past(ids)
-                delta.logprobs = delta.logprobs and delta.logprobs[: len(ids) // 4]
-            self.tokens += len(ids) // 4
+                delta.logprobs = delta.logprobs and delta.logprobs[: len(ids) // TOKEN_BYTES]
+            self.tokens += len(ids) // TOKEN_BYTES
             self._ids.append(ids)
         if last:
             self.finish, self.usage = delta.finish, delta.usage or Usage()

@@ -29,14 +29,13 @@ from radixrt.frontend.parsing import (
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import NO_TOOLS, ToolUse
-from radixrt.messages import Grammar, Sampling
+from radixrt.messages import TOKEN_BYTES, Grammar, Sampling
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import check_aside
 from radixrt.router.tokens import Tokenizer
 
 TAIL_TOKENS = 16
 """Of a prompt, in which a mark that opens or closes thoughts would be found."""
-TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

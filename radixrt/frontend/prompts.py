@@ -18,7 +18,7 @@ from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
-from radixrt.messages import ChatPrompt, Prompt, Sampling, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, Prompt, Sampling, TokenPrompt
 from radixrt.router.conversations import Conversations
 from radixrt.router.errors import FieldError, too_long
 from radixrt.router.tokens import Encoded, TextService
@@ -106,7 +106,7 @@ class Prompts:
     async def num_tokens(self, prompt: Prompt, key: str, body: PromptBody) -> int:
         """Of the prompt that a body would have."""
         try:
-            return len((await self._encode(prompt, key, body.cache_salt)).ids) // 4
+            return len((await self._encode(prompt, key, body.cache_salt)).ids) // TOKEN_BYTES
         except FieldError as problem:
             raise api_error(problem, body.names()) from None
 
@@ -126,7 +126,7 @@ class Prompts:
         """`sampling` within --max-model-len, if there is one (the router has its own); FieldError without room."""
         if not self._max_model_len:
             return sampling
-        tokens = len(ids) // 4
+        tokens = len(ids) // TOKEN_BYTES
         room = self._max_model_len - tokens
         if room < (sampling.max_tokens != 0):
             raise FieldError("prompt", too_long(tokens, self._max_model_len, int(sampling.max_tokens != 0)))

@@ -17,7 +17,7 @@ from radixrt.lang.nodes import Gen, Role, Select
 from radixrt.lang.session import Session
 from radixrt.lang.trace import Run, Step
 from radixrt.lang.values import Promise, Value
-from radixrt.messages import GONE, Delta, Origin, Sampling, StatePrompt, Usage
+from radixrt.messages import GONE, TOKEN_BYTES, Delta, Origin, Sampling, StatePrompt, Usage
 
 T = TypeVar("T")
 
@@ -157,11 +157,12 @@ class Speaker:
                     if step is not None and step.first is None and delta.ids:
                         step.first = self._run.now()
                     if budget is not None:
-                        budget.charge(len(delta.ids) // 4)
+                        budget.charge(len(delta.ids) // TOKEN_BYTES)
                     _add(whole, delta)
                     if delta.text and promise.streams:
                         promise.add_piece(delta.text)
-            if allowed is not sampling and whole.finish == "length" and len(whole.ids) // 4 == allowed.max_tokens:
+            tokens = len(whole.ids) // TOKEN_BYTES
+            if allowed is not sampling and whole.finish == "length" and tokens == allowed.max_tokens:
                 raise budget.spent()
         except Spent as spent:
             spent.text = whole.text

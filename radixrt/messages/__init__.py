@@ -3,7 +3,7 @@
     client  --ClientRequest-->  router  --ToWorker-->  worker
             <--ClientReply----          <--ToRouter--
 
-Token ids travel as little-endian int32 `bytes` (4 bytes a token): `np.frombuffer(ids, "<i4")`
+Token ids travel as little-endian int32 `bytes` (TOKEN_BYTES a token): `np.frombuffer(ids, "<i4")`
 reads them in place. Nothing here imports anything of ours, and no tensor or pickle ever crosses.
 """
 
@@ -48,10 +48,12 @@ from radixrt.messages.requests import (
     Tokenize,
 )
 from radixrt.messages.shared import (
+    TOKEN_BYTES,
     Count,
     DropReason,
     FinishReason,
     Grammar,
+    GrammarKind,
     Number,
     Origin,
     Sampling,
@@ -85,6 +87,7 @@ from radixrt.messages.worker import (
 
 __all__ = [
     "GONE",
+    "TOKEN_BYTES",
     "Abort",
     "Ask",
     "CacheEvent",
@@ -105,6 +108,7 @@ __all__ = [
     "Fork",
     "Generate",
     "Grammar",
+    "GrammarKind",
     "Heartbeat",
     "Info",
     "Leave",

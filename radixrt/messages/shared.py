@@ -6,7 +6,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+TOKEN_BYTES = 4
+"""Of a token id as it travels: little-endian int32."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+GrammarKind = Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -14,8 +18,13 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     regular expression or of a grammar in EBNF, or free text with parts by schema (`text`: a structural tag of xgrammar
     as JSON)."""
 
-    kind: Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
+    kind: GrammarKind
     text: str = ""
+
+    @property
+    def holds_schemas(self) -> bool:
+        """Its text is JSON, a schema or with schemas in it."""
+        return self.kind in ("json_schema", "structural_tag")
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from radixrt.messages import Load, Origin, SessionFacts
+from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.report.volatile import Decode, Volatile
 from radixrt.report.workers import Workers, WorkerState
@@ -25,7 +25,6 @@ MOST_NAME = 120
 OTHER = "(other)"
 MOST_SPANS = 32
 """Changing texts that are named."""
-TOKEN_BYTES = 4
 KEPT, RESPELLED = "kept", "respelled"
 """Counted of a tenant's sessions, beside the reasons why answers were dropped."""
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.tree import RadixTree, common_length, realigned, resembling
 
 Decode = Callable[[bytes], str]
-TOKEN_BYTES = 4
 NEAR = 8192
 """Tokens from the start of a prompt in which spans are looked for."""
 HEAD = NEAR + 4096

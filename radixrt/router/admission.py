@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Generate, Sampling, Score, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, Generate, Sampling, Score, TokenPrompt
 from radixrt.router import validate
 from radixrt.router.errors import too_long
 from radixrt.router.members import Members, Serving
@@ -96,9 +96,9 @@ class Admission:
         validate.check_choices(message.n)
         validate.check_sampling(sampling, vocab_size)
         prompt = message.prompt.ids
-        validate.check_pins(message.pin, len(prompt) // 4)
+        validate.check_pins(message.pin, len(prompt) // TOKEN_BYTES)
         request.pin = message.pin
-        room = self._room(serving, len(prompt) // 4, 0 if sampling.max_tokens == 0 else 1)
+        room = self._room(serving, len(prompt) // TOKEN_BYTES, 0 if sampling.max_tokens == 0 else 1)
         request.bounded = sampling.max_tokens is not None and sampling.max_tokens <= room
         max_tokens = sampling.max_tokens if request.bounded else room
         if message.prompt_logprobs and sampling.logprobs is None:
@@ -122,8 +122,8 @@ class Admission:
                 raise Refused(f"choices[{index}]", "only token ids are served here")
             validate.check_token_bytes(choice.ids, f"choices[{index}]", vocab_size)
             ids = prompt + choice.ids
-            self._room(serving, len(ids) // 4, 0)
-            request.runs.append(RunState(request, index, ids, sampling, len(prompt) // 4))
+            self._room(serving, len(ids) // TOKEN_BYTES, 0)
+            request.runs.append(RunState(request, index, ids, sampling, len(prompt) // TOKEN_BYTES))
 
     def _room(self, serving: Serving, tokens: int, least: int) -> int:
         """Tokens that can follow `tokens` of prompt on the roomiest worker; Refused if fewer than `least`."""
@@ -134,11 +134,15 @@ class Admission:
             raise Refused("prompt", too_long(tokens, limit, least))
         return limit - tokens
 
+    def has_places(self, runs: int, own: int) -> bool:
+        """Whether there may be so many at once, so many of them one tenant's `own`."""
+        limit = self._config.max_queued_requests
+        return runs <= limit if own <= self._spare else runs <= limit - self._spare
+
     def _check_capacity(self, serving: Serving, runs: int, own: int) -> None:
         """With a request there would be so many runs, so many of them its tenant's `own`."""
         if not serving.members:
             raise Refused("model", "no worker serves this model now", 503, self._config.worker_timeout)
-        limit, spare = self._config.max_queued_requests, self._spare
-        if runs > limit or (runs > limit - spare and own > spare):
+        if not self.has_places(runs, own):
             queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving.members)
             raise Refused("", "too many requests in flight", 429, float(min(60, max(1, round(queue)))))

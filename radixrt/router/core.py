@@ -97,6 +97,10 @@ class RouterCore:
         """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
         return self._admission.tenant(api_key)
 
+    def has_place(self, tenant: str, beside: int, own: int) -> bool:
+        """Whether one more of a tenant has a place `beside` so many that are no runs yet, so many of them its `own`."""
+        return self._admission.has_places(self.runs_in_flight + beside + 1, self._tenants[tenant] + own + 1)
+
     def submit(
         self,
         client: Client,
@@ -273,7 +277,7 @@ class RouterCore:
     ) -> None:
         """Apply one output: a Delta for a stream, the whole at the end for the rest."""
         request = run.request
-        if not run.started:
+        if not run.started and output.finish != "error":
             self._dispatcher.start(run)
             others += request.resumed.unpin() if request.resumed else []
         tokens = output.tokens
@@ -285,7 +289,8 @@ class RouterCore:
         if output.prompt_logprobs:
             run.prompt_logprobs = output.prompt_logprobs
         if not request.stream and output.logprobs is not None:
-            run.logprobs = (run.logprobs or []) + output.logprobs
+            run.logprobs = run.logprobs or []
+            run.logprobs += output.logprobs
         finish = output.finish
         if finish == "length" and (moved := self._dispatcher.move(run, now)) is not None:
             finish = None
@@ -322,7 +327,7 @@ class RouterCore:
     def _close(self, run: RunState) -> None:
         """Forget a run that ends here, however it does; the request with its last one."""
         request = run.request
-        if run.started:
+        if run.started or run.emitted:
             self._recorder.ended(run)
         self._dispatcher.drop(run)
         run.finished = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.router import placement
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
@@ -21,8 +22,8 @@ from radixrt.router.request import Request, RunState
 
 LEAST_SHARED = 256
 """Tokens: where workers' hits differ by less, nobody is asked who shares them."""
-WINDOW = 16
-"""Tokens that are compared at the end of a part: it is a price, no more."""
+WINDOW_BYTES = 16 * TOKEN_BYTES
+"""Of tokens that are compared at the end of a part: it is a price, no more."""
 MOST_SHARERS = 64
 """Runs that are looked at, the latest of those that decode."""
 
@@ -46,7 +47,7 @@ class Dispatcher:
         """Send a run to the best worker, or let it wait for one to join."""
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
-        tokens = len(ids) // 4
+        tokens = len(ids) // TOKEN_BYTES
         fits = self._fitting(run, tokens)
         if not fits:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
@@ -107,8 +108,8 @@ class Dispatcher:
         if best - min(hits) < LEAST_SHARED:
             return []
         counts = [0] * placement.PARTS
-        ends = [4 * (best * (i + 1) // placement.PARTS) for i in range(placement.PARTS)]
-        parts = [(end - 4 * WINDOW, end, ids[end - 4 * WINDOW : end]) for end in ends]
+        ends = [TOKEN_BYTES * (best * (i + 1) // placement.PARTS) for i in range(placement.PARTS)]
+        parts = [(end - WINDOW_BYTES, end, ids[end - WINDOW_BYTES : end]) for end in ends]
         namespace = run.request.namespace
         decoding = (other for other in reversed(self.in_flight.values()) if other.started)
         for other in itertools.islice(decoding, MOST_SHARERS):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from radixrt.messages import Grammar
+from radixrt.grammar_errors import plain
+from radixrt.messages import Grammar, GrammarKind
 from radixrt.router.errors import FieldError
 from radixrt.schema_keywords import DATA, NAMED
 
@@ -34,7 +36,7 @@ PATTERNS = frozenset({"pattern", "grammar"})
 """What is compiled of strings: of a schema, and of a structural tag."""
 REMEMBERED = 256
 
-KINDS = {
+NAMES: dict[GrammarKind, str] = {
     "json": "JSON",
     "json_schema": "the JSON schema",
     "regex": "the regular expression",
@@ -46,17 +48,17 @@ NEEDS_TOKENIZER = "requires tokenizer_info"
 """xgrammar's words for a structural tag that names a token: the worker knows whether there is one."""
 
 _found: OrderedDict[Grammar, str] = OrderedDict()
+"""What is wrong with a grammar, the latest asked for last."""
+_lock = threading.Lock()
 
 
 def check_grammar(grammar: Grammar, field: str = "grammar") -> None:
     """FieldError for what cannot be compiled; `field` is what the caller's API calls it."""
-    if not is_checked(grammar):
+    found = _found.get(grammar)
+    if found is None:
         found = _problem(grammar)
-        _found[grammar] = found
-        while len(_found) > REMEMBERED:
-            _found.popitem(last=False)
-    else:
-        found = _found.get(grammar, "")
+    if len(grammar.text) <= MAX_TEXT:  # what is longer is refused at a glance, and not worth its room
+        _remember(grammar, found)
     if found:
         raise FieldError(field, f"{field}: {found}")
 
@@ -73,6 +75,14 @@ def is_checked(grammar: Grammar) -> bool:
     return grammar in _found
 
 
+def _remember(grammar: Grammar, found: str) -> None:
+    with _lock:
+        _found[grammar] = found
+        _found.move_to_end(grammar)
+        while len(_found) > REMEMBERED:
+            _found.popitem(last=False)
+
+
 def _try_out(grammar: Grammar) -> None:
     try:
         check_grammar(grammar)
@@ -82,7 +92,7 @@ def _try_out(grammar: Grammar) -> None:
 
 def _problem(grammar: Grammar) -> str:
     """What is wrong with a grammar; "" if nothing is."""
-    name = KINDS[grammar.kind]
+    name = NAMES[grammar.kind]
     if importlib.util.find_spec("xgrammar") is None:
         return "structured output needs xgrammar: pip install 'radixrt[grammar]'"
     try:
@@ -94,7 +104,7 @@ def _problem(grammar: Grammar) -> str:
     if "\0" in grammar.text:
         return f"{name} holds the character U+0000"
     what = "bytes"
-    if grammar.kind in ("json_schema", "structural_tag"):
+    if grammar.holds_schemas:
         try:
             value = msgspec.json.decode(grammar.text)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -148,7 +158,7 @@ def _depth(value: Any) -> int:
 def _parse(grammar: Grammar) -> str:
     import xgrammar
 
-    parse: dict[str, Callable[[str], Any]] = {
+    parse: dict[GrammarKind, Callable[[str], Any]] = {
         "json": lambda _: None,
         "json_schema": xgrammar.Grammar.from_json_schema,
         "regex": xgrammar.Grammar.from_regex,
@@ -160,13 +170,5 @@ def _parse(grammar: Grammar) -> str:
     except Exception as error:  # of many types, none of them promised
         text = str(error)
         if NEEDS_TOKENIZER not in text:
-            return f"{KINDS[grammar.kind]} cannot be compiled: {plain(text)}"
+            return f"{NAMES[grammar.kind]} cannot be compiled: {plain(text)}"
     return ""
-
-
-def plain(text: str) -> str:
-    """xgrammar's message without the time, the place in its source, and the text that it was given."""
-    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", text)
-    text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
-    text = text.partition(" The JSON string is:")[0]
-    return " ".join(text.split())[:500]

@@ -51,7 +51,7 @@ from radixrt.router.programs import Programs, Saving
 from radixrt.router.shared import SharedMemory
 from radixrt.router.states import Key
 from radixrt.router.streams import Keep, TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
-from radixrt.router.tasks import Tasks, Work, now
+from radixrt.router.tasks import Handler, Tasks, now
 from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import Refused, refusal
 
@@ -78,7 +78,7 @@ class Handlers:
         self._perform = perform
         self._conversations = Conversations(text, config)
         self._shared = SharedMemory(config.shared_bytes)
-        self._tasks = Tasks(core, config.max_queued_requests, perform)
+        self._tasks = Tasks(core, perform)
 
     def take(self, client: bytes, message: ClientRequest) -> None:
         """Act on a message of a client."""
@@ -97,7 +97,8 @@ class Handlers:
                 case Pause():
                     self._pause(client, message)
                 case Forget():
-                    self._tasks.start(self._forget, client, message, always=True)
+                    tenant = self._core.tenant(message.api_key)
+                    self._tasks.start(self._forget, client, message, tenant, always=True)
                 case Share():
                     tenant = self._core.tenant(message.api_key)
                     for key, value in message.entries:
@@ -127,11 +128,11 @@ class Handlers:
         """Cancel what has not reached the core."""
         self._tasks.close()
 
-    def _start(self, work: Work, client: bytes, message: Any) -> None:
+    def _start(self, work: Handler, client: bytes, message: Any) -> None:
         """Do `work` in a task. Refused (401, 429, or where the id is in flight)."""
         tenant, prompt = self._core.tenant(message.api_key), getattr(message, "prompt", None)
         resumes = isinstance(prompt, StatePrompt) and prompt.resumes
-        self._tasks.start(work, client, message, self._programs.key(tenant, prompt) if resumes else None)
+        self._tasks.start(work, client, message, tenant, self._programs.key(tenant, prompt) if resumes else None)
 
     def _answer(self, client: bytes, message: ClientReply) -> None:
         self._perform([Reply(client, message)])

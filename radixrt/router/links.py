@@ -61,6 +61,11 @@ class WorkerLinks:
             self._names.pop(identity, None)
             self._waiting = self._waiting and [one for one in self._waiting if one[0] != name]
 
+    def prune(self, known: Callable[[str], bool]) -> None:
+        """Forget workers that are not `known` any more."""
+        for name in [name for name in self._identities if not known(name)]:
+            self.unbind(name)
+
     def refuse(self, identity: bytes) -> None:
         """Tell a worker that nobody here knows it; again after REFUSED_SECONDS."""
         now = time.monotonic()

@@ -82,6 +82,7 @@ class RouterServer:
             period = min(1.0, self.config.worker_timeout / 4)
             while not await _is_set_within(stop, period):
                 self._perform(self.core.tick(now()))
+                self._workers.prune(self.core.members.known)
                 self._clients.pay()
         finally:
             self._handlers.close()

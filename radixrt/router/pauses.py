@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixrt.messages import Pin, Unpin
+from radixrt.messages import TOKEN_BYTES, Pin, Unpin
 from radixrt.router.effects import Effect, Order
 from radixrt.router.numbers import fresh_numbers
 from radixrt.router.shares import Shares
@@ -41,7 +41,7 @@ class Pauses:
     def __init__(self, report: Report | None) -> None:
         self._report = report
         self._paused: dict[str, dict[Key, list[Paused]]] = {}
-        """By tenant."""
+        """By tenant; those of a state in the order in which they came."""
         self._shares = Shares()
         self._names = fresh_numbers()
 
@@ -57,7 +57,7 @@ class Pauses:
         effects: list[Effect] = []
         while len(self) >= MOST_PAUSES:
             effects += self._drop(next(iter(self._paused[self._shares.largest()])))
-        paused = Paused(next(self._names), state.tenant, len(ids) // 4, now, worker)
+        paused = Paused(next(self._names), state.tenant, len(ids) // TOKEN_BYTES, now, worker)
         self._paused.setdefault(state.tenant, {}).setdefault(state, []).append(paused)
         self._shares.add(state.tenant, 1)
         if self._report:
@@ -75,26 +75,28 @@ class Pauses:
 
     def forget(self, tenant: str, scope: str) -> list[Effect]:
         """All of a scope have ended."""
-        return self._drop_all([state for state in self._paused.get(tenant, ()) if state.scope == scope])
+        states = [state for state in self._paused.get(tenant, ()) if state.scope == scope]
+        return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
 
     def expire(self, now: float) -> list[Effect]:
         """Those that nobody has heard of for `LONGEST_SECONDS` have ended."""
         known = [pair for own in self._paused.values() for pair in own.items()]
-        return self._drop_all([state for state, paused in known if now - paused[-1].since > LONGEST_SECONDS])
+        effects: list[Effect] = []
+        for state, paused in known:
+            while paused and now - paused[0].since > LONGEST_SECONDS:
+                effects += self._drop(state, 0)
+        return effects
 
-    def _drop_all(self, states: list[Key]) -> list[Effect]:
-        return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
-
-    def _drop(self, state: Key) -> list[Effect]:
+    def _drop(self, state: Key, at: int = -1) -> list[Effect]:
         """One that has paused there is not known any more, and has not gone on."""
-        paused = self._take(state)
+        paused = self._take(state, at)
         if self._report:
             self._report.dropped_pause(paused.tenant)
         return paused.unpin()
 
-    def _take(self, state: Key) -> Paused:
+    def _take(self, state: Key, at: int = -1) -> Paused:
         own = self._paused[state.tenant]
-        paused = own[state].pop()
+        paused = own[state].pop(at)
         if not own[state]:
             del own[state]
         if not own:

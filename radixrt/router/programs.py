@@ -1,16 +1,17 @@
 """Programs on token state: requests that name a state and say what is new, and the states that they leave.
 
-StatePrompt --draft--> ids, Saving ... answer ... --> a state under the number that the client chose
+StatePrompt --PromptBuilder--> ids, Saving ... answer ... --> a state under the number that the client chose
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 from radixrt.config import RouterConfig
 from radixrt.messages import Fork, Generate, Said, SaidAnswer, Sampling, Score, StatePrompt
-from radixrt.router.said import Draft, State
+from radixrt.router.said import PromptBuilder, State
 from radixrt.router.states import Key, States
 from radixrt.router.tokens import TextService
 from radixrt.router.tokens.text import INLINE_CHARS, INLINE_MESSAGES
@@ -19,30 +20,35 @@ from radixrt.router.validate import Refused
 INLINE_CHAT_CHARS = 32_768
 """Up to this many of a chat, which its template may write anew from some answer on."""
 
-Work = Callable[[State, Sequence[Said], TextService], tuple[Draft, bytes]]
+Build = Callable[[State, Sequence[Said], TextService], tuple[PromptBuilder, bytes]]
 
 
 class Saving:
     """What a request says, to be kept under `key` when it has ended well; `before` is then not needed any more."""
 
-    __slots__ = ("_before", "_draft", "_key", "_sampling", "_states", "namespace")
+    __slots__ = ("__weakref__", "_before", "_sampling", "_states", "builder", "key", "namespace", "wanted")
 
-    def __init__(self, states: States, draft: Draft, key: Key, before: Key | None, sampling: Sampling | None) -> None:
+    def __init__(self, states: States, key: Key, before: Key | None, sampling: Sampling | None) -> None:
         self._states = states
-        self._draft = draft
-        self._key = key
+        self.key = key
         self._before = before
         self._sampling = sampling
         """None for a Score, which generates nothing."""
+        self.builder: PromptBuilder | None = None
+        """Of what was said up to the answer, set when it has made the prompt."""
         self.namespace = ""
         """Where it is computed, set when it is placed."""
+        self.wanted = True
+        """False once its scope was forgotten."""
 
     def __call__(self, ids: bytes = b"", text: str = "", stop: str | int | None = None) -> None:
         """It has ended, with this answer."""
+        if not self.wanted or self.builder is None:
+            return
         answer = None if self._sampling is None else SaidAnswer(ids, text, stop, self._sampling)
         if self._before is not None:
             self._states.drop(self._before)
-        self._states.put(self._key, self._draft.state(self.namespace, answer))
+        self._states.put(self.key, self.builder.state(self.namespace, answer))
 
 
 class Programs:
@@ -53,6 +59,8 @@ class Programs:
         self._text = text
         self._coming: dict[Key, asyncio.Future[None]] = {}
         """States that forks are putting together: clients do not wait for them, requests that begin with them do."""
+        self._savings: WeakSet[Saving] = WeakSet()
+        """Of requests in flight."""
 
     async def prompt(self, tenant: str, request: Generate | Score) -> tuple[bytes, Saving | None]:
         """The ids of a request with a StatePrompt, and what keeps it. Refused; FieldError for what cannot be said."""
@@ -63,11 +71,16 @@ class Programs:
                 raise Refused("prompt.save", "prompt.save: one answer is kept, but n is not 1")
             if not request.text:
                 raise Refused("prompt.save", "prompt.save: an answer is kept with its text, but text is false")
-        draft, ids = await self._on_draft(tenant, prompt, _draft_and_prompt)
-        if not prompt.save:
-            return ids, None
-        before = self.key(tenant, prompt) if prompt.replaces else None
-        return ids, Saving(self.states, draft, Key(tenant, prompt.scope, prompt.save), before, sampling)
+        saving = None
+        if prompt.save:
+            before = self.key(tenant, prompt) if prompt.replaces else None
+            saving = Saving(self.states, Key(tenant, prompt.scope, prompt.save), before, sampling)
+            self._savings.add(saving)
+        coming = self._coming.get(self.key(tenant, prompt))
+        builder, ids = await self._built(tenant, prompt, _build_and_prompt, coming)
+        if saving is not None:
+            saving.builder = builder
+        return ids, saving
 
     async def fork(self, tenant: str, message: Fork) -> Key:
         """Keep what was said up to a fork; the state's key. Errors as of `prompt`."""
@@ -75,13 +88,14 @@ class Programs:
         if not prompt.save:
             raise Refused("prompt.save", "prompt.save: branches need a number to begin with, above 0")
         key = Key(tenant, prompt.scope, prompt.save)
+        before = self._coming.get(self.key(tenant, prompt))
         coming = self._coming[key] = asyncio.get_running_loop().create_future()
         try:
-            draft, _ = await self._on_draft(tenant, prompt, _draft_alone)
+            builder, _ = await self._built(tenant, prompt, _build_alone, before)
             if self._coming.get(key) is coming:  # not forgotten meanwhile
                 if prompt.replaces:
                     self.states.drop(self.key(tenant, prompt))
-                self.states.put(key, draft.state())
+                self.states.put(key, builder.state())
         finally:
             coming.set_result(None)
             if self._coming.get(key) is coming:
@@ -92,6 +106,9 @@ class Programs:
         """Drop all states of a scope, and those that are on their way."""
         for key in [key for key in self._coming if key[:2] == (tenant, scope)]:
             del self._coming[key]
+        for saving in [saving for saving in self._savings if saving.key[:2] == (tenant, scope)]:
+            self._savings.discard(saving)
+            saving.wanted = False
         self.states.forget(tenant, scope)
 
     @staticmethod
@@ -99,36 +116,37 @@ class Programs:
         """What a prompt begins with."""
         return Key(tenant, prompt.scope, prompt.state)
 
-    async def _on_draft(self, tenant: str, prompt: StatePrompt, work: Work) -> tuple[Draft, bytes]:
-        """In a thread where much is to be encoded."""
-        key = self.key(tenant, prompt)
-        if (coming := self._coming.get(key)) is not None and prompt.save != prompt.state:
+    async def _built(
+        self, tenant: str, prompt: StatePrompt, build: Build, coming: asyncio.Future[None] | None
+    ) -> tuple[PromptBuilder, bytes]:
+        """In a thread where much is to be encoded, when the state is no more `coming`."""
+        if coming is not None:
             await asyncio.wait([coming])
-        state = self.states.get(key)
+        state = self.states.get(self.key(tenant, prompt))
         if _is_short(state, prompt.said):
-            return work(state, prompt.said, self._text)
-        return await asyncio.to_thread(work, state, prompt.said, self._text)
+            return build(state, prompt.said, self._text)
+        return await asyncio.to_thread(build, state, prompt.said, self._text)
 
 
-def _draft_alone(state: State, said: Sequence[Said], text: TextService) -> tuple[Draft, bytes]:
-    draft = Draft(state, text)
-    draft.add(said)
-    return draft, b""
+def _build_alone(state: State, said: Sequence[Said], text: TextService) -> tuple[PromptBuilder, bytes]:
+    builder = PromptBuilder(state, text)
+    builder.add(said)
+    return builder, b""
 
 
-def _draft_and_prompt(state: State, said: Sequence[Said], text: TextService) -> tuple[Draft, bytes]:
-    draft, _ = _draft_alone(state, said, text)
-    return draft, draft.prompt()
+def _build_and_prompt(state: State, said: Sequence[Said], text: TextService) -> tuple[PromptBuilder, bytes]:
+    builder, _ = _build_alone(state, said, text)
+    return builder, builder.prompt()
 
 
 def _is_short(state: State, said: Sequence[Said]) -> bool:
     """Little is to be decoded, rendered and encoded."""
     answer = state.answer
-    if len(state.turns) + len(said) > INLINE_MESSAGES or (
+    if len(state.messages) + len(said) > INLINE_MESSAGES or (
         answer and isinstance(answer.stop, str) and len(answer.ids) > INLINE_CHARS
     ):
         return False
-    if state.turns and state.chars > INLINE_CHAT_CHARS:
+    if state.messages and state.chars > INLINE_CHAT_CHARS:
         return False
     chars = sum(len(part.text) for part in state.parts[state.encoded :])
     for one in said:

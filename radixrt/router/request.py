@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from radixrt.messages import Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from radixrt.messages import TOKEN_BYTES, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.member import Member
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class RunState:
 
     @property
     def prompt_len(self) -> int:
-        return len(self.prompt) // 4
+        return len(self.prompt) // TOKEN_BYTES
 
     @property
     def reusable(self) -> int:

@@ -1,6 +1,6 @@
 """What a program has said, as a prompt that keeps generated token ids.
 
-State --draft--> Draft: add what was said since, `prompt` --> ids ... answer ... --> State
+State --> PromptBuilder: `add` what was said since, `prompt` --> ids ... answer ... --> State
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from radixrt.messages import (
+    TOKEN_BYTES,
     PartsPrompt,
     Said,
     SaidAnswer,
@@ -27,7 +28,6 @@ from radixrt.router.outline import as_chat, outline
 from radixrt.router.tokens import TextService
 
 FIELD = "prompt.said"
-TOKEN_BYTES = 4
 MOST_DECODED = 1 << 20
 """Tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
 OVERHEAD = 160
@@ -71,25 +71,25 @@ class Part(Piece):
         self.special = special
 
 
-class Turn(Piece):
+class Message(Piece):
     """A complete message of a chat."""
 
-    __slots__ = ("message",)
+    __slots__ = ("fields",)
 
-    def __init__(self, message: dict[str, Any]) -> None:
-        super().__init__(0, sum(map(sys.getsizeof, message.values())))
-        self.message = message
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__(0, sum(map(sys.getsizeof, fields.values())))
+        self.fields = fields
 
 
 class State:
-    """All that was said up to a moment. Never changed; states share their parts and turns."""
+    """All that was said up to a moment. Never changed; states share their parts and messages."""
 
-    __slots__ = ("answer", "asked", "encoded", "namespace", "open", "parts", "size", "turns")
+    __slots__ = ("answer", "asked", "encoded", "messages", "namespace", "open", "parts", "size")
 
     def __init__(
         self,
         parts: list[Part],
-        turns: list[Turn],
+        messages: list[Message],
         encoded: int,
         open: str | None,
         asked: bool,
@@ -97,9 +97,9 @@ class State:
         answer: SaidAnswer | None = None,
     ) -> None:
         Piece.link(parts)
-        Piece.link(turns)
+        Piece.link(messages)
         self.parts = parts
-        self.turns = turns
+        self.messages = messages
         self.encoded = encoded
         """So many parts have been in a prompt."""
         self.open = open
@@ -109,17 +109,17 @@ class State:
         self.namespace = namespace
         """Where what has ids was computed last; "" if nothing was."""
         self.answer = answer
-        """Generated since, and not among the parts yet: the next draft puts it there."""
+        """Generated since, and not among the parts yet: the next builder puts it there."""
         # Looked up once: Python's strings grow when they are first encoded.
-        self.size = OVERHEAD + 8 * (len(parts) + len(turns)) + sys.getsizeof(open)
+        self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open)
         """Bytes of the state itself, without its pieces."""
         if answer is not None:
             self.size += OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text)
 
     @property
     def ends(self) -> Iterable[Piece]:
-        """The last part and the last turn, before which are the others."""
-        return (*self.parts[-1:], *self.turns[-1:])
+        """The last part and the last message, before which are the others."""
+        return (*self.parts[-1:], *self.messages[-1:])
 
     @property
     def chars(self) -> int:
@@ -136,7 +136,7 @@ class State:
 NOTHING = State([], [], 0, None, False, "")
 
 
-class Draft:
+class PromptBuilder:
     """Puts a prompt together from parts.
 
     With roles, the text between generated parts is what the model's chat template writes: the conversation so far is
@@ -154,7 +154,7 @@ class Draft:
 
     def __init__(self, state: State, text: TextService) -> None:
         self._text = text
-        self._parts, self._turns = state.parts.copy(), state.turns.copy()
+        self._parts, self._messages = state.parts.copy(), state.messages.copy()
         self._encoded, self._asked = state.encoded, state.asked
         self._open = None if state.open is None else [state.open]
         """What the assistant has said of a message that goes on, in pieces."""
@@ -165,17 +165,17 @@ class Draft:
             self._add_answer(state.answer)
 
     def state(self, namespace: str = "", answer: SaidAnswer | None = None) -> State:
-        """All that was said; the draft must not be used any more."""
+        """All that was said; the builder must not be used any more."""
         namespace = namespace or self._namespace
         open = None if self._open is None else "".join(self._open)
-        return State(self._parts, self._turns, self._encoded, open, self._asked, namespace, answer)
+        return State(self._parts, self._messages, self._encoded, open, self._asked, namespace, answer)
 
     # ------------------------------------------------------------ what is said
 
     def add(self, said: Sequence[Said]) -> None:
         """Say more. It takes as long as what is said, where the template leaves what it wrote (see `outline`)."""
         open = None if self._open is None else "".join(self._open)
-        found = outline(self._text, [turn.message for turn in self._turns], open, said)
+        found = outline(self._text, [message.fields for message in self._messages], open, said)
         prompts = iter([(found.text, end) for end in found.ends] if found else ())
         for i, one in enumerate(said):
             try:
@@ -189,14 +189,14 @@ class Draft:
                 self._say(text)
             case SaidMessage(role=role, content=content):
                 self._check_chat()
-                self._turns.append(Turn({"role": role, "content": content}))
+                self._messages.append(Message({"role": role, "content": content}))
             case TurnBegins():
                 self._check_chat()
                 self._open = []
             case TurnEnds():
                 if self._open is None:
                     raise _Unsayable("no turn has begun")
-                self._turns.append(Turn({"role": "assistant", "content": "".join(self._open)}))
+                self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
                 self._open = None
             case SaidChoice(text=text):
                 self._ask(rendered)
@@ -210,7 +210,7 @@ class Draft:
     def _say(self, text: str) -> None:
         if self._open is not None:
             self._open.append(text)
-        elif self._turns:
+        elif self._messages:
             raise _Unsayable("text outside of a role, after messages")
         else:
             self._append_text(text, special=not self._parts)
@@ -218,7 +218,7 @@ class Draft:
     def _check_chat(self) -> None:
         if self._open is not None:
             raise _Unsayable("the assistant's turn has not ended")
-        if self._parts and not self._turns:
+        if self._parts and not self._messages:
             raise _Unsayable("a role, after text outside of roles")
 
     def _continue(self, text: str) -> None:
@@ -227,7 +227,7 @@ class Draft:
 
     def _add_answer(self, answer: SaidAnswer, rendered: tuple[str, int] | None = None) -> None:
         """Its token ids, as far as they are what its text says, and the rest as text."""
-        if self._turns and self._open is None:
+        if self._messages and self._open is None:
             raise _Unsayable("an answer outside of the assistant's turn")
         if len(answer.ids) % TOKEN_BYTES:
             raise _Unsayable(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
@@ -258,7 +258,7 @@ class Draft:
 
     def prompt(self) -> bytes:
         """Token ids of all that was said, at least one."""
-        if self._turns and self._open is None:
+        if self._messages and self._open is None:
             raise FieldError(FIELD, f"{FIELD}: in a chat only the assistant generates, in a turn of its own")
         self._ask()
         return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
@@ -270,7 +270,7 @@ class Draft:
             return
         if self._open is not None:
             if rendered is None:
-                text = self._text.render(as_chat([turn.message for turn in self._turns], "".join(self._open)))
+                text = self._text.render(as_chat([message.fields for message in self._messages], "".join(self._open)))
                 rendered = text, len(text)
             self._follow(*rendered)
         for i in range(self._encoded, len(self._parts)):

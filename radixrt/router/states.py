@@ -98,7 +98,7 @@ class States:
                 sizes[tenant] += state.size
                 users.update(state.ends)
                 assert state.chars == sum(len(part.text) for part in state.parts), "a state knows how long it is"
-                for pieces in (state.parts, state.turns):
+                for pieces in (state.parts, state.messages):
                     assert all(after.before is before for before, after in itertools.pairwise(pieces)), "a chain each"
                     for piece in pieces:
                         if piece not in owners:

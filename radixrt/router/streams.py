@@ -13,7 +13,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from radixrt.messages import Delta, Deltas, FinishReason, Generate, Score, TextPrompt, TokenPrompt
+from radixrt.messages import (
+    TOKEN_BYTES,
+    Delta,
+    Deltas,
+    FinishReason,
+    Generate,
+    Score,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
+)
 from radixrt.router.conversations import Conversations, facts
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect
@@ -69,19 +79,36 @@ def core_streams(request: Generate, service: TextService) -> bool:
 
 @dataclass(slots=True)
 class _Said:
-    """An answer so far."""
+    """An answer so far, in pieces: to add to bytes would copy all of them each time."""
 
-    ids: list[bytes]
-    texts: list[str]
+    ids: list[bytes] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.ids.append(delta.ids)
+        self.texts.append(delta.text)
+        if delta.logprobs:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+
+    def whole(self, last: Delta) -> Delta:
+        """All of it as one delta, which ends as its last one does."""
+        ids, text = b"".join(self.ids), "".join(self.texts)
+        return Delta(
+            last.id, last.index, ids, text, last.finish, last.usage, self.logprobs, last.stop, self.prompt_logprobs
+        )
 
 
 @dataclass(slots=True)
 class _Choice:
     text: TextStream
-    gathered: Delta | None
-    """None for a stream: each delta leaves at once."""
+    gathers: bool
+    """It leaves when it has ended. False for a stream: each delta leaves at once."""
     said: _Said | None
-    """Of an answer that is to be kept."""
+    """Of an answer that gathers, or that is to be kept."""
     push: Callable[[bytes], str] | None
     """Of a stream in which nothing is looked for and that is not kept: the text that ids add."""
 
@@ -107,12 +134,12 @@ class TextStreams:
 
     def add(self, client: Client, request: Generate, keep: Keep | None = None) -> None:
         """Decode for a request; `keep` is told of its answers."""
-        gather = not request.stream and core_streams(request, self._service)
+        gathers = not request.stream and core_streams(request, self._service)
         choices = []
-        for index in range(request.n):
+        for _ in range(request.n):
             text = TextStream(self._service, request.sampling)
-            gathered, said = Delta(request.id, index) if gather else None, _Said([], []) if keep else None
-            choices.append(_Choice(text, gathered, said, None if keep else text.plain_push))
+            said = _Said() if gathers or keep else None
+            choices.append(_Choice(text, gathers, said, None if keep else text.plain_push))
         self._texts.setdefault(client, {})[request.id] = _Texts(choices, keep)
 
     def add_score(self, client: Client, request: Score, keep: Keep) -> None:
@@ -152,15 +179,13 @@ class TextStreams:
                 items.append(delta)
                 continue
             effects += self._add_text(client, choice, delta)
-            if request.keep is not None and choice.said is not None:
-                _keep(request.keep, choice.said, delta)
-            if choice.gathered is not None:
-                delta = _gather(choice.gathered, delta)
+            if choice.said is not None:
+                delta = _gather(choice, choice.said, delta, request.keep)
             if delta.finish is not None:
                 request.open -= 1
                 if not request.open:
                     self.forget(client, delta.id)
-            if delta.finish is not None or (choice.gathered is None and (delta.text or delta.ids)):
+            if delta.finish is not None or (not choice.gathers and (delta.text or delta.ids)):
                 items.append(delta)
         return Deltas(items), effects
 
@@ -179,28 +204,21 @@ class TextStreams:
         return effects
 
 
-def _keep(keep: Keep, said: _Said, delta: Delta) -> None:
-    """Gather an answer, and have it kept when it has ended."""
-    said.ids.append(delta.ids)
-    said.texts.append(delta.text)
-    if delta.finish in ENDED_WELL:
-        keep(b"".join(said.ids), "".join(said.texts), delta.stop)
+def _gather(choice: _Choice, said: _Said, delta: Delta, keep: Keep | None) -> Delta:
+    """Add to an answer: what leaves of it. When it has ended, it is kept if it ended well."""
+    said.add(delta)
+    if delta.finish is None:
+        return delta
+    whole = said.whole(delta)
+    if keep is not None and delta.finish in ENDED_WELL:
+        keep(whole.ids, whole.text, whole.stop)
+    return whole if choice.gathers else delta
 
 
 def _cut(delta: Delta, past: int) -> None:
     """Take the last tokens from a delta, and from what its usage counts."""
-    delta.ids = delta.ids[: -4 * past]
+    delta.ids = delta.ids[: -TOKEN_BYTES * past]
     delta.logprobs = delta.logprobs and delta.logprobs[:-past]
     if delta.usage is not None:
         count = delta.usage.completion_tokens - past
         delta.usage = msgspec.structs.replace(delta.usage, completion_tokens=count)
-
-
-def _gather(whole: Delta, delta: Delta) -> Delta:
-    whole.ids += delta.ids
-    whole.text += delta.text
-    if delta.logprobs:
-        whole.logprobs = (whole.logprobs or []) + delta.logprobs
-    whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
-    whole.finish, whole.usage, whole.stop = delta.finish, delta.usage, delta.stop
-    return whole

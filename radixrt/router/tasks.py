@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -23,7 +24,7 @@ from radixrt.router.validate import Refused, refusal
 
 log = logging.getLogger("radixrt.router")
 
-Work = Callable[[bytes, Any], Coroutine[Any, Any, None]]
+Handler = Callable[[bytes, Any], Coroutine[Any, Any, None]]
 """Takes a client and its message."""
 
 
@@ -32,14 +33,15 @@ now = time.monotonic
 
 
 class Tasks:
-    """Tasks by client and message id: with what the core has in flight, at most `limit`. `perform` is told what
-    follows from them."""
+    """Tasks by client and message id, no more than there are places beside what the core has in flight. `perform` is
+    told what follows from them."""
 
-    def __init__(self, core: RouterCore, limit: int, perform: Callable[[list[Effect]], None]) -> None:
+    def __init__(self, core: RouterCore, perform: Callable[[list[Effect]], None]) -> None:
         self._core = core
-        self._limit = limit
         self._perform = perform
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._tenants: Counter[str] = Counter()
+        """Tasks of each that have not ended."""
         self._resuming: dict[asyncio.Task[None], Key] = {}
         """Tasks that end a pause of a state, unless they have handed that on to the core."""
 
@@ -52,13 +54,21 @@ class Tasks:
             raise Refused("id", f"request id {request_id} is in flight already")
 
     def start(
-        self, work: Work, client: bytes, message: Any, paused: Key | None = None, *, always: bool = False
+        self,
+        work: Handler,
+        client: bytes,
+        message: Any,
+        tenant: str,
+        paused: Key | None = None,
+        *,
+        always: bool = False,
     ) -> None:
-        """Do `work` in a task that answers with an Error if it fails. `paused` is the state in which a pause is over
-        with the message, also where that is Refused. `always`: also beyond the limit, for what frees something."""
+        """Do `work` for a tenant in a task that answers with an Error if it fails. `paused` is the state in which a
+        pause is over with the message, also where that is Refused. `always`: also where there is no place, for what
+        frees something."""
         try:
             self.check_id(client, message.id)
-            if not always and self._core.runs_in_flight + len(self._tasks) >= self._limit:
+            if not always and not self._core.has_place(tenant, len(self._tasks), self._tenants[tenant]):
                 raise Refused("", "too many requests in flight", 429, retry_after=1.0)
         except Refused:
             if paused:
@@ -66,11 +76,13 @@ class Tasks:
             raise
         task = asyncio.get_running_loop().create_task(self._guard(work, client, message))
         self._tasks[client, message.id] = task
+        self._tenants[tenant] += 1
+        task.add_done_callback(lambda _: self._tenants.subtract([tenant]))
         if paused:
             self._resuming[task] = paused
             task.add_done_callback(self._resume)  # for one that is cancelled before it has begun
 
-    async def _guard(self, work: Work, client: bytes, message: Any) -> None:
+    async def _guard(self, work: Handler, client: bytes, message: Any) -> None:
         request_id = message.id
         try:
             try:

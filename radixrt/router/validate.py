@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import msgspec
 
-from radixrt.messages import Error, Grammar, Sampling
+from radixrt.messages import TOKEN_BYTES, Error, Grammar, Sampling
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import check_grammar
 from radixrt.router.tokens import ids_below
@@ -23,7 +23,6 @@ MAX_PINS = 4
 MAX_PIN_SECONDS = 3600.0
 MAX_NUMBER = (1 << 31) - 1
 """Workers count in int32."""
-TOKEN_BYTES = 4
 
 
 class Refused(FieldError):

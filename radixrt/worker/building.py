@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.worker.cache import PageCache
 from radixrt.worker.plan import FROM_DEVICE, Draft, Plan
 from radixrt.worker.request import Request
@@ -84,7 +85,7 @@ class StepBuilder:
         self.cache.publish(request, stop)
         self.requests.append(request)
         self.counts.append(count)
-        self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * 4).copy())
+        self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())
         self.slots.append(slots)
         last = stop == request.total
         samples = last and request.total < request.limit

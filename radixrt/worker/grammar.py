@@ -19,17 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixrt.messages import Grammar
+from radixrt.grammar_errors import plain
+from radixrt.messages import Grammar, GrammarKind
 from radixrt.worker.jump import Spelling, is_bounded, on_one_line
 from radixrt.worker.schema import made_fit
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
 """Of compiled grammars that are kept."""
+ENTRY_BYTES = 2048
+"""That a grammar costs beside its text and what is compiled of it, about."""
 AT_ONCE = 4
 """Grammars that are compiled at once: some take seconds, and others need not wait for them."""
 MOST_THREADS = 8
-SPELLINGS = {"json": "json", "json_schema": "json", "structural_tag": "tag"}
+SPELLINGS: dict[GrammarKind, str] = {"json": "json", "json_schema": "json", "structural_tag": "tag"}
 """Special tokens are hidden in text, so no grammar may count on them; but a structural tag may name one."""
 CONTROL = {"json": re.compile(rb"[\0-\t\x0b\x0c\x0e-\x1f]"), "tag": re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f]")}
 """JSON has them escaped, but xgrammar's strings of bounded length let them in. Free text of a tag may hold tabs."""
@@ -82,9 +85,15 @@ class Grammars:
         self._lock = threading.Lock()
         """Over `_jobs` and `_threads`."""
         self._making = threading.Lock()
-        """Over `_vocabulary` and `_compilers`."""
+        """Over `_vocabulary`, `_ends` and `_compilers`."""
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._sizes: dict[Grammar, int] = {}
+        """Bytes of those that are known and done."""
+        self._bytes = 0
+        self._undone: list[Grammar] = []
         self._vocabulary: Vocabulary | None = None
+        self._ends: frozenset[int] | None = None
+        """See Compiled. One for all: a vocabulary may have thousands."""
         self._compilers: dict[str, tuple[Any, Spelling | None, frozenset[int]]] = {}
 
     def get(self, grammar: Grammar) -> Future[Compiled]:
@@ -92,6 +101,7 @@ class Grammars:
         if grammar not in self._known:
             self._drop_oldest()
             self._known[grammar] = self._submit(grammar)
+            self._undone.append(grammar)
         self._known.move_to_end(grammar)
         return self._known[grammar]
 
@@ -119,17 +129,22 @@ class Grammars:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept: the grammars, and the texts they are known by."""
-        return sum(len(grammar.text) + _size(future) for grammar, future in self._known.items())
+        """Of what is kept and done: the grammars, and the texts they are known by."""
+        undone, self._undone = self._undone, []
+        for grammar in undone:
+            future = self._known[grammar]
+            if future.done():
+                self._sizes[grammar] = ENTRY_BYTES + len(grammar.text) + _size(future)
+                self._bytes += self._sizes[grammar]
+            else:
+                self._undone.append(grammar)
+        return self._bytes
 
     def _drop_oldest(self) -> None:
-        excess = self.nbytes - self._limit
-        for grammar, future in list(self._known.items()):
-            if excess <= 0:
-                return
-            if future.done():
-                excess -= len(grammar.text) + _size(future)
-                del self._known[grammar]
+        while self.nbytes > self._limit:
+            oldest = next(grammar for grammar in self._known if grammar in self._sizes)
+            self._bytes -= self._sizes.pop(oldest)
+            del self._known[oldest]
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
@@ -144,15 +159,13 @@ class Grammars:
             raise ValueError(f"grammar: {error}") from error
         try:
             compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
-            schemas = grammar.kind in ("json_schema", "structural_tag")
-            text = made_fit(grammar.kind, grammar.text) if schemas else grammar.text
+            text = made_fit(grammar.kind, grammar.text) if grammar.holds_schemas else grammar.text
             compiled = compile(text)
             if spelling and not _forces_little(grammar.kind, text):
                 spelling = None
             return Compiled(compiled, -(-self._vocab_size // 32), ends, self._eos_ids, silent, spelling)
         except Exception as error:  # of many types, none of them promised
-            text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
-            raise BadGrammar(f"grammar: {text[:500]}") from error
+            raise BadGrammar(f"grammar: {plain(str(error))}") from error
 
     def _compiler(self, spelling: str) -> tuple[Any, Spelling | None, frozenset[int], frozenset[int]]:
         """What compiles texts spelled so, how what is forced is spelled, `silent` and `ends` (see Compiled)."""
@@ -161,7 +174,8 @@ class Grammars:
         if self._vocabulary is None:
             self._vocabulary = read_vocabulary(_folder(self._model), self._vocab_size)
         tokens = self._vocabulary.tokens
-        ends = self._eos_ids | {i for i, token in enumerate(tokens) if not token}
+        if self._ends is None:
+            self._ends = self._eos_ids.union(i for i, token in enumerate(tokens) if not token)
         if spelling not in self._compilers:
             spelled = self._vocabulary.special if spelling == "tag" else {}
             encoded = [b"" if i in self._eos_ids else spelled.get(i, token) for i, token in enumerate(tokens)]
@@ -175,11 +189,12 @@ class Grammars:
             forced = Spelling(encoded, self._vocabulary.encode) if self._jumps else None
             silent = frozenset(i for i, token in enumerate(encoded) if not token)
             self._compilers[spelling] = compiler, forced, silent
-        return *self._compilers[spelling], frozenset(ends)
+        return *self._compilers[spelling], self._ends
 
 
 def _size(future: Future[Compiled]) -> int:
-    return future.result().nbytes if future.done() and future.exception() is None else 0
+    """Bytes of what is compiled, if it could be."""
+    return future.result().nbytes if future.exception() is None else 0
 
 
 def _folder(model: str) -> Path:
@@ -192,7 +207,7 @@ def _folder(model: str) -> Path:
     return checkpoint.find(model)
 
 
-def _compile_by(compiler: Any, one_line: bool) -> dict[str, Callable[[str], Any]]:
+def _compile_by(compiler: Any, one_line: bool) -> dict[GrammarKind, Callable[[str], Any]]:
     def tag(text: str) -> Any:
         return compiler.compile_structural_tag(on_one_line(text, _ebnf_on_one_line) if one_line else text)
 
@@ -205,7 +220,7 @@ def _compile_by(compiler: Any, one_line: bool) -> dict[str, Callable[[str], Any]
     }
 
 
-def _forces_little(kind: str, text: str) -> bool:
+def _forces_little(kind: GrammarKind, text: str) -> bool:
     """Whether xgrammar may be asked for what a grammar that compiles forces."""
     try:
         return is_bounded(_parsed(kind, text).serialize_json())
@@ -213,7 +228,7 @@ def _forces_little(kind: str, text: str) -> bool:
         return False
 
 
-def _parsed(kind: str, text: str) -> Any:
+def _parsed(kind: GrammarKind, text: str) -> Any:
     """The same grammar before it is compiled, on one line."""
     import xgrammar
 

@@ -7,16 +7,13 @@ of the rest. Their libraries are imported when a grammar is first asked for.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SPACE = "\u2581"
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+from radixrt.checkpoint_files import SENTENCEPIECE_FILES, SPECIAL_NAMES
+from radixrt.vocabularies import BYTE_TOKEN, SPACE, byte_level_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +86,12 @@ def _decoder(decoder: Any) -> Callable[[str], bytes]:
     kinds = [step["type"] for step in steps if step["type"] not in ("Fuse", "Strip")]
     match kinds:
         case ["ByteLevel"]:
-            return _byte_level()
+            return byte_level_bytes
         case ["Metaspace"]:
             return _spelled(steps[0].get("replacement", SPACE))
         case ["Replace", "ByteFallback"] | ["ByteFallback", "Metaspace"]:
             return _spelled(SPACE)
     raise ValueError(f"a tokenizer that decodes by {' and '.join(kinds)} is not known here")
-
-
-def _byte_level() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    to_byte = {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
-    return lambda token: bytes(map(to_byte.get, token)) if all(c in to_byte for c in token) else token.encode()
 
 
 def _spelled(space: str) -> Callable[[str], bytes]:

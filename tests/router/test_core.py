@@ -320,6 +320,17 @@ def test_a_lost_workers_run_goes_on_where_it_was():
     assert (usage.completion_tokens, usage.cached_tokens, usage.worker) == (4, 3, "w1")
 
 
+def test_what_a_client_got_is_counted_though_its_worker_was_lost():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [9, 9], None, 3)), 1.1)
+    core.register(register("w1"), 1.2)
+    core.leave("w0", 1.3)
+    core.cancel(b"c", 1)
+    counters = core.counters
+    assert (counters.prompt_tokens, counters.cached_tokens, counters.generated_tokens) == (4, 3, 2)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_is_scored_once(stream):
     """With the first token, and not again where another worker goes on; before it, anew."""
@@ -545,6 +556,15 @@ def test_a_worker_error_fails_its_request_alone():
     assert kinds == [Deltas, Error, Abort]
     assert effects[1].message.message == "NaN" and effects[2].message.ids == [bad[1].id]
     assert core.in_flight(b"c") == [2]
+
+
+def test_what_a_worker_refused_was_not_computed():
+    """Nothing of it is counted, nor is it known to the report."""
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [], "error", error="grammar: no", field="grammar")), 1.1)
+    assert core.counters.failed == 1 and core.counters.prompt_tokens == 0
+    assert core.index.match(run.namespace, PROMPT) == {}
 
 
 def test_a_snapshot_that_does_not_come_is_asked_for_again():

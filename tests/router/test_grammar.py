@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import get_args
 
 import pytest
 
-from radixrt.messages import Generate, Grammar, Sampling, TokenPrompt
+from radixrt.messages import Generate, Grammar, GrammarKind, Sampling, TokenPrompt
 from radixrt.router import grammar as module
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import MAX_BYTES, MAX_DEPTH, MAX_TEXT, check_aside, check_grammar, is_checked
@@ -123,6 +124,32 @@ def test_what_was_found_is_remembered_within_bounds(monkeypatch):
     assert len(calls) == module.REMEMBERED
     check_grammar(Grammar("regex", "one more"))
     assert len(module._found) == module.REMEMBERED
+
+
+def test_what_is_asked_again_is_remembered_longest(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_parse", lambda grammar: calls.append(grammar) or "")
+    monkeypatch.setattr(module, "_found", type(module._found)())
+    for i in range(2 * module.REMEMBERED):
+        check_grammar(Grammar("regex", "an agent's own"))
+        check_grammar(Grammar("regex", f"r{i}"))
+    assert calls.count(Grammar("regex", "an agent's own")) == 1
+
+
+def test_what_is_too_large_is_not_remembered(monkeypatch):
+    """It is soon seen, and many of them would fill the memory."""
+    monkeypatch.setattr(module, "_found", type(module._found)())
+    grammar = Grammar("regex", "x" * (MAX_TEXT + 1))
+    for _ in range(2):
+        with pytest.raises(FieldError, match="at most"):
+            check_grammar(grammar)
+        with pytest.raises(FieldError, match="at most"):
+            asyncio.run(check_aside(grammar))
+    assert not module._found
+
+
+def test_every_kind_has_a_name():
+    assert module.NAMES.keys() == set(get_args(GrammarKind))
 
 
 def test_without_xgrammar_the_extra_is_named(monkeypatch):

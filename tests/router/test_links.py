@@ -27,6 +27,7 @@ from radixrt.messages import (
 )
 from radixrt.router import links
 from radixrt.router.links import ClientLinks
+from radixrt.router.members import FORGET_SECONDS
 
 _reply = wire.Decoder(ClientReply)
 
@@ -139,3 +140,14 @@ def test_no_request_of_a_client_that_reads_again_stays_unanswered(monkeypatch):
         client.send(generate(4))
         assert client.gather(1)
         deaf.link.close()
+
+
+def test_a_worker_that_is_forgotten_has_no_link():
+    """Names that are drawn anew for each process would otherwise pile up."""
+    with stack(worker_timeout=0.2) as (router, (worker,), _):
+        worker.die()
+        eventually(lambda: not router.server.core.members)
+        workers, member = router.server._workers, router.server.core.members._lost["w0"]
+        assert workers._identities and workers._names
+        member.heard -= FORGET_SECONDS
+        eventually(lambda: not (workers._identities or workers._names))

@@ -27,7 +27,7 @@ from radixrt.router import pauses
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order
 from radixrt.router.states import Key
-from radixrt.router.streams import _keep, _Said
+from radixrt.router.streams import _Choice, _gather, _Said
 
 STATE = Key("default", "s" * 16, 1)
 SAID = ids(*range(1, 9))
@@ -101,6 +101,14 @@ def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
         assert "4 did not go on" in words
 
 
+def test_each_of_a_state_ends_when_its_own_time_has_passed(core):
+    """Others that pause there do not keep it."""
+    for now in (1.0, 1000.0):
+        core.pause(STATE, "n", SAID, None, now)
+    assert core.pauses.expire(2.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(1))] and len(core.pauses) == 1
+    assert core.pauses.expire(1001.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(2))] and len(core.pauses) == 0
+
+
 def test_there_are_only_so_many(core, monkeypatch):
     monkeypatch.setattr(pauses, "MOST_PAUSES", 3)
     for number in (1, 1, 2):
@@ -134,7 +142,7 @@ def test_a_request_that_is_refused_goes_on_all_the_same(core):
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", "error"])
 def test_an_answer_is_kept_if_it_ended_well(finish):
-    kept, said = [], _Said([], [])
+    kept, choice = [], _Choice(None, False, _Said(), None)
     for delta in (Delta(1, 0, b"1234", "a"), Delta(1, 0, b"5678", "b", finish, stop=7)):
-        _keep(lambda *answer: kept.append(answer), said, delta)
+        assert _gather(choice, choice.said, delta, lambda *answer: kept.append(answer)) is delta
     assert kept == ([(b"12345678", "ab", 7)] if finish in ("stop", "length") else [])

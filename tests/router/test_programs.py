@@ -41,7 +41,7 @@ from radixrt.messages import (
 from radixrt.router import programs, said
 from radixrt.router.core import RouterCore
 from radixrt.router.loop import RouterServer
-from radixrt.router.said import NOTHING, Draft
+from radixrt.router.said import NOTHING, PromptBuilder
 from radixrt.router.states import Key
 from radixrt.router.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
@@ -75,6 +75,14 @@ def say(*texts: str, **fields) -> StatePrompt:
 def ask(client: Client, id: int, prompt: StatePrompt, **fields):
     """The one Delta, or the Error."""
     answer = client.ask(Generate(id=id, prompt=prompt, sampling=fields.pop("sampling", EIGHT), stream=False, **fields))
+    return answer.items[0] if isinstance(answer, Deltas) else answer
+
+
+def ask_later(client: Client, id: int, prompt: StatePrompt):
+    """`ask`, with messages that were asked before still to be answered by Done."""
+    client.send(Generate(id=id, prompt=prompt, sampling=EIGHT, stream=False))
+    while isinstance(answer := client.receive(), Done):
+        pass
     return answer.items[0] if isinstance(answer, Deltas) else answer
 
 
@@ -142,6 +150,22 @@ def test_a_fork_is_kept_at_once_and_what_follows_waits_for_it(running, text):
         assert deltas[10 + i].usage.prompt_tokens == tokens, "text that no prompt ended in goes on"
     assert client.ask(Fork(id=3, prompt=say(state=7, save=8), count=2)).code == 410
     assert client.ask(Fork(id=4, prompt=say("x"), count=2)).field == "prompt.save"
+
+
+def test_what_keeps_its_answer_under_the_forks_own_number_waits_too(running):
+    _, client = running
+    client.send(Fork(id=1, prompt=say("The quick brown fox again and again. " * 100, save=1), count=2))
+    again = ask_later(client, 2, say(" deeper", state=1, save=1, replaces=True))
+    assert again.finish == "length"
+
+
+def test_an_answer_does_not_bring_back_what_is_forgotten(running):
+    """It ends behind a Forget of its scope; nobody will ask for it."""
+    _, client = running
+    client.send(Generate(id=1, prompt=say("x", save=1), sampling=EIGHT, stream=False))
+    assert client.ask(Forget(id=2, scope=SCOPE)) == Done(2)
+    assert client.receive().items[0].finish == "length"
+    assert states_of(client) == 0
 
 
 def test_what_is_forgotten_while_it_is_put_together_does_not_come_back(running):
@@ -236,10 +260,10 @@ def test_much_that_is_said_holds_up_nobody(text):
     assert programs._is_short(NOTHING, short)
     assert not programs._is_short(NOTHING, [*short, *[SaidChoice("")] * 1000])
     assert not programs._is_short(NOTHING, [SaidMessage("x" * 1000, ""), TurnBegins()])
-    draft = Draft(NOTHING, text)
-    draft.add([SaidMessage("user", "hi " * 12_000), TurnBegins()])
-    draft.prompt()
-    assert not programs._is_short(draft.state(), [SaidText("x")]), "the template may write it anew"
+    builder = PromptBuilder(NOTHING, text)
+    builder.add([SaidMessage("user", "hi " * 12_000), TurnBegins()])
+    builder.prompt()
+    assert not programs._is_short(builder.state(), [SaidText("x")]), "the template may write it anew"
 
 
 def test_a_stop_string_that_no_answer_has_costs_little(running, text, monkeypatch):

@@ -23,7 +23,7 @@ from radixrt.messages import (
 )
 from radixrt.router import outline
 from radixrt.router.errors import FieldError
-from radixrt.router.said import NOTHING, Draft, ids_of_text
+from radixrt.router.said import NOTHING, PromptBuilder, ids_of_text
 from radixrt.router.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.lang.oracle import Oracle
@@ -166,24 +166,24 @@ class Teller:
     def cut(self) -> None:
         """Keep what was said so far as a state, sometimes, as a fork does."""
         if self.cuts and self.cuts.pop():
-            draft = Draft(self.state, self.text)
-            draft.add(self.new)
-            self.state, self.new = draft.state(), []
+            builder = PromptBuilder(self.state, self.text)
+            builder.add(self.new)
+            self.state, self.new = builder.state(), []
 
     def ask(self) -> None:
         """All three make the same prompt."""
-        draft, whole = Draft(self.state, self.text), Draft(NOTHING, self.text)
-        draft.add(self.new)
+        builder, whole = PromptBuilder(self.state, self.text), PromptBuilder(NOTHING, self.text)
+        builder.add(self.new)
         whole.add(self.all)
         oracle = asyncio.run(self.prompt_of_oracle())
         if not oracle.parts:
             with pytest.raises(FieldError, match="prompt is empty"):
-                draft.prompt()
+                builder.prompt()
             return
-        ids = draft.prompt()
+        ids = builder.prompt()
         assert ids == self.text.encode_now(oracle) == whole.prompt()
-        assert Draft(draft.state(), self.text).prompt() == ids
-        self.state, self.new, self.asked = draft.state("n"), [], ids
+        assert PromptBuilder(builder.state(), self.text).prompt() == ids
+        self.state, self.new, self.asked = builder.state("n"), [], ids
 
     async def prompt_of_oracle(self):
         client = Direct(self.text)
@@ -201,7 +201,7 @@ class Teller:
             self.say(SaidChoice(what))
             return
         answer = answer_of(self.text, *what)
-        self.state = Draft(self.state, self.text).state("n", answer)
+        self.state = PromptBuilder(self.state, self.text).state("n", answer)
         self.all.append(answer)
         assert self.state.ids == self.asked + answer.ids
 
@@ -263,20 +263,20 @@ def test_what_is_said_takes_as_long_as_it_is(folder, shape):
                 else [SaidMessage("user", asked), TurnBegins(), answer, TurnEnds()]
             )
         said += [] if shape == "one turn" else [SaidMessage("user", "Well?"), TurnBegins()]
-        draft = Draft(NOTHING, text)
-        draft.add(said)
-        prompt = draft.prompt()
+        builder = PromptBuilder(NOTHING, text)
+        builder.add(said)
+        prompt = builder.prompt()
         assert all(one.ids in prompt for one in said if isinstance(one, SaidAnswer))
         assert len(rendered[count]) <= 10 and looked[count] < 8 * count
     assert sum(rendered[200]) < 2.2 * sum(rendered[100]) and looked[200] < 2.2 * looked[100]
     state, turns = NOTHING, 0
     for at, one in enumerate(said):  # the same, answer by answer
         if isinstance(one, SaidAnswer):
-            single = Draft(state, services(folder)[0])
+            single = PromptBuilder(state, services(folder)[0])
             single.add(said[turns:at])
             single.prompt()
             state, turns = single.state("n", one), at + 1
-    single = Draft(state, services(folder)[0])
+    single = PromptBuilder(state, services(folder)[0])
     single.add(said[turns:])
     assert single.prompt() == prompt
 
@@ -285,12 +285,12 @@ def test_what_was_generated_keeps_its_ids_where_the_template_leaves_it(folder):
     plain, rewriting, *_ = services(folder)
     ids = array("i", [70, 71, 300]).tobytes()
     for text, kept in ((plain, True), (rewriting, " " not in plain.decode_now(ids))):
-        draft = Draft(NOTHING, text)
-        draft.add([SaidMessage("user", "hi"), TurnBegins()])
-        draft.prompt()
-        draft = Draft(draft.state("n", SaidAnswer(ids, text.decode_now(ids), None, Sampling())), text)
-        draft.add([TurnEnds(), SaidMessage("user", "more"), TurnBegins()])
-        assert (ids in draft.prompt()) == kept
+        builder = PromptBuilder(NOTHING, text)
+        builder.add([SaidMessage("user", "hi"), TurnBegins()])
+        builder.prompt()
+        builder = PromptBuilder(builder.state("n", SaidAnswer(ids, text.decode_now(ids), None, Sampling())), text)
+        builder.add([TurnEnds(), SaidMessage("user", "more"), TurnBegins()])
+        assert (ids in builder.prompt()) == kept
 
 
 @pytest.mark.parametrize(
@@ -310,9 +310,9 @@ def test_what_was_generated_keeps_its_ids_where_the_template_leaves_it(folder):
 )
 def test_what_cannot_be_said(folder, said, field):
     with pytest.raises(FieldError) as caught:
-        draft = Draft(NOTHING, services(folder)[0])
-        draft.add(said)
-        draft.prompt()
+        builder = PromptBuilder(NOTHING, services(folder)[0])
+        builder.add(said)
+        builder.prompt()
     assert caught.value.field == f"prompt.said{field}" and str(caught.value).startswith(caught.value.field)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radixrt.messages import GONE, SaidAnswer, Sampling
-from radixrt.router.said import NOTHING, Generated, Part, Piece, State, Turn
+from radixrt.router.said import NOTHING, Generated, Message, Part, Piece, State
 from radixrt.router.states import Key, States
 from radixrt.router.validate import Refused
 
@@ -26,7 +26,7 @@ def known(states: States, key: Key) -> State | None:
 
 
 def size_of(all_states: list[State]) -> int:
-    pieces = {id(piece): piece.size for one in all_states for piece in (*one.parts, *one.turns)}
+    pieces = {id(piece): piece.size for one in all_states for piece in (*one.parts, *one.messages)}
     return sum(one.size for one in all_states) + sum(pieces.values())
 
 
@@ -50,7 +50,7 @@ class Kept(RuleBasedStateMachine):
         parent = parent._replace(tenant=key.tenant)
         before = next((one for k, one in self.model if k == parent), NOTHING)
         parts = [*before.parts, Generated("x" * chars, bytes(4 * tokens))] if tokens else before.parts
-        turns = [*before.turns, Turn({"role": "user", "content": "y" * chars})] if chars else before.turns
+        turns = [*before.messages, Message({"role": "user", "content": "y" * chars})] if chars else before.messages
         said = SaidAnswer(bytes(4 * tokens), "z" * chars, None, Sampling()) if answer else None
         new = state(parts, turns, said)
         self.states.put(key, new)

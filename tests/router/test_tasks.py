@@ -22,11 +22,11 @@ ASK = Tokenize(id=4, prompt=TextPrompt("x"))
 class Setup:
     """Tasks of a core with one pause. Work waits until `go` is set."""
 
-    def __init__(self, limit: int = 2) -> None:
-        self.core = RouterCore(RouterConfig())
+    def __init__(self, limit: int = 2, **config) -> None:
+        self.core = RouterCore(RouterConfig(max_queued_requests=limit, **config))
         self.core.pauses.begin(STATE, "n", b"", 60.0, "w0", 0.0)
         self.sent: list = []
-        self.tasks = Tasks(self.core, limit, self.sent.extend)
+        self.tasks = Tasks(self.core, self.sent.extend)
         self.go = asyncio.Event()
         self.problem: Exception | None = None
 
@@ -64,11 +64,11 @@ def in_loop(test):
 @in_loop
 async def test_work_answers_and_its_id_is_free_again():
     setup = Setup()
-    setup.tasks.start(setup.work, b"c", ASK)
+    setup.tasks.start(setup.work, b"c", ASK, "default")
     with pytest.raises(Refused, match="request id 4 is in flight already"):
         setup.tasks.check_id(b"c", 4)
     with pytest.raises(Refused, match="request id 4 is in flight already"):
-        setup.tasks.start(setup.work, b"c", ASK)
+        setup.tasks.start(setup.work, b"c", ASK, "default")
     setup.tasks.check_id(b"d", 4)
     assert await setup.end() == [Reply(b"c", Done(4))]
     setup.tasks.check_id(b"c", 4)
@@ -79,15 +79,15 @@ async def test_work_answers_and_its_id_is_free_again():
 async def test_no_more_than_the_limit_with_what_the_core_has():
     setup = Setup(limit=2)
     with patch.object(RouterCore, "runs_in_flight", 1):
-        setup.tasks.start(setup.work, b"c", ASK)
+        setup.tasks.start(setup.work, b"c", ASK, "default")
         with pytest.raises(Refused, match="too many") as refused:
-            setup.tasks.start(setup.work, b"d", ASK, STATE)
-        setup.tasks.start(setup.work, b"e", ASK, always=True)
+            setup.tasks.start(setup.work, b"d", ASK, "default", paused=STATE)
+        setup.tasks.start(setup.work, b"e", ASK, "default", always=True)
         with pytest.raises(Refused, match="in flight already"):
-            setup.tasks.start(setup.work, b"e", ASK, always=True)
+            setup.tasks.start(setup.work, b"e", ASK, "default", always=True)
     assert refused.value.code == 429 and not setup.paused and setup.sent
     setup.tasks.cancel(b"e", 4)
-    setup.tasks.start(setup.work, b"d", ASK)
+    setup.tasks.start(setup.work, b"d", ASK, "default")
     assert unpinned(await setup.end()) == [Reply(b"c", Done(4)), Reply(b"d", Done(4))]
 
 
@@ -95,7 +95,7 @@ async def test_no_more_than_the_limit_with_what_the_core_has():
 async def test_what_fails_is_answered_with_an_error_and_ends_its_pause():
     setup = Setup()
     setup.problem = Refused("prompt", "prompt is wrong", 410)
-    setup.tasks.start(setup.work, b"c", ASK, STATE)
+    setup.tasks.start(setup.work, b"c", ASK, "default", paused=STATE)
     assert setup.paused
     assert unpinned(await setup.end()) == [Reply(b"c", Error(4, 410, "prompt is wrong", "prompt"))]
     assert not setup.paused
@@ -105,7 +105,7 @@ async def test_what_fails_is_answered_with_an_error_and_ends_its_pause():
 async def test_a_fault_of_the_router_is_not_the_clients():
     setup = Setup()
     setup.problem = KeyError("x")
-    setup.tasks.start(setup.work, b"c", ASK)
+    setup.tasks.start(setup.work, b"c", ASK, "default")
     ((_, error),) = await setup.end()
     assert error.code == 500 and "its log says why" in error.message
 
@@ -115,8 +115,8 @@ async def test_a_fault_of_the_router_is_not_the_clients():
 def test_what_is_cancelled_says_nothing_and_ends_its_pause(begun, end):
     async def main() -> None:
         setup = Setup()
-        setup.tasks.start(setup.work, b"c", ASK, STATE)
-        setup.tasks.start(setup.work, b"d", ASK)
+        setup.tasks.start(setup.work, b"c", ASK, "default", paused=STATE)
+        setup.tasks.start(setup.work, b"d", ASK, "default")
         if begun:
             await asyncio.sleep(0)
         setup.tasks.cancel(b"c", 5)
@@ -138,7 +138,7 @@ async def test_work_may_hand_on_its_message_and_its_pause():
         handed.append(setup.tasks.hand_on_pause())
 
     assert not setup.tasks.hand_on_pause(), "outside of a task"
-    setup.tasks.start(work, b"c", ASK, STATE)
+    setup.tasks.start(work, b"c", ASK, "default", STATE)
     assert await setup.end() == [] and handed == [True, False]
     assert setup.paused, "whoever took it over ends it"
 
@@ -146,7 +146,30 @@ async def test_work_may_hand_on_its_message_and_its_pause():
 @in_loop
 async def test_at_the_end_all_is_cancelled_and_pauses_stay():
     setup = Setup()
-    setup.tasks.start(setup.work, b"c", ASK, STATE)
+    setup.tasks.start(setup.work, b"c", ASK, "default", paused=STATE)
     await asyncio.sleep(0)
     setup.tasks.close()
     assert await setup.end() == [] and setup.paused
+
+
+@in_loop
+async def test_a_tenant_that_fills_all_places_with_work_leaves_others_some():
+    """As of requests: with 16 places, two are for tenants that have fewer than two in flight."""
+    setup = Setup(limit=16, api_key=("a:ka", "b:kb"))
+
+    def asks(key: str, id: int) -> bool:
+        try:
+            message = Tokenize(id=id, prompt=TextPrompt("x"), api_key=key)
+            setup.tasks.start(setup.work, key.encode(), message, tenant=setup.core.tenant(key))
+        except Refused as refused:
+            assert refused.code == 429
+            return False
+        return True
+
+    assert [asks("ka", id) for id in range(20)] == [True] * 14 + [False] * 6
+    assert [asks("kb", id) for id in range(3)] == [True, True, False]
+    setup.tasks.cancel_client(b"ka")
+    assert asks("kb", 3)
+    await setup.end()
+    assert asks("ka", 0)
+    await setup.end()

@@ -10,6 +10,8 @@ import threading
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
 
 import jsonschema
 import numpy as np
@@ -20,9 +22,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.messages import Grammar, Run, Sampling
+from radixrt.messages import Grammar, GrammarKind, Run, Sampling
+from radixrt.worker import grammar as module
 from radixrt.worker.fake import EOS
-from radixrt.worker.grammar import Grammars
+from radixrt.worker.grammar import ENTRY_BYTES, Grammars, _compile_by
 from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import DEAD_END, STRAYED, Matcher, fill_masks
 from radixrt.worker.request import Request
@@ -561,15 +564,33 @@ def test_a_dead_end_is_told_from_a_highest_bit(grammars):
 # ---------------------------------------------------------------- compiling
 
 
+def test_every_kind_is_compiled():
+    compiler = SimpleNamespace(compile_regex=None, compile_grammar=None)
+    assert _compile_by(compiler, one_line=True).keys() == set(get_args(GrammarKind))
+
+
 def test_grammars_are_kept_within_bounds(folder):
-    grammars = Grammars(str(folder), VOCAB, frozenset({EOS}), limit=100_000)
+    grammars = Grammars(str(folder), VOCAB, frozenset({EOS}), limit=300_000)
     first = grammars.get(WORDS)
     assert grammars.get(WORDS) is first and first.result().nbytes > 0
     for n in range(60):
         grammars.get(Grammar("regex", f"[a-z]{{{n}}}[0-9]{{3,5}}( x| y){{2}}")).result()
         grammars.get(WORDS)
-    assert grammars.nbytes < 150_000 and 2 < len(grammars._known) < 60
+    assert grammars.nbytes < 350_000 and 2 < len(grammars._known) < 60
     assert grammars.get(WORDS) is first, "used last, dropped last"
+
+
+def test_many_small_grammars_cost_little(folder, monkeypatch):
+    """What they have in common is there once, each counts for its place, and a new one looks at few of them."""
+    grammars = Grammars(str(folder), VOCAB, frozenset({EOS}))
+    found = [grammars.get(Grammar("regex", f"a{n}")).result() for n in range(100)]
+    assert all(one.ends is found[0].ends and one.silent is found[0].silent for one in found)
+    assert grammars.nbytes >= 100 * ENTRY_BYTES
+    looked = []
+    monkeypatch.setattr(module, "_size", lambda future: looked.append(future) or 0)
+    grammars.get(Grammar("regex", "b")).result()
+    grammars.get(Grammar("regex", "c")).result()
+    assert len(looked) <= 2
 
 
 def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):

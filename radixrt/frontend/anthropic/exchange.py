@@ -9,7 +9,7 @@ from radixrt.frontend.errors import ApiError
 from radixrt.frontend.exchange import Exchange, OnAnswer
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Piece
-from radixrt.messages import Generate, TokenLogprob, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, Generate, TokenLogprob, TokenPrompt
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -26,7 +26,7 @@ class MessageExchange(Exchange):
         assert isinstance(request.prompt, TokenPrompt)
         self._max_tokens = request.sampling.max_tokens
         self.reply.breakpoints = request.pin
-        self.reply.prompt_tokens = len(request.prompt.ids) // 4
+        self.reply.prompt_tokens = len(request.prompt.ids) // TOKEN_BYTES
         super().submit(request, echo, output, on_answer)
 
     def own_error(self, problem: ApiError) -> AnthropicError:

@@ -13,7 +13,6 @@ import tokenizers
 
 from radixrt.router.tokens.cuts import (
     NO_CUTS,
-    SPACE,
     AddedToken,
     Cuts,
     before_spaces_by_pieces,
@@ -21,9 +20,9 @@ from radixrt.router.tokens.cuts import (
     proven_cuts,
 )
 from radixrt.router.tokens.pieces import BytePieces, Pieces, TextPieces
+from radixrt.vocabularies import BYTE_TOKEN, SPACE, byte_level_bytes
 
 WHITE_SPACE = re.compile(r"\s*")
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Backend(Protocol):
@@ -98,7 +97,7 @@ class JsonBackend:
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(self.size)]
         match _steps(json.loads(decoder.__getstate__())):
             case [{"type": "ByteLevel"}]:
-                return _byte_level(tokens)
+                return BytePieces(list(map(byte_level_bytes, tokens)))
             case [{"type": "Metaspace", "replacement": space, "prepend_scheme": scheme}]:
                 return _metaspace(tokens, space, keep_first=scheme == "never")
             case [{"type": "Replace", "pattern": {"String": old}, "content": new}, {"type": "ByteFallback"}]:
@@ -127,19 +126,6 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     """The decoders in a row, less Fuse, which only joins tokens (needed before Strip, which is last)."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return [step for step in steps if step["type"] != "Fuse"]
-
-
-def _byte_level(tokens: list[str]) -> BytePieces:
-    to_byte = _byte_of_char()
-    # A token with a character outside of the alphabet (an added one) stands for its own text, whole.
-    return BytePieces([bytes(map(to_byte.get, t)) if all(c in to_byte for c in t) else t.encode() for t in tokens])
-
-
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
 def _metaspace(tokens: list[str], space: str, keep_first: bool) -> TextPieces:

@@ -31,9 +31,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from radixrt.vocabularies import SPACE
+
 ANCHOR = "a"
 VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
-SPACE = "\u2581"
 WORD_STARTS = "0-9A-Za-z"
 RARE_STARTS = "JKQUVXYZjkqxyz0"
 """A part ends before a word that begins with one of these, some 600 characters apart in English: then the text itself

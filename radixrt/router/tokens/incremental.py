@@ -7,10 +7,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.router.tokens.cuts import ANCHOR, Cuts
 
 MEMORY_TOKENS = 4_000_000
-TOKEN_BYTES = 4
 LEAST_BYTES = 32 * TOKEN_BYTES
 """That a part counts for, however short it is: it costs some 250 bytes beside its ids."""
 
@@ -19,7 +19,7 @@ EncodeMany = Callable[[list[str]], list[list[int]]]
 
 class Incremental:
     """Remembers the ids of the parts that texts are cut into, at most `max_tokens` of them, the latest used. A part
-    counts for LEAST_BYTES at least.
+    counts for LEAST_BYTES at least, and for a byte a character.
 
     Parts are cut where ids of parts are ids of the whole (`cuts.py`), so that what this returns is what `encode_many`
     would return for the whole text, whatever is remembered. A long text is cut into spans, and those into parts: all
@@ -40,7 +40,7 @@ class Incremental:
         """Ids that are remembered, as they count."""
         return self._bytes // TOKEN_BYTES
 
-    def start(self, text: str, before: bytes = b"", behind: bytes = b"", *, grows: bool = True) -> Work:
+    def start(self, text: str, before: bytes = b"", behind: bytes = b"", *, grows: bool = True) -> PendingText:
         """Look up what is known of a text: 1-2 µs per 1,000 characters. Ids to put `before` and `behind` its own.
         `grows`: it will come again with more behind it, so that its last span is only looked up in parts."""
         spans = self._cuts.spans(text)
@@ -49,14 +49,14 @@ class Incremental:
         pieces = [[span] if ids else self._cuts.parts(span) for span, ids in zip(spans, known, strict=True)]
         pieces += [self._cuts.parts(span) for span in last]
         parts = [part for piece in pieces for part in piece]
-        return Work(self, pieces, len(spans), dict(zip(parts, self._known(parts), strict=True)), before, behind)
+        return PendingText(self, pieces, len(spans), dict(zip(parts, self._known(parts), strict=True)), before, behind)
 
-    def start_after(self, lead: str, lead_ids: list[int], text: str, *, grows: bool = True) -> Work:
+    def start_after(self, lead: str, lead_ids: list[int], text: str, *, grows: bool = True) -> PendingText:
         """`start` a text that stands behind `lead`, whose ids come first and are left out. If they do not come first,
         the text is encoded alone."""
-        work = self.start(lead + text, grows=grows)
-        work.lead, work.alone = array("i", lead_ids).tobytes(), text
-        return work
+        pending = self.start(lead + text, grows=grows)
+        pending.lead, pending.alone = array("i", lead_ids).tobytes(), text
+        return pending
 
     def encode(self, text: str) -> bytes:
         """Ids of a text as int32 bytes, no special tokens added. Raises what `encode_many` does."""
@@ -77,10 +77,10 @@ class Incremental:
         with self._lock:
             for part, ids in encoded.items():
                 before = memory.pop(part, None)
-                self._bytes += max(len(ids), LEAST_BYTES) - (0 if before is None else max(len(before), LEAST_BYTES))
+                self._bytes += _size(part, ids) - (0 if before is None else _size(part, before))
                 memory[part] = ids
             while self._bytes > self._max_bytes:
-                self._bytes -= max(len(memory.popitem(last=False)[1]), LEAST_BYTES)
+                self._bytes -= _size(*memory.popitem(last=False))
 
     def _known(self, parts: list[str]) -> list[bytes | None]:
         get, touch = self._memory.get, self._memory.move_to_end
@@ -92,7 +92,12 @@ class Incremental:
         return known
 
 
-class Work:
+def _size(part: str, ids: bytes) -> int:
+    """Bytes that a part counts for: its text is kept, too, which may have far fewer ids than most."""
+    return max(len(ids), len(part), LEAST_BYTES)
+
+
+class PendingText:
     """One text on its way to ids: `finish` encodes what is not known and returns int32 bytes.
 
     The first `spans` of the `pieces` are to be known as they are when they come again.

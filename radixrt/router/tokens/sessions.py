@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from radixrt.messages import ChatPrompt, tenant_of
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, tenant_of
 from radixrt.router.errors import FieldError
 from radixrt.router.shares import Shares
 from radixrt.router.tokens.chain import Key, Message, keys_of, next_key, reasoning_of
-from radixrt.router.tokens.incremental import Work
-from radixrt.router.tokens.spelling import BEFORE_CHARS, TOKEN_BYTES, Span, Speller, Spelling, Turn
+from radixrt.router.tokens.incremental import PendingText
+from radixrt.router.tokens.spelling import BEFORE_CHARS, Answer, Span, Speller, Spelling
 from radixrt.router.tokens.tokenizer import Tokenizer
 
 MEMORY_TOKENS = 4_000_000
@@ -22,8 +22,11 @@ LEAST_TOKENS = 32
 MAX_VARIANTS = 8
 """Answers of one text but of different thinking that are kept."""
 
+NO_MESSAGES = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
+"""What `keys_of` raises for what is not right, or nested too deeply."""
+
 _export = msgspec.msgpack.Encoder().encode
-_exported = msgspec.msgpack.Decoder(list[Turn])
+_exported = msgspec.msgpack.Decoder(list[Answer])
 
 
 class Encoded(NamedTuple):
@@ -69,7 +72,7 @@ class Sessions:
         self._speller = Speller(tokenizer, keep_thinking)
         self._max_bytes, self._least_bytes = max_tokens * TOKEN_BYTES, least_tokens * TOKEN_BYTES
         self._shares = Shares()
-        self._turns: dict[Key, list[Turn]] = {}
+        self._answers: dict[Key, list[Answer]] = {}
         self._used: dict[str, OrderedDict[Key, None]] = {}
         """By tenant, the latest used last."""
         self._lock = threading.Lock()
@@ -84,18 +87,18 @@ class Sessions:
         input."""
         return self.start(namespace, prompt).finish()
 
-    def start(self, namespace: str, prompt: ChatPrompt) -> Draft:
+    def start(self, namespace: str, prompt: ChatPrompt) -> PendingChat:
         """Begin `encode_chat`: all but the encoding of text that was not seen before, which may be done in a thread."""
         try:
             keys = keys_of(namespace, prompt)
-        except (TypeError, ValueError, KeyError, AttributeError):  # not messages, which the template will say better
-            return Draft(self._tokenizer, self._tokenizer.apply_chat(prompt), Spelling(), None)
+        except NO_MESSAGES:  # which the template will say better
+            return PendingChat(self._tokenizer, self._tokenizer.apply_chat(prompt), Spelling(), None)
         tenant = tenant_of(namespace)
-        turns = self._find(tenant, prompt, keys)
-        prompt = _with_thinking(prompt, turns)
+        answers = self._find(tenant, prompt, keys)
+        prompt = _with_thinking(prompt, answers)
         text = self._tokenizer.apply_chat(prompt)
-        spelling = self._speller.find(prompt, text, turns) if turns else Spelling()
-        return Draft(self._tokenizer, text, spelling, None if prompt.partial else keys[-1], tenant)
+        spelling = self._speller.find(prompt, text, answers) if answers else Spelling()
+        return PendingChat(self._tokenizer, text, spelling, None if prompt.partial else keys[-1], tenant)
 
     def remember(self, encoded: Encoded, message: Message, generated: bytes) -> Key | None:
         """Keep the ids of the answer to a chat, with the token that ended it if one did. `message` is the answer as the
@@ -103,11 +106,11 @@ class Sessions:
         if encoded.key is None or not generated or len(generated) > self._max_bytes:
             return None
         key = next_key(encoded.key, message | {"role": "assistant"})
-        turn = self._turn(encoded, message, generated)
+        answer = self._answer(encoded, message, generated)
         with self._lock:
-            kept = self._turns.get(key, [])
-            others = [other for other in kept if other.reasoning != turn.reasoning][1 - MAX_VARIANTS :]
-            self._put(encoded.tenant, key, [*others, turn])
+            kept = self._answers.get(key, [])
+            others = [other for other in kept if other.reasoning != answer.reasoning][1 - MAX_VARIANTS :]
+            self._put(encoded.tenant, key, [*others, answer])
         return key
 
     def missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
@@ -115,50 +118,50 @@ class Sessions:
         try:
             keys = keys_of(namespace, prompt)[1:]
             answers = [key for key, m in zip(keys, prompt.messages, strict=True) if m["role"] == "assistant"]
-        except (TypeError, ValueError, KeyError, AttributeError):
+        except NO_MESSAGES:
             return []
         with self._lock:
-            return [key for key in answers if key not in self._turns]
+            return [key for key in answers if key not in self._answers]
 
     def export(self, key: Key) -> bytes | None:
         """What is remembered under a key, for the `learn` of another process."""
         with self._lock:
-            return _export(self._turns[key]) if key in self._turns else None
+            return _export(self._answers[key]) if key in self._answers else None
 
     def learn(self, namespace: str, key: Key, exported: bytes) -> None:
         """Remember what another process did in a namespace. Nothing happens if that is not readable."""
         try:
-            turns = _exported.decode(exported)
+            answers = _exported.decode(exported)
         except msgspec.MsgspecError:
             return
-        if 0 < self._size(turns) <= self._max_bytes:
+        if 0 < self._size(answers) <= self._max_bytes:
             with self._lock:
-                self._put(tenant_of(namespace), key, turns)
+                self._put(tenant_of(namespace), key, answers)
 
-    def _put(self, tenant: str, key: Key, turns: list[Turn]) -> None:
+    def _put(self, tenant: str, key: Key, answers: list[Answer]) -> None:
         used = self._used.setdefault(tenant, OrderedDict())
-        self._shares.add(tenant, self._size(turns) - self._size(self._turns.get(key, [])))
-        self._turns[key], used[key] = turns, None
+        self._shares.add(tenant, self._size(answers) - self._size(self._answers.get(key, [])))
+        self._answers[key], used[key] = answers, None
         used.move_to_end(key)
         while self._shares.total > self._max_bytes:
             most = self._shares.largest()
             oldest, _ = self._used[most].popitem(last=False)
-            self._shares.add(most, -self._size(self._turns.pop(oldest)))
+            self._shares.add(most, -self._size(self._answers.pop(oldest)))
             if not self._used[most]:
                 del self._used[most]
 
-    def _size(self, turns: list[Turn]) -> int:
-        """Bytes that turns count for."""
-        return sum(max(len(turn.ids), self._least_bytes) for turn in turns)
+    def _size(self, answers: list[Answer]) -> int:
+        """Bytes that answers count for."""
+        return sum(max(len(answer.ids), self._least_bytes) for answer in answers)
 
-    def _turn(self, encoded: Encoded, message: Message, generated: bytes) -> Turn:
+    def _answer(self, encoded: Encoded, message: Message, generated: bytes) -> Answer:
         tokenizer = self._tokenizer
         ids, last = memoryview(generated).cast("i").tolist(), memoryview(encoded.ids).cast("i")[-1]
         ended = ids[-1] in tokenizer.special_ids or ids[-1] in tokenizer.eos_ids
         body = b"".join(map(tokenizer.token_bytes, ids[:-1] if ended else ids)).decode("utf-8", "replace")
         if body.startswith(" ") and last in tokenizer.special_ids and tokenizer.puts_space_after(last):
             body = body[1:]
-        return Turn(
+        return Answer(
             ids=generated,
             body=body,
             end=tokenizer.token_text(ids[-1]) if ended else "",
@@ -168,29 +171,29 @@ class Sessions:
             before=encoded.text[-BEFORE_CHARS:],
         )
 
-    def _find(self, tenant: str, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Turn]:
+    def _find(self, tenant: str, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Answer]:
         """Answers that are remembered, by the index of their message."""
         count = len(prompt.messages) - prompt.partial
         found = {}
         with self._lock:
             for index, message in enumerate(prompt.messages[:count]):
-                if message["role"] == "assistant" and (variants := self._turns.get(keys[index + 1])):
+                if message["role"] == "assistant" and (variants := self._answers.get(keys[index + 1])):
                     self._used[tenant].move_to_end(keys[index + 1])
                     wanted = reasoning_of(message)
                     fitting = (t for t in reversed(variants) if wanted is None or t.reasoning in (wanted, None))
-                    if turn := next(fitting, None):
-                        found[index] = turn
+                    if answer := next(fitting, None):
+                        found[index] = answer
         return found
 
 
-class Draft:
+class PendingChat:
     """A chat whose answers are found; `finish` encodes the text between them."""
 
     __slots__ = ("_key", "_parts", "_spelling", "_tenant", "text")
 
     def __init__(self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None, tenant: str = "") -> None:
         self.text, self._spelling, self._key, self._tenant = text, spelling, key, tenant
-        self._parts: list[Work | bytes] = []
+        self._parts: list[PendingText | bytes] = []
         at, before = 0, None
         for span in spelling.ordered():
             self._add(tokenizer, text[at : span.start] + span.head, before, grows=False)
@@ -207,7 +210,7 @@ class Draft:
     @property
     def unseen_chars(self) -> int:
         """How long the text is that remains to be encoded."""
-        return sum(part.unseen_chars for part in self._parts if isinstance(part, Work))
+        return sum(part.unseen_chars for part in self._parts if isinstance(part, PendingText))
 
     def finish(self) -> Encoded:
         spelling = self._spelling
@@ -221,12 +224,12 @@ class Draft:
         return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key, tenant=self._tenant)
 
 
-def _with_thinking(prompt: ChatPrompt, turns: dict[int, Turn]) -> ChatPrompt:
+def _with_thinking(prompt: ChatPrompt, answers: dict[int, Answer]) -> ChatPrompt:
     """The chat with the thinking that a client left out of answers, so that the template decides what stays of it."""
     messages = list(prompt.messages)
-    for index, turn in turns.items():
-        if turn.reasoning and reasoning_of(messages[index]) is None:
-            messages[index] = messages[index] | {"reasoning_content": turn.reasoning}
+    for index, answer in answers.items():
+        if answer.reasoning and reasoning_of(messages[index]) is None:
+            messages[index] = messages[index] | {"reasoning_content": answer.reasoning}
     return msgspec.structs.replace(prompt, messages=messages)
 
 

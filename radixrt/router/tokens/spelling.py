@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from radixrt.messages import ChatPrompt
+from radixrt.messages import TOKEN_BYTES, ChatPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens.chain import Message, bare
 from radixrt.router.tokens.tokenizer import Tokenizer
 
-TOKEN_BYTES = 4
 BEFORE_CHARS = 64
 """An answer is taken to stand where it stood if so much before it is the same, too."""
 
@@ -33,7 +32,7 @@ behind it."""
 
 
 @dataclass(slots=True)
-class Turn:
+class Answer:
     """An answer as it was generated.
 
     `body` and `end` are what `ids` say, special tokens shown: `end` is the text of the last token if that is a special
@@ -87,38 +86,38 @@ class Speller:
         self._keep_thinking = keep_thinking
         self._openings: dict[str, str] = {}
 
-    def find(self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn]) -> Spelling:
-        """Spans of `turns` (by message) in `text`, which the template made of `prompt`."""
+    def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> Spelling:
+        """Spans of `answers` (by message) in `text`, which the template made of `prompt`."""
         spelling = Spelling()
-        for index, turn in turns.items():
-            if not text.endswith(turn.before, 0, turn.offset):
+        for index, answer in answers.items():
+            if not text.endswith(answer.before, 0, answer.offset):
                 continue
-            if text.startswith(turn.body, turn.offset):
-                self._keep(spelling, index, turn, text, turn.offset, turn.offset + len(turn.body))
-            elif turn.respelled is not None and text.startswith(turn.respelled, turn.offset):
+            if text.startswith(answer.body, answer.offset):
+                self._keep(spelling, index, answer, text, answer.offset, answer.offset + len(answer.body))
+            elif answer.respelled is not None and text.startswith(answer.respelled, answer.offset):
                 spelling.respelled[index] = RESPELLED
-                self._keep(spelling, index, turn, text, turn.offset, turn.offset + len(turn.respelled))
-        others = {index: turn for index, turn in turns.items() if index not in spelling.spans}
+                self._keep(spelling, index, answer, text, answer.offset, answer.offset + len(answer.respelled))
+        others = {index: answer for index, answer in answers.items() if index not in spelling.spans}
         places = self._places(prompt, text, others) if others else {}
-        for index, turn in others.items():
+        for index, answer in others.items():
             if index in places:
-                self._judge(spelling, index, turn, prompt, text, *places[index])
+                self._judge(spelling, index, answer, prompt, text, *places[index])
             else:
                 spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
         self._part(spelling)
         return spelling
 
-    def _places(self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn]) -> dict[int, tuple[int, int]]:
+    def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
         """Where the template writes these messages: found by rendering marks in place of all that they say, or else,
         where a template refuses that, in place of their content, or of the arguments of their first call."""
         places: dict[int, tuple[int, int]] = {}
         for marked in (_marked, _marked_within):
-            if others := {index: turn for index, turn in turns.items() if index not in places}:
+            if others := {index: answer for index, answer in answers.items() if index not in places}:
                 places |= self._marks(prompt, text, others, marked)
         return places
 
     def _marks(
-        self, prompt: ChatPrompt, text: str, turns: Mapping[int, Turn], marked_as: Callable[[Message, str], Message]
+        self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], marked_as: Callable[[Message, str], Message]
     ) -> dict[int, tuple[int, int]]:
         """Where what is `marked_as` a mark stands in the text.
 
@@ -127,7 +126,7 @@ class Speller:
         """
         nonce = secrets.token_hex(8)
         messages = list(prompt.messages)
-        for index in turns:
+        for index in answers:
             messages[index] = marked_as(messages[index], f"turn{nonce}x{index}x")
         try:
             marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
@@ -151,52 +150,52 @@ class Speller:
         return places
 
     def _judge(
-        self, spelling: Spelling, index: int, turn: Turn, prompt: ChatPrompt, text: str, at: int, end: int
+        self, spelling: Spelling, index: int, answer: Answer, prompt: ChatPrompt, text: str, at: int, end: int
     ) -> None:
-        """Decide on a turn that the template writes as text[at:end], its opening's white space included."""
-        opening = self._opening(prompt, index, turn)
+        """Decide on a answer that the template writes as text[at:end], its opening's white space included."""
+        opening = self._opening(prompt, index, answer)
         start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
-        written, body, whole = (_said(part, call_ids) for part in (text[start:end], turn.body, lost + turn.body))
+        written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
         if written != whole:
             # What the model began with may be the template's: the header of a message.
-            for early in _before_header(text, at, opening, turn):
+            for early in _before_header(text, at, opening, answer):
                 found = _said(text[early:end], call_ids)
-                if found == body or _lacks_thinking(found, body, turn.reasoning):
+                if found == body or _lacks_thinking(found, body, answer.reasoning):
                     start, lost, written, whole = early, "", found, body
                     break
         if written == whole:
-            if text[start:end] != lost + turn.body:
+            if text[start:end] != lost + answer.body:
                 spelling.respelled[index] = RESPELLED
-                turn.respelled = text[start:end] if start == turn.offset else None
-            self._keep(spelling, index, turn, text, start, end, lost)
+                answer.respelled = text[start:end] if start == answer.offset else None
+            self._keep(spelling, index, answer, text, start, end, lost)
         elif written == body and not self._keep_thinking:
             spelling.dropped[index] = f"the template drops {lost.strip()!r} before it"
-            self._keep(spelling, index, turn, text, start, end)
-        elif written == body or _lacks_thinking(written, whole, turn.reasoning):
+            self._keep(spelling, index, answer, text, start, end)
+        elif written == body or _lacks_thinking(written, whole, answer.reasoning):
             if self._keep_thinking:
                 spelling.respelled[index] = "its thinking is kept, which the template drops"
-                self._keep(spelling, index, turn, text, start, end, lost)
+                self._keep(spelling, index, answer, text, start, end, lost)
             else:
                 spelling.dropped[index] = "the template drops its thinking"
         else:
             spelling.dropped[index] = "the template writes it differently"
 
     def _keep(
-        self, spelling: Spelling, index: int, turn: Turn, text: str, start: int, end: int, head: str = ""
+        self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, head: str = ""
     ) -> None:
-        """Use the ids of a turn for text[start:end], and its end where the template writes the same."""
+        """Use the ids of a answer for text[start:end], and its end where the template writes the same."""
         close = _WHITE_SPACE.match(text, end).end()
-        if not turn.end:
-            spelling.spans[index] = Span(start, end, turn.ids, None, head)
-        elif text.startswith(turn.end, close):
+        if not answer.end:
+            spelling.spans[index] = Span(start, end, answer.ids, None, head)
+        elif text.startswith(answer.end, close):
             if close > end:
                 spelling.respelled[index] = "the template writes white space behind it"
-            spelling.spans[index] = Span(start, close + len(turn.end), turn.ids, turn.end_id, head)
+            spelling.spans[index] = Span(start, close + len(answer.end), answer.ids, answer.end_id, head)
         else:  # it ended in another way than the template ends it, which comes next
-            spelling.spans[index] = Span(start, end, turn.ids[:-TOKEN_BYTES], None, head)
+            spelling.spans[index] = Span(start, end, answer.ids[:-TOKEN_BYTES], None, head)
 
-    def _opening(self, prompt: ChatPrompt, index: int, turn: Turn) -> str:
+    def _opening(self, prompt: ChatPrompt, index: int, answer: Answer) -> str:
         """What the template added where the answer at `index` began, "" if that cannot be told. Most answers begin
         alike, so that it is asked once for a kind of them."""
         last = prompt.messages[index - 1]["role"] if index else ""
@@ -205,9 +204,9 @@ class Speller:
             if len(self._openings) >= MAX_OPENINGS:
                 self._openings.clear()
             opening = self._openings[kind] = self._found_opening(prompt, index)
-        if not turn.before.endswith(opening[-BEFORE_CHARS:]):
+        if not answer.before.endswith(opening[-BEFORE_CHARS:]):
             opening = self._found_opening(prompt, index)
-        return opening if turn.before.endswith(opening[-BEFORE_CHARS:]) else ""
+        return opening if answer.before.endswith(opening[-BEFORE_CHARS:]) else ""
 
     def _found_opening(self, prompt: ChatPrompt, index: int) -> str:
         before = msgspec.structs.replace(prompt, messages=prompt.messages[:index], partial=False)
@@ -243,11 +242,11 @@ def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, st
     return at, ""
 
 
-def _before_header(text: str, at: int, opening: str, turn: Turn) -> Iterator[int]:
+def _before_header(text: str, at: int, opening: str, answer: Answer) -> Iterator[int]:
     """Where an answer may begin of which the template writes some before `at`: where it stood, or behind the opening
     that comes last."""
-    if turn.offset < at and text.endswith(turn.before, 0, turn.offset):
-        yield turn.offset
+    if answer.offset < at and text.endswith(answer.before, 0, answer.offset):
+        yield answer.offset
     if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
         yield found + len(opening)
 

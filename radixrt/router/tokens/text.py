@@ -12,11 +12,11 @@ from typing import Any, Self
 import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
-from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens._ids import ids_below
 from radixrt.router.tokens.detok import Detokenizer
-from radixrt.router.tokens.incremental import Work
+from radixrt.router.tokens.incremental import PendingText
 from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.stops import StopFinder
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +33,6 @@ INLINE_SEEN_CHARS = 1_000_000
 INLINE_MESSAGES = 64
 """Up to this many messages, so does a chat template (5-10 µs a message; in a thread it would hold Python's lock)."""
 
-TOKEN_BYTES = 4
 _pack_token = Struct("<i").pack
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
@@ -96,20 +95,20 @@ class TextService:
                 text, special, field = self.tokenizer.apply_chat(prompt), False, "messages"
             case _:
                 return await in_pool(self._pool, self.encode_now, prompt)
-        work = self.tokenizer.start(text, special)
-        if work.unseen_chars <= INLINE_UNSEEN_CHARS:
-            return _finished(work, field)
-        return await in_pool(self._pool, _finished, work, field)
+        pending = self.tokenizer.start(text, special)
+        if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
+            return _finished(pending, field)
+        return await in_pool(self._pool, _finished, pending, field)
 
     async def encode_chat(self, sessions: Sessions, namespace: str, prompt: ChatPrompt) -> Encoded:
         """`sessions.encode_chat`, in a thread where much was not seen before."""
         in_pool = asyncio.get_running_loop().run_in_executor
         if len(prompt.messages) > INLINE_MESSAGES:
             return await in_pool(self._pool, sessions.encode_chat, namespace, prompt)
-        draft = sessions.start(namespace, prompt)
-        if draft.unseen_chars <= INLINE_UNSEEN_CHARS:
-            return draft.finish()
-        return await in_pool(self._pool, draft.finish)
+        pending = sessions.start(namespace, prompt)
+        if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
+            return pending.finish()
+        return await in_pool(self._pool, pending.finish)
 
     async def encode_shown(self, prompt: Prompt, *, render_only: bool = False) -> tuple[bytes, str]:
         """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts).
@@ -193,7 +192,7 @@ class TextService:
         if not ids:
             _refuse_empty(field)
         if len(ids) % TOKEN_BYTES:
-            raise FieldError(field, f"{field} must be int32 token ids, 4 bytes each, not {len(ids)} bytes")
+            raise FieldError(field, f"{field} must be int32 token ids, {TOKEN_BYTES} bytes each, not {len(ids)} bytes")
         limit = self.vocab_size or 1 << 31
         if not ids_below(ids, limit):
             shown = next(i for i in memoryview(ids).cast("i") if not 0 <= i < limit)
@@ -201,9 +200,9 @@ class TextService:
         return ids
 
 
-def _finished(work: Work, field: str) -> bytes:
+def _finished(pending: PendingText, field: str) -> bytes:
     try:
-        ids = work.finish()
+        ids = pending.finish()
     except ValueError as error:
         raise FieldError(field, str(error)) from error
     return ids or _refuse_empty(field)

@@ -10,15 +10,14 @@ from typing import Any
 
 import tokenizers
 
-from radixrt.checkpoint_files import SPECIAL_NAMES, read_file
+from radixrt.checkpoint_files import SENTENCEPIECE_FILES, SPECIAL_NAMES, read_file
 from radixrt.messages import ChatPrompt
 from radixrt.router.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.router.tokens.chat import ChatTemplates, read_templates
 from radixrt.router.tokens.cuts import NO_CUTS, AddedToken
-from radixrt.router.tokens.incremental import MEMORY_TOKENS, Incremental, Work
+from radixrt.router.tokens.incremental import MEMORY_TOKENS, Incremental, PendingText
 from radixrt.router.tokens.pieces import Pieces, verified
 
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 LINE = "\n"
 HUB_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
@@ -70,7 +69,7 @@ class Tokenizer:
         """`encode` as int32 bytes."""
         return self.start(text, add_special_tokens).finish()
 
-    def start(self, text: str, add_special_tokens: bool = True, *, grows: bool = True) -> Work:
+    def start(self, text: str, add_special_tokens: bool = True, *, grows: bool = True) -> PendingText:
         """Begin `encode_bytes`: look up what was encoded before. The work that remains may be done in a thread.
         `grows`: see `Incremental.start`."""
         if not add_special_tokens:
@@ -104,7 +103,7 @@ class Tokenizer:
         tokenizer would put one at the start of a text."""
         return memoryview(self.start_after(text).finish()).cast("i").tolist()
 
-    def start_after(self, text: str, token: int | None = None, *, grows: bool = True) -> Work:
+    def start_after(self, text: str, token: int | None = None, *, grows: bool = True) -> PendingText:
         """Begin to encode text that goes on after other text, whose last token, if it is an added one, is `token`."""
         if token is not None:
             return self._incremental.start_after(self.token_text(token), [token], text, grows=grows)

@@ -311,7 +311,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def counted(incremental: Incremental) -> int:
-    return sum(max(32, len(ids) // 4) for ids in incremental._memory.values())
+    return sum(max(128, len(ids), len(part)) for part, ids in incremental._memory.items()) // 4
 
 
 def test_short_texts_are_few(made: Tokenizer) -> None:
@@ -322,6 +322,14 @@ def test_short_texts_are_few(made: Tokenizer) -> None:
         incremental.encode(f"{number}")
         assert 0 < len(incremental._memory) <= 10 and incremental.num_tokens == counted(incremental)
     assert incremental.start("99").unseen_chars == 0
+
+
+def test_texts_of_few_ids_are_few() -> None:
+    """What a tokenizer makes little or nothing of costs memory all the same."""
+    incremental = Incremental(lambda texts: [[] for _ in texts], cuts.NO_CUTS, max_tokens=1000)
+    for number in range(100):
+        incremental.encode(f"{number}".zfill(1000))
+    assert sum(map(len, incremental._memory)) <= 4000
 
 
 def test_memory_is_bounded_and_the_latest_stay(made: Tokenizer) -> None:

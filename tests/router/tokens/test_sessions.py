@@ -133,6 +133,16 @@ def shown(talk: Talk) -> str:
     return talk.tokenizer.decode(memoryview(talk.encoded.ids).cast("i").tolist(), False)
 
 
+def test_a_chat_that_is_nested_too_deeply_is_the_fault_of_a_field(talk: Talk) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    prompt = ChatPrompt([said("user", "What is it?"), said("assistant", "No.")], [{"parameters": deep}])
+    with pytest.raises(FieldError, match="recursion"):
+        talk.sessions.encode_chat("n", prompt)
+    assert talk.sessions.missing("n", prompt) == []
+
+
 # ---------------------------------------------------------------- one answer, however it comes back
 
 
@@ -431,12 +441,12 @@ def test_an_answer_stands_where_the_text_before_it_does(talk: Talk) -> None:
     """A short answer may be found anywhere; to cut a word of another message for it would be no good."""
     talk.ask(said("user", "Say one letter."))
     talk.answer("o", end=None)
-    turn = next(iter(talk.sessions._turns.values()))[0]
+    answer = next(iter(talk.sessions._answers.values()))[0]
     text = talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
     speller, prompt = talk.sessions._speller, ChatPrompt(talk.messages)
-    assert speller.find(prompt, text, {1: turn}).spans[1].start == turn.offset
-    turn.offset = text.index("one")
-    assert speller.find(prompt, text, {1: turn}).spans[1].start == text.rindex("o<|im_end|>")
+    assert speller.find(prompt, text, {1: answer}).spans[1].start == answer.offset
+    answer.offset = text.index("one")
+    assert speller.find(prompt, text, {1: answer}).spans[1].start == text.rindex("o<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -550,8 +560,8 @@ def test_memory_is_bounded_and_the_latest_stay(folder: Path) -> None:
         talk.messages = list(kept)
         assert talk.ask(said("user", "And?")).kept_turns == 1
         assert size < talk.sessions.num_tokens <= 60
-    turns = [turn for variants in talk.sessions._turns.values() for turn in variants]
-    assert talk.sessions.num_tokens == sum(len(turn.ids) for turn in turns) // 4
+    answers = [answer for variants in talk.sessions._answers.values() for answer in variants]
+    assert talk.sessions.num_tokens == sum(len(answer.ids) for answer in answers) // 4
     talk.messages = [said("user", "Question 0"), said("assistant", "the quick fox")]
     assert talk.ask(said("user", "And?")).kept_turns == 0
     before = talk.sessions.num_tokens
@@ -566,12 +576,12 @@ def test_short_answers_are_few(folder: Path) -> None:
         talk.messages = []
         talk.ask(said("user", f"Question {number}"))
         talk.answer("I")
-        assert len(talk.sessions._turns) == min(number + 1, 5)
-        assert talk.sessions.num_tokens == 20 * len(talk.sessions._turns)
+        assert len(talk.sessions._answers) == min(number + 1, 5)
+        assert talk.sessions.num_tokens == 20 * len(talk.sessions._answers)
     talk.messages = []
     talk.ask(said("user", "More?"))
     talk.answer("the quick fox " * 20)
-    assert len(talk.sessions._turns) < 4 and talk.sessions.num_tokens <= 100
+    assert len(talk.sessions._answers) < 4 and talk.sessions.num_tokens <= 100
     assert Sessions(talk.tokenizer)._least_bytes == 128
 
 
@@ -642,7 +652,7 @@ def test_threads_may_share_it(folder: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         assert sum(pool.map(run, range(12))) > 100
     assert talk.sessions.num_tokens == sum(
-        len(turn.ids) // 4 for variants in talk.sessions._turns.values() for turn in variants
+        len(answer.ids) // 4 for variants in talk.sessions._answers.values() for answer in variants
     )
 
 
