@@ -356,7 +356,7 @@ def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]
     clock, (make, times, rate) = Clock(), LOADS[load]
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
-        for one in (plain, patch.object(fake, "time", clock), patch.object(kept, "time", clock)):
+        for one in (plain, *(patch.object(module, "time", clock) for module in (fake, kept, waiting))):
             patches.enter_context(one)
         patches.enter_context(patch.object(placement, "place", CHOICES[choice]()))
         if choice == BY_ARRIVAL:

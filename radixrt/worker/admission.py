@@ -67,9 +67,6 @@ class Admission:
             return None
         self._cache.kept.admitted(request)
         self._waiting.take(request, passed)
-        request.admissions += 1
-        if request.admissions == 1:
-            request.cached_tokens = min(request.computed, request.came)
         self._running.behind.append(request)
         return request
 
@@ -88,11 +85,12 @@ class Admission:
             self._in_vain.clear()
         if (request.id, all_goes, pages) in self._in_vain:
             return False
-        spared = frozenset() if all_goes else self._spared(request, pages, running)
-        if kept.release_until(lambda: cache.can_take(pages), cache.tree, spared):
-            return True
-        self._in_vain.add((request.id, all_goes, pages))
-        return False
+        going = kept.leases(frozenset() if all_goes else self._spared(request, pages, running))
+        if not cache.can_take(pages - cache.held_only_by(going)):
+            self._in_vain.add((request.id, all_goes, pages))
+            return False
+        kept.release_until(lambda: cache.can_take(pages), going)
+        return True
 
     def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
         """The tenants of which nothing goes for a request, its own among them. A tenant holds what is kept of it, and

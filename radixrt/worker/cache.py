@@ -13,9 +13,11 @@ shares them in that very step. Pages of generated tokens enter it when the reque
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from radixrt.tree import RadixTree
+from radixrt.tree import Lease, RadixTree
 from radixrt.worker.kept import Kept
 from radixrt.worker.pins import Pins
 from radixrt.worker.request import Request
@@ -83,6 +85,21 @@ class PageCache:
     def has_row(self) -> bool:
         return bool(self._rows)
 
+    def held_only_by(self, leases: Sequence[Lease]) -> int:
+        """Pages that could be evicted if these leases of the tree, of those that are kept, were released."""
+        others = {r.lease for r in self._running.values()}.union(self.pins.leases(), self.kept.leases())
+        others.difference_update(leases)
+        nodes = set().union(*[lease.path() for lease in others])
+        tokens = 0
+        for lease in leases:
+            top = 0
+            for node in lease.path():
+                if node not in nodes:
+                    nodes.add(node)
+                    tokens += node[1] - top
+                top = node[1]
+        return tokens // self.page_size
+
     def _private_pages(self) -> int:
         return sum(int(self.held[row]) - r.lease.length // self.page_size for row, r in self._running.items())
 
@@ -106,8 +123,8 @@ class PageCache:
         self._leave(request)
         del self._writes[self._before_admit :]
 
-    def catch_up(self, request: Request) -> int:
-        """Let a request that is behind lease what others have computed of its path meanwhile; tokens gained."""
+    def catch_up(self, request: Request) -> None:
+        """Let a request that is behind lease what others have computed of its path meanwhile."""
         start = request.lease.length
         with request.path(start) as rest:
             gained = request.lease.extend_match(rest)
@@ -117,9 +134,7 @@ class PageCache:
             own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
             self._give_back(own)
             self._fill(request.row, first, pages)
-        computed = max(request.computed, min(request.lease.length, request.reusable))
-        gained, request.computed = computed - request.computed, computed
-        return gained
+        request.computed = max(request.computed, min(request.lease.length, request.reusable))
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages: there is none."""

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from radixrt.tree import Lease, OwnerTree, RadixTree
+from radixrt.messages import TOKEN_BYTES
+from radixrt.tree import Lease, OwnerTree, common_length
 from radixrt.worker.pins import ends_along
 from radixrt.worker.request import Request
 
@@ -38,8 +39,9 @@ _OWNER = 0
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """`ids` are int32 bytes, `prompt` of them the prompt's; without a lease it is only remembered. `next` is the number
-    of the request that goes on from it."""
+    """`ids` are int32 bytes, `prompt` of them the prompt's; without a lease it is only remembered. `next` are the
+    numbers of requests that wait and go on from it. It is `counted` when it is known of its prompt whether somebody has
+    gone on from it: of several answers, one is enough."""
 
     tenant: str
     namespace: str
@@ -47,7 +49,8 @@ class _Ended:
     prompt: int
     until: float
     lease: Lease | None = None
-    next: int | None = None
+    next: set[int] = field(default_factory=set)
+    counted: bool = False
 
     def begins(self, ids: bytes) -> bool:
         """Whether a longer prompt begins with this one."""
@@ -62,7 +65,7 @@ class Kept:
     def __init__(self, room: int) -> None:
         self.returning = LEAST - 0.01
         """The part of those that ended, while others waited, that came back in time; of late."""
-        self._most_bytes = 4 * OVERLAP * room
+        self._most_bytes = TOKEN_BYTES * OVERLAP * room
         self._bytes = 0
         self._ended: deque[_Ended] = deque()
         """In the order in which they expire."""
@@ -87,8 +90,8 @@ class Kept:
             return lease.release()
         ids = request.tokens[: max(lease.length, request.prompt_len)].tobytes()
         now = time.monotonic()
-        ended = _Ended(request.tenant, request.namespace, ids, 4 * request.prompt_len, now + SECONDS)
-        self._lease(ended, ids[: 4 * lease.length], lease)
+        ended = _Ended(request.tenant, request.namespace, ids, TOKEN_BYTES * request.prompt_len, now + SECONDS)
+        self._lease(ended, ids[: TOKEN_BYTES * lease.length], lease)
         self._ended.append(ended)
         self._bytes += len(ids)
         if self.returning < LEAST:
@@ -97,72 +100,81 @@ class Kept:
             self._remove(self._ended[0])
 
     def come(self, request: Request) -> None:
-        """A request comes: it may go on from one that has ended; if from several, from that with the longest prompt."""
-        ids, found = b"", None
+        """A request comes: it may go on from one that has ended; if from several, from that with the longest prompt,
+        and of several answers to it from that which it agrees with for the longest."""
+        ids, found, most = b"", None, (0, 0)
         for ended in self._ended:
-            if ended.next is not None or ended.namespace != request.namespace:
+            if ended.namespace != request.namespace:
                 continue
             ids = ids or request.tokens.tobytes()
-            if (found is None or ended.prompt > found.prompt) and ended.begins(ids):
-                found = ended
-        if found is not None:
-            found.next, found.until = request.number, time.monotonic() + SECONDS
-            self._ended.remove(found)
-            self._ended.append(found)
+            if ended.prompt >= most[0] and ended.begins(ids):
+                agrees = ended.prompt, common_length(ended.ids, ids)
+                if agrees > most:
+                    found, most = ended, agrees
+        if found is None:
+            return
+        found.next.add(request.number)
+        found.until = time.monotonic() + SECONDS
+        self._ended.remove(found)
+        self._ended.append(found)
+        if not found.counted:
             self.returning += _WEIGHT * (1 - self.returning)
+            self._count(found)
 
     def admitted(self, request: Request) -> None:
         """A request runs, and has its own lease of what it goes on from."""
         for ended in self._ended:
-            if ended.next == request.number:
-                return self._remove(ended)
+            if request.number in ended.next:
+                ended.next.remove(request.number)
+                return None if ended.next else self._remove(ended)
 
     def left(self, request: Request) -> None:
         """A request does not wait any more, and has not run: another may go on from where it would have."""
         for ended in self._ended:
-            if ended.next == request.number:
-                ended.next = None
+            ended.next.discard(request.number)
 
     def expire(self) -> None:
         """Let go what has been kept for long enough."""
         now = time.monotonic()
         while self._ended and self._ended[0].until <= now:
-            if self._ended[0].next is None:
+            ended = self._ended[0]
+            if not ended.counted:
                 self.returning -= _WEIGHT * self.returning
-            self._remove(self._ended[0])
+                self._count(ended)
+            self._remove(ended)
 
     def release_oldest(self) -> bool:
         """Make the context evictable that would expire first. False if there is none."""
         return any(map(self._release, self._ended))
 
-    def release_until(self, enough: Callable[[], bool], tree: RadixTree, spared: frozenset[str]) -> bool:
-        """Make contexts evictable, but for those of tenants that are `spared`, until it is `enough`; if it never is,
-        none: what those that run lease, too, is not won by it."""
-        released: list[tuple[_Ended, int]] = []
+    def leases(self, spared: frozenset[str] = frozenset()) -> list[Lease]:
+        """Of all contexts that are kept, but for those of tenants that are `spared`; the oldest first."""
+        return [one.lease for one in self._ended if one.lease is not None and one.tenant not in spared]
+
+    def release_until(self, enough: Callable[[], bool], leases: Sequence[Lease]) -> None:
+        """Make the contexts of these leases evictable, the oldest first, until it is `enough`."""
+        going = set(leases)
         for ended in self._ended:
-            if enough():
-                return True
-            if ended.lease is not None and ended.tenant not in spared:
-                released.append((ended, ended.lease.length))
+            if ended.lease in going and not enough():
                 self._release(ended)
-        if enough():
-            return True
-        for ended, length in released:
-            path = ended.ids[: 4 * length]
-            self._lease(ended, path, tree.lease(tree.match(ended.namespace, path)))
-        return False
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
         """Make evictable what ends on a path, beyond its first `keep` tokens, or behind it."""
         for ended in self._ended:
             if ended.lease is not None and ended.namespace == namespace:
-                if ends_along(ended.ids[: 4 * ended.lease.length], ids, keep):
+                if ends_along(ended.ids[: TOKEN_BYTES * ended.lease.length], ids, keep):
                     self._release(ended)
 
     def clear(self) -> None:
         """Keep nothing."""
         while self._ended:
             self._remove(self._ended[0])
+
+    def _count(self, ended: _Ended) -> None:
+        """It is known of its prompt whether somebody has gone on from it."""
+        for other in self._ended:
+            if other.namespace == ended.namespace and other.prompt == ended.prompt:
+                other.counted = other.counted or other.ids.startswith(ended.ids[: ended.prompt])
 
     def _remove(self, ended: _Ended) -> None:
         self._release(ended)
@@ -179,7 +191,7 @@ class Kept:
         if lease is None:
             return False
         paths = self._paths[ended.tenant]
-        paths.remove(ended.namespace, ended.ids[: 4 * lease.length], _OWNER)
+        paths.remove(ended.namespace, ended.ids[: TOKEN_BYTES * lease.length], _OWNER)
         if not paths.tokens:
             del self._paths[ended.tenant]
         lease.release()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from radixrt import messages as m
 from radixrt.worker import status
@@ -27,7 +26,7 @@ from radixrt.worker.compiling import LOOK_SECONDS, Compiling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import BadGrammar, Grammars
 from radixrt.worker.plan import Plan, Result, Runner
-from radixrt.worker.request import Request
+from radixrt.worker.request import from_run
 from radixrt.worker.scheduler import Limits, Scheduler
 from radixrt.worker.status import Identity, Rates
 
@@ -284,7 +283,7 @@ class Worker:
         try:
             if run.id in self._compiling:
                 raise ValueError(f"id: request {run.id} exists")
-            request = self._request(run)
+            request = from_run(run, self.max_model_len, self.runner.vocab_size, self.runner.eos_ids)
             self.cache.pins.want(run)
             if run.sampling.grammar is None:
                 self.scheduler.add(request)
@@ -307,23 +306,6 @@ class Worker:
         self.cache.pins.drop(id)
         field = "grammar" if isinstance(error, BadGrammar) else ""
         self._refused.append(m.Output(id, finish="error", error=str(error), field=field))
-
-    def _request(self, run: m.Run) -> Request:
-        """A Request of a Run; ValueError names the field that is wrong."""
-        if not run.ids or len(run.ids) % 4:
-            raise ValueError("ids: expected int32 token ids, at least one")
-        total = len(run.ids) // 4
-        if np.maximum.reduce(np.frombuffer(run.ids, np.uint32)) >= self.runner.vocab_size:  # a negative id is huge
-            raise ValueError(f"ids: a token id is outside the vocabulary of {self.runner.vocab_size}")
-        if not 1 <= run.prompt_len <= total:
-            raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")
-        if total > self.max_model_len:
-            raise ValueError(f"ids: {total} tokens, at most {self.max_model_len} fit")
-        if run.score_from is not None and not 1 <= run.score_from <= total:
-            raise ValueError(f"score_from: {run.score_from} of {total} tokens")
-        wanted = run.sampling.max_tokens
-        limit = self.max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), self.max_model_len)
-        return Request(run, max(limit, total), self.runner.eos_ids)
 
     # ------------------------------------------------------------ reply
 

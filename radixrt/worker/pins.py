@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixrt.messages import Run, tenant_of
+from radixrt.messages import TOKEN_BYTES, Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
 
 TENANTS = 2
 """Shares that the pins of all tenants may hold together."""
 MAX_PINS = 256
 """Of a tenant: each costs a look at a request that pins."""
-TOKEN_BYTES = 4
 _OWNER = 0
 Key = tuple[str, bytes, int]
 """Namespace, path, and the name of a pin that somebody may release; 0 for those of requests."""
@@ -69,6 +68,10 @@ class Pins:
     def tokens(self, tenant: str) -> int:
         """Tokens that a tenant's pins hold."""
         return self._paths[tenant].tokens if tenant in self._paths else 0
+
+    def leases(self) -> list[Lease]:
+        """Of all that is pinned."""
+        return [pin.lease for pin in self._pins.values()]
 
     # ------------------------------------------------------------ requests
 

@@ -6,7 +6,9 @@ import itertools
 from array import array
 from typing import TYPE_CHECKING
 
-from radixrt.messages import Run, Sampling, tenant_of
+import numpy as np
+
+from radixrt.messages import TOKEN_BYTES, Run, Sampling, tenant_of
 from radixrt.tree import Lease
 
 if TYPE_CHECKING:
@@ -17,6 +19,33 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 GREEDY_BELOW = 1e-5
 """Temperatures below it count as 0."""
+
+
+class Scores:
+    """Of the known tokens of a request, from `first` on: each is reported once. `detailed`: with others beside them."""
+
+    __slots__ = ("_detailed", "_found", "_next")
+
+    def __init__(self, first: int, detailed: bool) -> None:
+        self._next = first
+        self._detailed = detailed
+        self._found: list[float] | list[TokenLogprob] = []
+
+    def add(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
+        """Take scores of the tokens from `position` on; after a preemption they come a second time."""
+        fresh = scores[max(0, self._next - position) :]
+        self._found.extend(fresh)
+        self._next += len(fresh)
+
+    def report(self, output: Output) -> None:
+        """Put what there is into an output."""
+        if not self._found:
+            return
+        if self._detailed:
+            output.prompt_logprobs = self._found
+        else:
+            output.scores = self._found
+        self._found = []
 
 
 class Request:
@@ -37,17 +66,19 @@ class Request:
     hit       tokens the tree held when last looked, while it waits
     seen      version of the tree then
     came      tokens it came with
+    reached   tokens that its chunks have come to; `cached_tokens` of those it came with it found on the way
     said      tokens it came with, and those reported since
     void      what steps up to this one drew for it is of no use: its grammar had forced what came there
+    scores    of its known tokens, if it asks for them
     matcher   where its text stands in its grammar (set before it is scheduled, if it has one)
     guessing  what drafts of its next tokens are made from (set when they are first looked for)
     """
 
     __slots__ = (
         "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
-        "row", "computed", "lease", "arrival", "hit", "cached_tokens", "admissions", "scores",
-        "pending", "over", "serial", "draws", "next_score", "matcher",
-        "jumps", "came", "said", "void", "group", "place", "seen", "guessing",
+        "row", "computed", "lease", "arrival", "hit", "cached_tokens", "reached", "scores",
+        "pending", "over", "serial", "draws", "matcher", "jumps",
+        "came", "said", "void", "group", "place", "seen", "guessing",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -73,9 +104,9 @@ class Request:
         self.hit = 0
         self.seen = -1
         self.cached_tokens = 0
-        self.admissions = 0
-        self.scores: list[float] | list[TokenLogprob] = []
-        self.next_score = 0 if run.score_from is None else run.score_from
+        self.reached = 0
+        detailed = run.sampling.logprobs is not None
+        self.scores = None if run.score_from is None else Scores(run.score_from, detailed)
         self.pending = 0
         self.over = False
         self.draws = run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p > 0
@@ -120,21 +151,11 @@ class Request:
         """Tokens after the prompt, known or drawn."""
         return self.total - self.prompt_len
 
-    def add_scores(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
-        """Take scores of the tokens from `position` on; after a preemption they come a second time."""
-        fresh = scores[max(0, self.next_score - position) :]
-        self.scores.extend(fresh)
-        self.next_score += len(fresh)
-
-    def report_scores(self, output: Output) -> None:
-        """Put what scores there are into an output, once."""
-        if not self.scores:
-            return
-        if self.sampling.logprobs is None:
-            output.scores = self.scores
-        else:
-            output.prompt_logprobs = self.scores
-        self.scores = []
+    def reach(self, start: int, stop: int) -> None:
+        """A chunk of the tokens [start, stop) is planned: what is new before it was found. (Not so what it comes by a
+        second time, sent back to wait: that is its own, or was counted.)"""
+        self.cached_tokens += max(0, min(start, self.came) - self.reached)
+        self.reached = max(self.reached, stop)
 
     def unsaid(self) -> list[int]:
         """Tokens to report now."""
@@ -145,6 +166,24 @@ class Request:
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, not copied; drop it before the sequence grows."""
         return memoryview(self.tokens)[start:stop]
+
+
+def from_run(run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int]) -> Request:
+    """A Request of a Run; ValueError names the field that is wrong."""
+    if not run.ids or len(run.ids) % TOKEN_BYTES:
+        raise ValueError("ids: expected int32 token ids, at least one")
+    total = len(run.ids) // TOKEN_BYTES
+    if np.maximum.reduce(np.frombuffer(run.ids, np.uint32)) >= vocab_size:  # a negative id is huge
+        raise ValueError(f"ids: a token id is outside the vocabulary of {vocab_size}")
+    if not 1 <= run.prompt_len <= total:
+        raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")
+    if total > max_model_len:
+        raise ValueError(f"ids: {total} tokens, at most {max_model_len} fit")
+    if run.score_from is not None and not 1 <= run.score_from <= total:
+        raise ValueError(f"score_from: {run.score_from} of {total} tokens")
+    wanted = run.sampling.max_tokens
+    limit = max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), max_model_len)
+    return Request(run, max(limit, total), eos_ids)
 
 
 def _depends_on_tokens(s: Sampling) -> bool:

@@ -28,13 +28,11 @@ from radixrt.worker.admission import Admission
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Drafter, waits
+from radixrt.worker.ending import Ending
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
-from radixrt.worker.waiting import VirtualTokenCounter, Waiting
-
-MOST_GROUPS = 1024
-"""Groups that are remembered; the router ends each within seconds."""
+from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,9 @@ class Scheduler:
         self._counter = VirtualTokenCounter()
         self._waiting = Waiting(cache, self._counter)
         self._admission = Admission(cache, self.running, self._waiting, self._counter)
+        self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
+        self._arrivals = Arrivals()
         self._clock = 0
-        self._groups: dict[int, tuple[int, int]] = {}
-        """When the first of each came, and its id; the latest groups."""
 
     # ------------------------------------------------------------ requests come and go
 
@@ -74,28 +72,19 @@ class Scheduler:
         if max(request.limit, request.total) > room:
             raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
         self._requests[request.id] = request
-        self._arrive(request)
+        self._arrivals.come(request, self._clock)
         if request.matcher is not None and not request.generated:
             self._force(request)
         self._counter.come(request.tenant)
         self.cache.kept.come(request)
         self._waiting.add(request)
 
-    def _arrive(self, request: Request) -> None:
-        """A request comes now, or came with the first of its group."""
-        first, group = (self._clock, request.id), request.group
-        if group:
-            while len(self._groups) >= MOST_GROUPS and group not in self._groups:
-                del self._groups[next(iter(self._groups))]
-            first = self._groups.setdefault(group, first)
-        request.arrival, request.place = first[0], (first[1], request.id)
-
     def abort(self, id: int) -> bool:
         """Drop a request, wherever it is; what it computed stays cached. False if it is not here any more."""
-        request = self._requests.pop(id, None)
+        request = self._requests.get(id)
         if request is None:
             return False
-        self._let_go(request)
+        self._ending.end(request)
         return True
 
     @property
@@ -119,19 +108,6 @@ class Scheduler:
     def queued_tokens(self) -> int:
         """Tokens known, not computed and not in the tree, of all requests that do not decode yet."""
         return self._waiting.tokens + sum(r.behind for r in self.running.behind)
-
-    def _let_go(self, request: Request, keep: bool = False) -> None:
-        """Take a request that is over from wherever it is; what it computed stays cached."""
-        request.over = True
-        if request.row >= 0:
-            self.running.remove(request)
-            self.cache.retire(request, keep)
-        else:
-            self._waiting.remove(request)
-            self.cache.kept.left(request)
-        self._counter.go(request.tenant)
-        if not self._requests:
-            self.cache.kept.clear()
 
     # ------------------------------------------------------------ plan
 
@@ -240,10 +216,7 @@ class Scheduler:
         """Plan the next chunk of a request that is behind; its tokens, 0 when it was preempted for want of pages."""
         while True:
             # Anew after each preemption: what the victim leaves in the tree may be what comes next here.
-            gained = self.cache.catch_up(request)
-            if request.admissions == 1:
-                before = request.computed - gained
-                request.cached_tokens += max(0, min(request.computed, request.came) - before)
+            self.cache.catch_up(request)
             count = min(budget, request.behind, builder.most(request))
             if not count:  # others are scored in this step
                 return 0
@@ -253,6 +226,7 @@ class Scheduler:
             except OutOfPages:
                 if self._preempt(builder.requests) is request:
                     return 0
+        request.reach(request.computed, request.computed + count)
         builder.add(request, count)
         return count
 
@@ -267,21 +241,22 @@ class Scheduler:
             found = (one for one in found if one[0] not in plan.drafted)
         for index, (request, token, samples) in found:
             if failed and index in failed:
-                self._fail_for_good(request, failed[index], outputs)
+                outputs += self._ending.fail_for_good(request, failed[index])
                 continue
             if request.over or plan.step <= request.void:  # it ended while the step ran, or knew better
                 continue
             if stuck and index in stuck:
-                self._stop_short(request, stuck[index], outputs)
+                outputs.append(self._ending.stop_short(request, stuck[index]))
                 continue
             if scores and index in scores:
                 stop = int(plan.starts[index] + plan.counts[index])
-                request.add_scores(stop - int(plan.wants[index]) + 1, scores[index])
+                request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
             if samples:
                 self._gain(request, token, logprobs[index : index + 1] if logprobs else logprobs, outputs)
             elif plan.starts[index] + plan.counts[index] == request.total:
                 output = Output(request.id, request.unsaid(), finish="length")
-                request.report_scores(output)
+                if request.scores is not None:
+                    request.scores.report(output)
                 self._finish(request, output, outputs)
         for draft in plan.drafts:
             self._verify(plan, draft, result, outputs)
@@ -294,12 +269,13 @@ class Scheduler:
         """Take in what was drawn after a request's last token and after those drafted tokens that were drawn, too."""
         request, first = draft.request, draft.first
         if first in result.failed:
-            self._fail_for_good(request, result.failed[first], outputs)
+            outputs += self._ending.fail_for_good(request, result.failed[first])
             return
         if request.over:
             return
         if first in result.stuck:
-            return self._stop_short(request, result.stuck[first], outputs)
+            outputs.append(self._ending.stop_short(request, result.stuck[first]))
+            return
         accepted = 0
         while accepted < len(draft.ids) and result.tokens[first + accepted] == draft.ids[accepted]:
             following = first + accepted + 1
@@ -334,7 +310,8 @@ class Scheduler:
         output = Output(request.id, request.unsaid(), None, request.cached_tokens)
         if request.sampling.logprobs is not None and logprobs:
             output.logprobs = logprobs
-        request.report_scores(output)
+        if request.scores is not None:
+            request.scores.report(output)
         if stops:
             output.finish, output.stop = "stop", token
             self._finish(request, output, outputs)
@@ -368,54 +345,12 @@ class Scheduler:
     def _finish(self, request: Request, output: Output, outputs: list[Output]) -> None:
         output.cached_tokens = request.cached_tokens
         outputs.append(output)
-        del self._requests[request.id]
         if self.drafter is not None:
             self.drafter.ends(request)
         if output.tokens:  # the step after this one may have computed the last token: cached are the others, always
             request.computed = min(request.computed, len(request.tokens) - 1)
-        self._let_go(request, keep=bool(self._waiting) and request.score_from is None)
-
-    def _stop_short(self, request: Request, reason: str, outputs: list[Output]) -> None:
-        """A request cannot go on because of what it asks for; what it computed stays cached."""
-        outputs.append(_failed(request, reason, "grammar"))
-        del self._requests[request.id]
-        self._let_go(request)
-
-    def _fail_for_good(self, request: Request, reason: str, outputs: list[Output]) -> None:
-        """What a request computed is of no use: nothing of its path stays, whosever it was, that no other runs on."""
-        if not request.over:
-            self._fail(request, 0, reason, outputs)
-        self.cache.forget(request, len(request.tokens))
-
-    def _fail(self, request: Request, keep: int, reason: str, outputs: list[Output]) -> None:
-        outputs.append(_failed(request, reason))
-        del self._requests[request.id]
-        if request.row < 0:
-            self._let_go(request)
-            return
-        request.over = True
-        self._counter.go(request.tenant)
-        self.running.remove(request)
-        self.cache.discard(request, keep)
+        self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Every request of a step that could not be run fails; nothing of that step stays cached."""
-        outputs: list[Output] = []
-        for request in [r for r in self.running.behind if r not in plan.requests]:
-            # Admitted, but nothing of it was planned: it may lease what this step was to compute.
-            self.running.remove(request)
-            self.cache.discard(request, request.lease.length)
-            self._waiting.add(request)
-        # The last first: they may lease what those before them were to compute.
-        for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
-            start -= start % self.cache.page_size  # a page that was to be filled up is of no use
-            sent_back = request.row < 0
-            if not request.over:
-                self._fail(request, start, reason, outputs)
-            if sent_back:  # or dropped, while the step ran: what it was to compute went into the tree
-                self.cache.forget(request, len(request.tokens), start)
-        return outputs
-
-
-def _failed(request: Request, reason: str, field: str = "") -> Output:
-    return Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason, field=field)
+        return self._ending.fail_step(plan, reason)

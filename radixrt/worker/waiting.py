@@ -10,11 +10,13 @@ cached waits while others take that from the cache, and then it costs them all. 
 cache holds, the order of arrival gives every one back its turn just after its context was evicted (bench/placement.py,
 "by arrival"). Fewest is meant roughly, by powers of two, and of likes the older comes first. And who is the oldest may
 be overtaken by so many times the tokens that it needs itself, and no more: nobody starves, however many hits there are,
-and however long the queue is.
+and however long the queue is. Several times what nearly fills the pool takes minutes, though: after some seconds it is
+enough to have been overtaken by as much as it needs.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
@@ -29,12 +31,34 @@ OVERTAKING = 3
 """Tokens of requests that overtake the oldest, with their answers, at most, for each that the oldest needs."""
 OVERTAKING_WITHOUT_ROOM = 15
 """The same while there is only room without what is kept for those who come back: then that goes."""
+MOST_SECONDS = 30.0
+"""Once is enough, for both, when a request has been the oldest for so long: where a second computes 40,000 tokens, that
+is for prompts of 100,000 and more."""
 ANSWER = 64
 """Tokens of a prompt that take a device as long as an answer, about."""
+MOST_GROUPS = 1024
+"""Groups that are remembered; the router ends each within seconds."""
 OTHERS = 16
 """Tenants whose requests are tried when that of the one whose turn it is has no room."""
 
 _Age = tuple[int, tuple[int, int]]
+
+
+class Arrivals:
+    """When requests came: those of a group with the first of it."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, tuple[int, int]] = {}
+        """When the first of each came, and its id; the latest groups."""
+
+    def come(self, request: Request, clock: int) -> None:
+        """A request comes now, at `clock`."""
+        first, group = (clock, request.id), request.group
+        if group:
+            while len(self._groups) >= MOST_GROUPS and group not in self._groups:
+                del self._groups[next(iter(self._groups))]
+            first = self._groups.setdefault(group, first)
+        request.arrival, request.place = first[0], (first[1], request.id)
 
 
 class _Queue:
@@ -45,8 +69,11 @@ class _Queue:
         self._by_need: list[tuple[int, _Age, Request]] = []
         self._needs: dict[int, int] = {}
         """By request, what it has its place by: it may gain tokens while it waits."""
-        self._overtaken = 0
-        """Tokens of others that were served since the oldest has been the oldest."""
+        self._served = 0
+        """Tokens of requests that were served before the oldest."""
+        self._since: dict[int, tuple[int, float]] = {}
+        """By request, for who is the oldest, or was until one that is older was sent back to wait: what had been
+        `_served` when it began to be, and the time in seconds."""
 
     def __len__(self) -> int:
         return len(self.by_age)
@@ -65,17 +92,21 @@ class _Queue:
         return self._by_need[0][2]
 
     def is_due(self, times: int) -> bool:
-        """Whether the oldest has been overtaken by so many times the tokens that it needs."""
-        return self._overtaken >= times * _cost(self.by_age[0][1])
+        """Whether the oldest has been overtaken by so many times the tokens that it needs, or once and for long."""
+        oldest = self.by_age[0][1]
+        served, since = self._since[oldest.id]
+        overtaken, cost = self._served - served, _cost(oldest)
+        return overtaken >= times * cost or (overtaken >= cost and time.monotonic() - since >= MOST_SECONDS)
 
     def add(self, request: Request) -> None:
         insort(self.by_age, (_age(request), request))
+        self._note_oldest()
         self._enter(request)
 
     def remove(self, request: Request) -> None:
-        if request is self.by_age[0][1]:
-            self._overtaken = 0
         del self.by_age[bisect_left(self.by_age, (_age(request),))]
+        self._since.pop(request.id, None)
+        self._note_oldest()
         self._leave(request)
 
     def move(self, request: Request) -> None:
@@ -86,12 +117,16 @@ class _Queue:
     def serve(self, request: Request) -> None:
         """A request leaves because it will be computed."""
         if request is not self.by_age[0][1]:
-            self._overtaken += _cost(request)
+            self._served += _cost(request)
         self.remove(request)
 
     def overtaken(self, request: Request) -> None:
         """One of another tenant is served in place of one of these."""
-        self._overtaken += _cost(request)
+        self._served += _cost(request)
+
+    def _note_oldest(self) -> None:
+        if self.by_age:
+            self._since.setdefault(self.by_age[0][1].id, (self._served, time.monotonic()))
 
     def _enter(self, request: Request) -> None:
         self._needs[request.id] = need = _missing(request).bit_length()
@@ -235,7 +270,7 @@ class Waiting:
         return self._counter.of(tenant), self._queues[tenant].age
 
     def has_waited(self, request: Request) -> bool:
-        """Whether a request is its tenant's oldest, and has been overtaken for want of room by as much as may be."""
+        """Whether a request is its tenant's oldest, and has been overtaken for want of room as much as may be."""
         queue = self._queues[request.tenant]
         return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 

@@ -17,6 +17,15 @@ from radixrt.worker.scheduler import Limits, Scheduler
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
+class Clock:
+    """In place of `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Engine:
     """`chunk` is the token budget of a step, `rows` how many requests run at once."""
 

@@ -120,6 +120,32 @@ def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypat
     bench.cache.check()
     bench.drain()  # the fake asserts that it reads what it wrote
     assert bench.scores[2] == [fake_logprob(6)] * 2
+    assert bench.cached[2] == 0, "it reused nothing"
+
+
+def test_what_one_leased_and_never_went_on_from_is_not_cached(monkeypatch):
+    """It was sent back to wait before anything of it was planned, and what it had leased has failed since."""
+    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
+    bench = Bench(chunk=100)
+    bench.add(0, [4] * 20, 0, score_from=1)
+    bench.add(1, [5] * 30, 2)
+    bench.add(2, [5] * 30 + [6] * 3, 0, score_from=31)
+    plan = bench.scheduler.plan()
+    assert bench.scheduler._preempt(plan.requests).id == 2
+    bench.scheduler.fail(plan, "out of memory")
+    bench.drain()
+    assert bench.cached[2] == 0
+
+
+def test_what_others_computed_while_one_was_sent_back_is_cached():
+    """It comes back to its own tokens, which are no hit, and behind them to those of another."""
+    bench = Bench(pages=400, chunk=20, rows=4)
+    prompt = [*range(10, 70)]
+    bench.add(0, prompt, 2)
+    assert bench.step() == 20 and bench.scheduler._preempt().id == 0
+    bench.add(1, prompt[:50], 1)
+    bench.drain()
+    assert bench.cached == {0: 30, 1: 20}
 
 
 def test_what_a_request_computed_stays_when_its_grammar_lets_nothing_come():

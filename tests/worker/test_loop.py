@@ -32,6 +32,7 @@ from radixrt.worker import loop, status
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.request import from_run
 from radixrt.worker.scheduler import Limits
 from radixrt.worker.status import LIFE
 
@@ -200,7 +201,7 @@ def test_drafts_are_no_prompts():
 
 def test_its_load_has_requests_that_wait_for_their_grammar():
     serving = Worker(FakeRunner(num_pages=400), Identity("w", "model"), Router().connect, limits=Limits(64, 8))
-    serving._compiling._waiting[1] = serving._request(run(1, range(5, 35))), Future(), 1e9
+    serving._compiling._waiting[1] = from_run(run(1, range(5, 35)), 100, 1000, frozenset()), Future(), 1e9
     assert serving._load().queued_tokens == 30
 
 

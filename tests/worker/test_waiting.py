@@ -10,6 +10,7 @@ from radixrt.messages import Run, Sampling
 from radixrt.worker.request import Request
 from radixrt.worker.waiting import (
     ANSWER,
+    MOST_SECONDS,
     OTHERS,
     OVERTAKING,
     OVERTAKING_WITHOUT_ROOM,
@@ -17,7 +18,14 @@ from radixrt.worker.waiting import (
     VirtualTokenCounter,
     Waiting,
 )
+from tests.worker.engine import Clock
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr("radixrt.worker.waiting.time", found := Clock())
+    return found
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -229,7 +237,8 @@ def test_the_order_is_that_of_its_definition(seed):
     """Against one that looks at all of them: the oldest if it was overtaken by so many times what it needs, else who
     misses the fewest tokens; what the cache holds changes, requests gain tokens, leave, and come back."""
     rng = random.Random(seed)
-    cache, here, clock, overtaken = Hits(), {}, 0, 0
+    cache, here, clock, overtaken = Hits(), {}, 0, {}
+    first = lambda: min(here.values(), key=lambda r: (r.arrival, r.place))  # noqa: E731
     waiting = queue_of(cache)
     waiting._counter.come("a")
     for id in range(300):
@@ -238,15 +247,18 @@ def test_the_order_is_that_of_its_definition(seed):
         here[id] = asked(id, rng.choice([10, 16, 30]), clock)
         cache.of[id] = min(cache.of[id], here[id].total - 1)
         waiting.add(here[id])
+        overtaken.setdefault(first().id, 0)
         for other in rng.sample(sorted(here), min(len(here), 2)):
             if rng.random() < 0.3:
-                oldest = min(here.values(), key=lambda r: (r.arrival, r.place))
-                overtaken = 0 if here[other] is oldest else overtaken
                 waiting.remove(here[other])
+                overtaken.pop(other, None)
+                request = here.pop(other)
+                if here:
+                    overtaken.setdefault(first().id, 0)
                 if rng.random() < 0.5:
-                    waiting.add(here[other])
-                else:
-                    del here[other]
+                    waiting.add(request)
+                    here[other] = request
+                    overtaken.setdefault(first().id, 0)
             elif rng.random() < 0.3:
                 here[other].tokens.append(1)
                 waiting.tokens += 1
@@ -256,18 +268,20 @@ def test_the_order_is_that_of_its_definition(seed):
         for request in here.values():  # in the end all are looked up; here, at once
             waiting._look_up(waiting._queues["a"], request)
         while here and rng.random() < 0.6:
-            oldest = min(here.values(), key=lambda r: (r.arrival, r.place))
+            oldest = first()
             needs = waiting._queues["a"]._needs
             most = min(needs, key=lambda id: (needs[id], here[id].arrival, id))
-            due = overtaken >= OVERTAKING * (oldest.total - oldest.hit + ANSWER)
+            due = overtaken[oldest.id] >= OVERTAKING * (oldest.total - oldest.hit + ANSWER)
             expected = [oldest, here[most]] if due and oldest.id != most else [oldest if due else here[most]]
             assert list(waiting.candidates()) == expected
             taken = rng.choice(expected)
-            overtaken = 0 if taken is oldest else overtaken + taken.total - taken.hit + ANSWER
+            for id in overtaken if taken is not oldest else ():
+                overtaken[id] += taken.total - taken.hit + ANSWER
+            overtaken.pop(taken.id, None)
             waiting.take(taken)
             del here[taken.id]
-        if not here:
-            overtaken = 0
+            if here:
+                overtaken.setdefault(first().id, 0)
         assert len(waiting) == len(here) and waiting.tokens == sum(r.total - r.hit for r in here.values())
 
 
@@ -295,15 +309,15 @@ def test_those_of_other_tenants_are_tried_too():
     waiting = queue_of(cache, *requests)
     for tenant, served in (("a", 1), ("b", 50), ("c", 40), ("d", 30)):
         waiting._counter.decode(tenant, served)
-    waiting._queues["c"]._overtaken = 10**6
+    waiting._queues["c"]._served = 10**6
     assert [r.id for r in waiting.candidates()] == [0, 5, 3, 1]
     for _ in range(OVERTAKING_WITHOUT_ROOM + 1):  # 65 of the 74 tokens that it needs with an answer, each
         waiting.take(requests[3], [requests[0], requests[5]])
         waiting.add(requests[3])
         assert not waiting.has_waited(requests[0])
-    before = waiting._queues["d"]._overtaken
+    before = waiting._queues["d"]._served
     waiting.take(requests[5], [requests[0], requests[4]])
-    assert waiting._queues["d"]._overtaken == before + 10 + ANSWER, "once"
+    assert waiting._queues["d"]._served == before + 10 + ANSWER, "once"
     assert waiting.has_waited(requests[0]) and not waiting.has_waited(requests[1])
 
 
@@ -325,8 +339,55 @@ def test_what_is_not_cached_any_more_is_not_first():
 def test_only_the_oldest_has_waited():
     waiting = queue_of(Hits(), *(requests := [asked(id, 10, id) for id in range(3)]))
     assert not any(map(waiting.has_waited, requests))
-    waiting._queues["a"]._overtaken = 10**6
+    waiting._queues["a"]._served = 10**6
     assert [waiting.has_waited(r) for r in requests] == [True, False, False]
+
+
+def test_an_older_one_that_comes_back_does_not_begin_anew_for_who_was_overtaken():
+    """It was sent back to wait for want of pages: the next behind it has waited for as long as it has."""
+    older, oldest, other = (asked(id, 10, id) for id in range(3))
+    cache = Hits()
+    cache.of = {0: 9, 2: 9}
+    waiting = queue_of(cache, oldest, other)
+    for _ in range(OVERTAKING):
+        assert [r.id for r in waiting.candidates()] == [2]
+        waiting.add(older)
+        waiting.take(other)
+        waiting.take(older)
+        waiting.add(other)
+    assert [r.id for r in waiting.candidates()] == [2], "65 of the 74 that it needs, each"
+    waiting.add(older)
+    waiting.take(other)
+    assert [r.id for r in waiting.candidates()] == [0], "which was overtaken once"
+    waiting.take(older)
+    waiting.add(other)
+    assert [r.id for r in waiting.candidates()] == [1, 2]
+    waiting.take(oldest)
+    assert [r.id for r in waiting.candidates()] == [2] and not waiting.has_waited(other)
+
+
+def test_the_oldest_is_overtaken_once_and_for_so_long_at_most(clock):
+    """However many tokens it needs: its turn comes, and what is kept goes for it."""
+    cache = Hits()
+    cache.of = {2: 9_999}
+    waiting = queue_of(cache, *(requests := [asked(id, 10_000, id) for id in range(3)]))
+    clock.now = MOST_SECONDS - 1
+    assert [r.id for r in waiting.candidates()] == [2]
+    waiting._queues["a"]._served = 9_000 + ANSWER
+    clock.now += 1
+    assert [r.id for r in waiting.candidates()] == [2], "not by as much as it needs"
+    waiting._queues["a"]._served += 1_000
+    clock.now -= 1
+    assert [r.id for r in waiting.candidates()] == [2]
+    clock.now += 1
+    assert [r.id for r in waiting.candidates()] == [0, 2]
+    assert [waiting.has_waited(r) for r in requests] == [True, False, False]
+    waiting.take(requests[0])
+    assert [r.id for r in waiting.candidates()] == [2], "from when it is the oldest"
+    waiting._queues["a"]._served += 10_000 + ANSWER
+    assert [r.id for r in waiting.candidates()] == [2]
+    clock.now += MOST_SECONDS
+    assert [r.id for r in waiting.candidates()] == [1, 2]
 
 
 def test_few_are_looked_up_in_a_step_however_many_wait():
