@@ -13,10 +13,16 @@ from typing import Any
 from radixrt.config import MOST_TOKENS, Form
 
 FAMILIES = (
+    "arcee",
+    "cohere",
+    "cohere2",
     "deepseek_v2",
     "deepseek_v3",
     "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
     "exaone4",
+    "flex_olmo",
     "gemma3",
     "gemma3_text",
     "glm",
@@ -25,11 +31,15 @@ FAMILIES = (
     "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "granitemoe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "iquestcoder",
     "kimi_k2",
     "kimi_k25",
     "llama",
     "minimax_m2",
+    "ministral",
     "ministral3",
     "mistral",
     "mistral3",
@@ -37,9 +47,11 @@ FAMILIES = (
     "mixtral",
     "olmo2",
     "olmo3",
+    "olmoe",
     "phi3",
     "qwen2",
     "qwen2_5_vl",
+    "qwen2_moe",
     "qwen2_vl",
     "qwen3",
     "qwen3_moe",
@@ -109,6 +121,7 @@ FLAG = Form(lambda value: isinstance(value, bool), "true or false")
 STRING = Form(lambda value: isinstance(value, str), "a string")
 STRINGS = Form(lambda value: _are(str, value), "a list of strings")
 NUMBERS = Form(lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers")
+COUNTS = Form(lambda x: all(map(_is_whole, x if isinstance(x, list) else [x])), "a number, or a list of some")
 LIST = Form(lambda value: isinstance(value, list), "a list")
 OBJECT = Form(lambda value: isinstance(value, dict), "an object")
 IDS = Form(_are_ids, "a token id, or a list of some")
@@ -126,24 +139,28 @@ ROPE: dict[str, Any] = dict.fromkeys(("rope_type", "type"), STRING)
 ROPE |= dict.fromkeys(("short_factor", "long_factor"), NUMBERS)
 ROPE |= dict.fromkeys(
     ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-     "mscale_all_dim", "partial_rotary_factor", "original_max_position_embeddings"),
+     "mscale_all_dim", "partial_rotary_factor", "original_max_position_embeddings", "alpha"),
     NUMBER,
 )  # fmt: skip
 ROPE |= {"rope_theta": POSITIVE, "full_attention": ROPE, "sliding_attention": ROPE}
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+GIVEN_COUNTS = ("shared_expert_intermediate_size", "moe_num_shared_experts", "moe_layer_start_index")
+GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale")
+"""Of some families, for which null is no value."""
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TEXT: dict[str, Any] = dict.fromkeys((*SIZES, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
-     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", *LATENT),
+     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", *LATENT,
+     *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rms_norm_eps", "routed_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha"),
+     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", *GIVEN_NUMBERS),
     NUMBER,
 )  # fmt: skip
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
@@ -152,7 +169,11 @@ TEXT |= dict.fromkeys(("layer_types", "mlp_layer_types"), STRINGS)
 TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), LIST)
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)
-TEXT["eos_token_id"] = IDS
+TEXT |= {"eos_token_id": IDS, "moe_layer_interval": SIZE}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_moe": {"moe_intermediate_size": COUNTS, "n_group": None, "topk_group": None},
+}
+"""In place of what TEXT says, of fields that a family has otherwise; None for those that it does not read."""
 
 NAMED: dict[str, Any] = dict.fromkeys(SPECIAL_NAMES, TOKEN)
 NAMED |= dict.fromkeys(("additional_special_tokens", "extra_special_tokens"), TOKENS)
@@ -184,7 +205,8 @@ def check_model(folder: str | Path) -> None:
     family = config.get("model_type")
     if isinstance(family, str) and family not in FAMILIES:  # of others values may be of other kinds
         raise ValueError(not_served(family))
-    _check(path, "", config, TEXT | {"text_config": TEXT})
+    own = OF_FAMILY.get(family, {}) if isinstance(family, str) else {}
+    _check(path, "", config, TEXT | own | {"text_config": TEXT})
     whole = config | {name: value for name, value in (config.get("text_config") or {}).items() if value is not None}
     for name in _needed(whole):
         if whole.get(name, 0) is None:
@@ -198,7 +220,7 @@ def not_served(family: str) -> str:
 
 def _needed(config: Mapping[str, Any]) -> Iterator[str]:
     """Fields of a model that null is no value for."""
-    yield from (*SIZES, "intermediate_size")
+    yield from (*SIZES, "intermediate_size", "moe_layer_interval", *GIVEN_COUNTS, *GIVEN_NUMBERS)
     if any(config.get(name) is not None for name in LATENT):
         yield from LATENT
     if config.get("n_routed_experts"):

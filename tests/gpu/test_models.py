@@ -32,6 +32,8 @@ LATENT |= {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16,
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "olmo3", "granite", "ministral3"]
 OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "exaone4", "iquestcoder"]
+OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
+OTHERS += ["ministral", "granitemoe", "cohere", "cohere2"]
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
@@ -43,6 +45,7 @@ OF_FAMILY |= {"ministral3": {"rope_parameters": FARTHER | {"mscale_all_dim": 1.0
 OF_FAMILY |= {
     "mistral4": LATENT | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "head_dim": 128, "rope_parameters": FARTHER}
 }
+OF_FAMILY |= {"ministral": WINDOWS, "cohere2": WINDOWS}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -58,7 +61,7 @@ def made(request, tmp_path_factory):
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
-    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone4")):
+    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone4", "ministral0", "cohere2")):
         config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))
 

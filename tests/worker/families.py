@@ -17,15 +17,34 @@ GROWING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling
 """Without `mscale_all_dim`, from which transformers makes another scale of Mistral 4's softmax."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
+OF_QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+OF_QWEN |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
+OF_ERNIE: dict[str, Any] = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
+OF_HUNYUAN: dict[str, Any] = {"num_experts": 6, "moe_topk": 3, "head_dim": 16}
+OF_GRANITE: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
+OF_GRANITE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_tok": 3}
+
 SIZES: dict[str, dict[str, Any]] = {
+    "arcee": {"head_dim": 32},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": WINDOWS | {"logit_scale": 0.25},
     "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
+    "ernie4_5": {"head_dim": 32},
+    "ernie4_5_moe": OF_ERNIE,
     "exaone4": WINDOWS | {"head_dim": 32},
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
+    "granitemoe": OF_GRANITE,
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": OF_HUNYUAN,
     "iquestcoder": {"head_dim": 32},
+    "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": GROWING},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "qwen2_moe": OF_QWEN,
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
 }
 FAMILIES = (*checkpoints.FAMILIES, *SIZES)

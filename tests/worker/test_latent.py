@@ -181,6 +181,16 @@ def test_the_bias_stays_as_it_is_stored(checkpoint):
     assert found.dtype == torch.float32 and torch.equal(found, stored.float())
 
 
+def test_a_router_stays_as_it_is_stored(checkpoint):
+    """ERNIE's, whose files have it in float32 beside other weights in bfloat16."""
+    folder, _ = checkpoint("ernie4_5_moe")
+    stored = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.weight"]
+    weights = SafetensorsWeights(folder, torch.bfloat16, CPU, progress=False)
+    mlp, x = Decoder(spec_of(folder), weights)._layers[1].mlp, torch.randn(9, 64).bfloat16()
+    assert mlp.experts.down.dtype == mlp.shared.down.weight.dtype == torch.bfloat16
+    assert torch.equal(mlp.experts.logits(x), x.float() @ stored.t())
+
+
 # ---------------------------------------------------------------- a config
 
 

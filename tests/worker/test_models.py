@@ -28,6 +28,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0], "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]}
 LONGROPE = FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.75}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0}
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
@@ -84,6 +85,20 @@ VARIANTS = [
     ("solar_open", {"attention_bias": True, "rope_parameters": YARN, "n_group": 4, "topk_group": 2}),
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3}),
     ("iquestcoder", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1, "qkv_bias": False}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 16}),
+    ("olmoe", {"num_key_value_heads": 1, "attention_bias": True, "norm_topk_prob": True}),
+    ("flex_olmo", {"norm_topk_prob": True, "attention_bias": True}),
+    ("ernie4_5", {"use_bias": True, "rope_parameters": YARN}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_norm_min": 0.4}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 0, "moe_num_shared_experts": 0}),
+    ("hunyuan_v1_dense", {"rope_parameters": ALPHA, "attention_bias": True}),
+    ("hunyuan_v1_moe", {"rope_parameters": ALPHA, "num_key_value_heads": 1}),
+    ("arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    ("ministral", {"layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3}),
+    ("granitemoe", {"attention_bias": True, "residual_multiplier": 1.0}),
+    ("cohere", {"attention_bias": True, "num_key_value_heads": 1, "layer_norm_eps": 1e-3}),
+    ("cohere2", {"attention_bias": True, "rope_parameters": LLAMA3, "layer_types": ["full_attention"] * 2}),
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
@@ -165,6 +180,18 @@ ALIKE = (
     "solar_open",
     "exaone4",
     "iquestcoder",
+    "qwen2_moe",
+    "olmoe",
+    "flex_olmo",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "arcee",
+    "ministral",
+    "granitemoe",
+    "cohere",
+    "cohere2",
 )
 """Families whose logits are tested, and that decode as others do."""
 
@@ -349,6 +376,6 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
             elements += weight.numel() * spec.experts.chosen // spec.experts.count
-        elif not name.endswith(("gate.weight", "router.weight", "bias")):
+        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias")):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

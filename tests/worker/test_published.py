@@ -74,6 +74,22 @@ DOTS |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_pro
 DOTS |= {"routed_scaling_factor": 2.5, "rope_theta": 1e7, "max_window_layers": 2}
 SOLAR = GLM | {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "routed_scaling_factor": 1.0}
 SOLAR |= {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, "head_dim": 16}
+COHERE: dict[str, Any] = {"num_key_value_heads": 2, "layer_norm_eps": 1e-5, "logit_scale": 0.25, "rope_theta": 5e4}
+COHERE |= {"hidden_act": "silu", "rope_scaling": None, "pad_token_id": 0, "rms_norm_eps": "REMOVED"}
+QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
+QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
+QWEN |= {"sliding_window": 32_768, "max_window_layers": 21, "use_sliding_window": False, "num_key_value_heads": 2}
+OLMOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": None, "norm_topk_prob": False}
+OLMOE |= {"attention_bias": False, "rope_scaling": None, "rope_theta": 1e4, "num_key_value_heads": 4}
+ERNIE: dict[str, Any] = {"use_bias": False, "rope_theta": 5e5, "tie_word_embeddings": True, "num_key_value_heads": 2}
+ERNIES: dict[str, Any] = {"moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_k": 2}
+ERNIES |= {"moe_layer_end_index": 1, "moe_layer_interval": 1, "moe_intermediate_size": 16, "moe_use_aux_free": True}
+ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+HUNYUAN: dict[str, Any] = {"rope_scaling": ALPHA | {"type": "dynamic"}, "attention_head_dim": 16, "head_dim": 16}
+HUNYUAN |= {"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "num_key_value_heads": 2, "pad_token_id": None}
+A13B: dict[str, Any] = {"num_experts": 6, "moe_topk": [2, 2], "num_shared_expert": [1, 1], "n_group": False}
+A13B |= {"moe_intermediate_size": [48, 48], "use_mixed_mlp_moe": True, "norm_topk_prob": True, "topk_group": False}
+A13B |= {"group_limited_greedy": False, "routed_scaling_factor": 1.0, "moe_layer_num_skipped": 0}
 EXAONE: dict[str, Any] = LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "num_hidden_layers": 4, "sliding_window": 16}
 LLLG = [*["sliding_attention"] * 3, "full_attention"]
 
@@ -139,6 +155,22 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone 4 32b": ("exaone4", EXAONE | {"sliding_window_pattern": "LLLG", "layer_types": LLLG}),
     "exaone 4 1.2b": ("exaone4", EXAONE | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "iquest coder": ("iquestcoder", PLAIN | {"head_dim": 16, "clip_qkv": None, "use_sliding_window": False}),
+    "qwen 1.5 moe": ("qwen2_moe", QWEN),
+    "qwen 2 moe, windows": (
+        "qwen2_moe",
+        QWEN | {"use_sliding_window": True, "sliding_window": 16, "num_hidden_layers": 4, "max_window_layers": 3},
+    ),
+    "olmoe": ("olmoe", PLAIN | OLMOE),
+    "flex olmo": ("flex_olmo", PLAIN | {"num_experts": 7, "num_experts_per_tok": 5, "rope_theta": 5e5}),
+    "ernie 4.5 0.3b": ("ernie4_5", ERNIE | {"head_dim": 16}),
+    "ernie 4.5 21b": ("ernie4_5_moe", ERNIE | ERNIES),
+    "hunyuan 7b": ("hunyuan_v1_dense", HUNYUAN),
+    "hunyuan a13b": ("hunyuan_v1_moe", HUNYUAN | A13B),
+    "afm 4.5b": ("arcee", LONG | {"hidden_act": "relu2", "mlp_bias": False, "rope_scaling": YARN | {"mscale": 1.0}}),
+    "command r": ("cohere", COHERE | {"use_qk_norm": False, "model_max_length": 1024, "rope_theta": 8e6}),
+    "command r7b": ("cohere2", COHERE | {"sliding_window": 16, "sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "ministral": ("ministral", PLAIN | {"head_dim": 16, "sliding_window": 16, "layer_types": LLLG[2:]}),
+    "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
 }
 
@@ -374,7 +406,10 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2"])
+TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
+
+
+@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -520,6 +555,17 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "solar_open", "use_qk_norm": True}, "use_qk_norm True is not served"),
         ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "'LLLG' is not served without layer_types"),
         ({"model_type": "iquestcoder", "clip_qkv": 8.0}, "clip_qkv 8.0 is not served"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0 is not served"),
+        ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias True is not served"),
+        ({"model_type": "ernie4_5_moe", "moe_norm_min": None}, "moe_norm_min is null"),
+        ({"model_type": "hunyuan_v1_dense", "use_qk_norm": False}, "use_qk_norm False is not served"),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2]}, r"moe_topk \[1, 2\] is not served; the same"),
+        ({"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [64]}, "moe_intermediate_size 64 is not served"),
+        ({"model_type": "hunyuan_v1_moe", "num_shared_expert": 2}, "num_shared_expert 2 is not served"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm True is not served"),
+        ({"model_type": "cohere2", "sliding_window": None}, "sliding_window null is not served"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not served"),
         ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quant_method 'awq' is not served"),
     ],

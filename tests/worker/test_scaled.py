@@ -190,11 +190,23 @@ def test_what_is_stored_in_fp8_is_multiplied_so(plain, tmp_path, kind):
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
-@pytest.mark.parametrize("family", ["phi3", "olmo2", "gemma3_text", "granite"])
+@pytest.mark.parametrize("family", ["phi3", "olmo2", "gemma3_text", "granite", "hunyuan_v1_dense"])
 def test_families_whose_matrices_are_stored_together_or_have_other_norms_or_factors(checkpoint, tmp_path, family):
     folder = store(checkpoint(family, **SIZES)[0], tmp_path / "fp8", of_blocks, weight_block_size=[BLOCK, BLOCK])
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
     assert all(isinstance(kept, ScaledLinear) for kept in products_of(stored))
+    assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_mlp_without_a_gate(checkpoint, tmp_path, kind):
+    """Its inner features are rounded by the product that takes them."""
+    scales, config = KINDS[kind]
+    folder = store(checkpoint("arcee", **SIZES)[0], tmp_path / "fp8", scales, **config)
+    stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
+    assert stored.narrow and not wide.narrow
+    for layer in stored._layers:
+        assert isinstance(layer.mlp.up, ScaledLinear) and isinstance(layer.mlp.down.product, ScaledLinear)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 

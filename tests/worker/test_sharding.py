@@ -63,6 +63,12 @@ def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
 
 
+@pytest.mark.parametrize("family", ["cohere", "cohere2"])
+def test_families_of_one_rank(checkpoint, family):
+    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served for this model_type; 1 is"):
+        Shard(0, 2).spec(spec_of(checkpoint, family))
+
+
 # ---------------------------------------------------------------- parts of a checkpoint
 
 
@@ -146,6 +152,13 @@ def mix(layer, heads):
         ("dots1", {}),
         ("solar_open", {}),
         ("exaone4", {}),
+        ("qwen2_moe", {}),
+        ("olmoe", {}),
+        ("flex_olmo", {}),
+        ("ernie4_5_moe", {}),
+        ("hunyuan_v1_moe", {"attention_bias": True}),
+        ("arcee", {"mlp_bias": True}),
+        ("granitemoe", {}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):

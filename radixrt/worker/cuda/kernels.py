@@ -21,7 +21,7 @@ CLAMP, ALPHA = (tl.constexpr(x) for x in CLAMPED_SWIGLU)
 @triton.jit(do_not_specialize=["stride"])
 def _norm_kernel(
     x_ptr, weight_ptr, out_ptr, scales_ptr, eps, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -29,6 +29,8 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     wait(EARLY)
     x = tl.load(x_ptr + row * size + i, mask=inside, other=0.0).to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     dtype = x_ptr.dtype.element_ty
     x = (x.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight).to(dtype)
@@ -38,8 +40,11 @@ def _norm_kernel(
         tl.store(out_ptr + row * size + i, x, mask=inside)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-    """RMSNorm of x[T, H] by a weight of its dtype or of float32; rounded to FP8, if asked for."""
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None, centered: bool = False
+) -> torch.Tensor | Rounded:
+    """RMSNorm of x[T, H], less its mean if `centered`, by a weight of its dtype or of float32; rounded to FP8, if asked
+    for."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, rounding)
     if rounding is None:
@@ -48,7 +53,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding |
         found = room(rows, size, rounding, x.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
     launch(_norm_kernel, (rows,), None, x, weight, values, scales, eps, size, stride, group, LIMIT, block,
-           num_warps=warps)  # fmt: skip
+           centered, num_warps=warps)  # fmt: skip
     return found
 
 

@@ -57,8 +57,8 @@ def _of_best_groups(choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: t
 @triton.jit
 def _route(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """The numbers, too."""
     e = tl.arange(0, BLOCK)
@@ -71,6 +71,9 @@ def _route(
     scores = left
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-left))
+    elif BIASED:
+        scores = tl.exp(left - peak) / total
+    if BIASED:
         left = scores + tl.load(bias_ptr + e, mask=e < count, other=float("-inf"))
     if KEPT < GROUPS:
         left = _of_best_groups(left, e, SIZE, GROUPS, KEPT, SIGMOID)
@@ -78,7 +81,7 @@ def _route(
     experts = tl.zeros([SLOTS], tl.int32)
     for i in tl.static_range(CHOSEN):
         best = tl.argmax(left, 0)
-        if SIGMOID:
+        if BIASED:
             share = tl.sum(tl.where(e == best, scores, 0.0), 0)
         else:
             share = tl.exp(tl.max(left, 0) - peak) / total
@@ -86,7 +89,7 @@ def _route(
         experts = tl.where(slot == i, best.to(tl.int32), experts)
         left = tl.where(e == best, float("-inf"), left)
     if NORMALIZED:
-        shares = shares / tl.sum(shares, 0)
+        shares = shares / tl.maximum(tl.sum(shares, 0), LEAST)
     if FACTOR != 1.0:
         shares = shares * FACTOR
     shares = tl.where(nan, float("nan"), shares)
@@ -99,23 +102,24 @@ def _route(
 @triton.jit
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     _route(
-        logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID, SIZE,
-        GROUPS, KEPT, FACTOR,
+        logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
+        BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST,
     )  # fmt: skip
 
 
 PLAIN = Routing()
 
 
-def _ways(routing: Routing, count: int) -> tuple[bool, int, int, int, float]:
+def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float]:
     """For `_route`, of so many experts."""
-    return routing.sigmoid, count // routing.groups, routing.groups, routing.kept_groups, routing.factor
+    groups = count // routing.groups, routing.groups, routing.kept_groups
+    return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.least
 
 
 def route(
@@ -291,16 +295,16 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
 def _begin_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr, tiles_ptr, x_ptr, values_ptr, scales_ptr,
     count, size, stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-    SIGMOID: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr,
-    FIELDS: tl.constexpr, SINGLE: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
-    EARLY: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    FACTOR: tl.constexpr, LEAST: tl.constexpr, FIELDS: tl.constexpr, SINGLE: tl.constexpr, LIMIT: tl.constexpr,
+    GROUP: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         experts = _route(
             logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
-            SIZE, GROUPS, KEPT, FACTOR,
+            BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST,
         )  # fmt: skip
         if SINGLE:
             slot = tl.arange(0, SLOTS)

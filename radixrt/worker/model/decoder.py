@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.layers import Attend, Ops, TorchOps
+from radixrt.worker.model.layers import Attend, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.parallel import Group
@@ -126,7 +126,12 @@ class Decoder:
         """The rest of a layer, which goes onto residual[T, hidden] in place; what the next one begins with."""
         layer, last = self._layers[number], number == len(self._layers) - 1
         norm = self._norm if last else self._layers[number + 1].attention_norm
-        x = layer.output.add(layer.heads.gather(x), residual, layer.mlp_norm, self._ops)
+        attended = layer.heads.gather(x)
+        if self.spec.parallel:
+            x = layer.mlp_norm(residual, self._ops)
+            layer.output.add(attended, residual, NoNorm(), self._ops)
+        else:
+            x = layer.output.add(attended, residual, layer.mlp_norm, self._ops)
         return layer.mlp.add(x, residual, norm, self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear,
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.mlp import Mixture, Mlp
+    from radixrt.worker.model.mlp import Mixture, Mlp, Plain
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -40,10 +40,15 @@ class Ops(Protocol):
     """What is fused on a GPU (`cuda.kernels`), and here in plain torch."""
 
     def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        rounding: Rounding | None = None,
+        centered: bool = False,
     ) -> torch.Tensor | Rounded:
-        """RMSNorm of x[T, H] by a weight of the dtype of x, or of float32 (see `NormsSpec.wide`); rounded, if asked
-        for."""
+        """RMSNorm of x[T, H], less its mean if `centered`, by a weight of the dtype of x, or of float32 (see
+        `NormsSpec`); rounded, if asked for."""
 
     def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         """act(first half) * second half of x[T, 2 I], or what else the activation makes of both: [T, I]; rounded, if
@@ -91,9 +96,10 @@ class TorchOps:
 
     @staticmethod
     def norm(
-        x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
+        x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None, centered: bool = False
     ) -> torch.Tensor | Rounded:
-        out = _normalized(x, weight, eps)
+        known = x.float() - x.float().mean(-1, keepdim=True) if centered else x
+        out = _normalized(known, weight, eps).to(x.dtype)
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
@@ -228,11 +234,23 @@ class Grouped:
     whole: bool = False
     """All heads are normalized together: of a `group` those of all ranks."""
     group: Group | None = None
+    last: bool = False
+    """Each head is normalized after it is rotated."""
 
     def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
         qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
+        if self.last:
+            self._rotate_and_normalize(qkv, cos, sin)
+            return Heads(qkv, self.num_heads, None, self.eps, torch.ones_like(cos), torch.zeros_like(sin))
         means = self._means(qkv, ops) if self.whole else None
         return Heads(qkv, self.num_heads, self.norms, self.eps, cos, sin, means)
+
+    def _rotate_and_normalize(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """In place: what is fused normalizes first."""
+        assert self.norms is not None
+        kv_heads = (qkv.shape[1] - self.num_heads) // 2
+        for heads, weight in zip(qkv.split((self.num_heads, kv_heads, kv_heads), dim=1), self.norms, strict=False):
+            heads.copy_(_normalized(rotate(heads, cos, sin), weight, self.eps))
 
     def _means(self, qkv: torch.Tensor, ops: Ops) -> torch.Tensor:
         """See `Heads.means`. All ranks have as many heads; where several have the same of k, all heads of k are had as
@@ -254,14 +272,15 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm; `rounding` is that of what its result goes into."""
+    """RMSNorm, or LayerNorm if `centered`; `rounding` is that of what its result goes into."""
 
     weight: torch.Tensor
     eps: float
     rounding: Rounding | None
+    centered: bool = False
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Rounded:
-        return ops.norm(x, self.weight, self.eps, self.rounding)
+        return ops.norm(x, self.weight, self.eps, self.rounding, self.centered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +342,6 @@ class Layer:
     heads: Projections
     output: Output
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | Mixture
+    mlp: Mlp | Plain | Mixture
     sinks: torch.Tensor | None = None
     """float32[heads], where attention has them (see `ModelSpec.sinks`)."""

@@ -7,7 +7,7 @@ from typing import Any
 from radixrt.worker.model.spec import ModelSpec, common
 
 
-def spec(config: dict[str, Any]) -> ModelSpec:
-    """All tokens attend to all before them; biases by `attention_bias` and `mlp_bias`."""
+def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
+    """All tokens attend to all before them; biases by `attention_bias` and `mlp_bias`; `features` are a successor's."""
     bias = bool(config.get("attention_bias"))
-    return common(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
+    return common(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")), **features)

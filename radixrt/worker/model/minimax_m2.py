@@ -34,7 +34,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layers=frozenset(range(layers)),
         prefix="block_sparse_moe",
         names=("w1", "w3", "w2"),
-        bias="e_score_correction_bias",
+        bias=("e_score_correction_bias",),
         routing=Routing(sigmoid=True, wide=True),
     )
     return with_experts(common(config, partial_rotary=True, qk_norm_whole=bool(config["use_qk_norm"])), experts)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.moe import Experts, sigmoid
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
 
@@ -34,16 +35,41 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Plain:
+    """Without a gate: the square of what is positive of `up` (arXiv 2109.08668)."""
+
+    up: Product
+    down: Output
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of what it takes."""
+        return self.up.rounding
+
+    def add(
+        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Rounded:
+        """As `Mlp.add`."""
+        return self.down.add(self.up(x).relu_().square_(), residual, norm, ops)
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
     """An MLP beside a mixture of experts. Of a group each rank has a part of it, as of every expert."""
 
     gate_up: Product
     down: Product
     activation: str
+    gate: Linear | None = None
+    """To one number, the same on all ranks, by whose sigmoid the result is scaled."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add what it makes of x[T, hidden] to residual[T, hidden], in place."""
-        self.down.add(ops.gate(self.gate_up(x), self.activation, self.down.rounding), residual)
+        inner = ops.gate(self.gate_up(x), self.activation, self.down.rounding)
+        if self.gate is None:
+            self.down.add(inner, residual)
+        else:
+            residual.add_(self.down(inner).mul_(sigmoid(self.gate(x))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +80,10 @@ class Mixture:
     experts: Experts
     group: Group | None
     shared: Shared | None = None
+    after: Norm | None = None
+    """Of all that they make, before it is added."""
+    factor: float = 1.0
+    """Of it, where there is no such norm."""
 
     @property
     def rounding(self) -> Rounding | None:
@@ -62,12 +92,25 @@ class Mixture:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> torch.Tensor | Rounded:
         """As `Mlp.add`."""
-        if self.group is None:
+        if self.group is None and self.after is None and self.factor == 1:
             self._add(x, residual, ops)
             return norm(residual, ops)
-        part = self.group.room(AFTER_MLP, residual).zero_()
+        part = torch.zeros_like(residual) if self.group is None else self.group.room(AFTER_MLP, residual).zero_()
         self._add(x, part, ops)
+        if self.after is not None:
+            residual.add_(self._normalized(part, self.after, ops))
+            return norm(residual, ops)
+        if self.factor != 1:
+            part *= self.factor
+        if self.group is None:
+            return norm(residual.add_(part), ops)
         return self.group.add(AFTER_MLP, part, residual, norm, ops)
+
+    def _normalized(self, part: torch.Tensor, after: Norm, ops: Ops) -> torch.Tensor:
+        """The norm of the result [T, hidden], of all ranks together."""
+        if self.group is None:
+            return after(part, ops)
+        return self.group.add(AFTER_MLP, part, torch.zeros_like(part), after, ops)
 
     def _add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         self.experts.add(x, residual, ops)

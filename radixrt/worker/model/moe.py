@@ -74,7 +74,7 @@ class Experts:
     batch_invariant: bool
     routing: Routing = Routing()
     bias: torch.Tensor | None = None
-    """float32[E]: added to scores to choose by them, where these are sigmoids."""
+    """float32[E]: added to scores to choose by them (see `Routing.has_bias`)."""
     gate_up_bias: torch.Tensor | None = None
     """[E, 2 I], in the order of the rows."""
     down_bias: torch.Tensor | None = None
@@ -94,6 +94,8 @@ class Experts:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[T, E] of x[T, hidden], float32 if they are to be `wide`."""
+        if self.router.weight.dtype == torch.float32:
+            return self.router(x.float())
         if not self.routing.wide or x.dtype == torch.float32:
             return self.router(x)
         weight = self.router.weight
@@ -109,12 +111,12 @@ class Experts:
         """(weights in the dtype of the logits, int64 numbers) of each token's experts, the likeliest first, both
         [T, chosen]."""
         logits = self.logits(x)
-        scores = _sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
+        scores = sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
         choice = scores if self.bias is None else scores + self.bias
         experts = (self._of_best_groups(choice) if self.routing.grouped else choice).topk(self.chosen, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.routing.least)
         return (weights * self.routing.factor).to(logits.dtype), experts
 
     def _of_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,7 @@ class Experts:
         return Linear(weight, bias, self.batch_invariant)
 
 
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """By softmax over (x, 0), which rounds alike wherever a row lies: functions of elements take the ends of a tensor
     in another way than the rest."""
     return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
@@ -161,44 +163,58 @@ def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant:
     moe = spec.experts
     assert moe is not None
     at, hidden = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size
-    whole = f"model.layers.{layer}.{WHOLE}"
-    if f"{whole}experts.gate_up_proj" in weights:
-        router = weights.load(f"{whole}gate.weight", (moe.count, hidden))
-        gate_up, down = _read_whole(weights, f"{whole}experts.", moe, hidden, shard)
-        at = whole
+    if (whole := _find_whole(weights, f"model.layers.{layer}.", moe)) is not None:
+        name, *both = whole
+        router = _read_router(weights, name, moe, hidden)
+        gate_up, down = _read_whole(weights, both, moe, hidden, shard)
+        at = f"model.layers.{layer}.{WHOLE}"
     else:
-        router = weights.load(f"{at}gate.weight", (moe.count, hidden))
+        router = _read_router(weights, f"{at}{moe.router}.weight", moe, hidden)
         matrices = list(_matrices(at, moe, hidden, shard))
         found = _read_scaled(weights, matrices)
-        gate_up, down = found or _read_plain(weights, matrices, router)
+        gate_up, down = found or _read_plain(weights, matrices)
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.chosen, moe.normalized, spec.activation,
-        batch_invariant, moe.routing, _read_bias(weights, at + moe.bias, moe),
+        batch_invariant, moe.routing, _read_bias(weights, at, moe),
     )  # fmt: skip
 
 
-def _read_bias(weights: Weights, name: str, moe: ExpertsSpec) -> torch.Tensor | None:
+def _find_whole(weights: Weights, at: str, moe: ExpertsSpec) -> list[str] | None:
+    """Names of the router, and of the tensors of all experts, where there are some."""
+    known = *moe.together, (f"{WHOLE}{moe.router}.weight", f"{WHOLE}experts.gate_up_proj", f"{WHOLE}experts.down_proj")
+    return next(([at + name for name in names] for names in known if at + names[1] in weights), None)
+
+
+def _read_router(weights: Weights, name: str, moe: ExpertsSpec, hidden: int) -> torch.Tensor:
+    """In the dtype of the model, or see `Routing.wide_weight`."""
+    loaded = weights.load(name, (moe.count, hidden))
+    stored = weights.get(name) if moe.routing.wide_weight else None
+    return stored if stored is not None and stored.dtype == torch.float32 else loaded
+
+
+def _read_bias(weights: Weights, at: str, moe: ExpertsSpec) -> torch.Tensor | None:
     """In the precision that it is stored in: scores differ by little."""
-    if not moe.routing.sigmoid:
+    if not moe.routing.has_bias:
         return None
-    loaded, stored = weights.load(name, (moe.count,)), weights.get(name)
-    return (loaded if stored is None else stored).float()
+    name = next((at + name for name in moe.bias if at + name in weights), at + moe.bias[0])
+    loaded, stored = weights.load(name, moe.bias_shape), weights.get(name)
+    return (loaded if stored is None else stored).float().flatten()
 
 
 def _read_whole(
-    weights: Weights, at: str, moe: ExpertsSpec, hidden: int, shard: Shard
+    weights: Weights, names: list[str], moe: ExpertsSpec, hidden: int, shard: Shard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gate_up` and `down`, each of one tensor."""
     inner = moe.intermediate_size
-    ends = [weights.shape(at + name)[1:] for name in ("gate_up_proj", "down_proj")]
+    ends = [weights.shape(name)[1:] for name in names]
     turned = moe.inputs_first and ends == [(hidden, 2 * inner), (inner, hidden)]  # one of them may be square
     rows, columns = (2, 1) if turned else (1, 2)
 
     def load(name: str, shape: tuple[int, int], part: Part | None) -> torch.Tensor:
-        return weights.load(at + name, (moe.count, *(shape[::-1] if turned else shape)), part)
+        return weights.load(name, (moe.count, *(shape[::-1] if turned else shape)), part)
 
-    gate_up = stack([load("gate_up_proj", (2 * inner, hidden), half) for half in shard.halves(rows, inner)], rows)
-    down = load("down_proj", (hidden, inner), shard.part(columns, inner))
+    gate_up = stack([load(names[0], (2 * inner, hidden), half) for half in shard.halves(rows, inner)], rows)
+    down = load(names[1], (hidden, inner), shard.part(columns, inner))
     return (gate_up.mT.contiguous(), down.mT.contiguous()) if turned else (gate_up, down)
 
 
@@ -216,17 +232,15 @@ def _matrices(at: str, moe: ExpertsSpec, hidden: int, shard: Shard) -> Iterator[
         yield [(name, *shape) for name, shape in zip(names, shapes, strict=True)]
 
 
-def _read_plain(
-    weights: Weights, matrices: list[list[Matrix]], like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_plain(weights: Weights, matrices: list[list[Matrix]]) -> tuple[torch.Tensor, torch.Tensor]:
     """`gate_up` and `down`, expert by expert, so that no more than one is held twice."""
-    gate_up = down = like
+    gate_up = down = torch.empty(0)
     for expert, three in enumerate(matrices):
         gate, up, last = (weights.load(*matrix) for matrix in three)
         inner, hidden = gate.shape
         if not expert:
-            gate_up = like.new_empty((len(matrices), 2 * inner, hidden))
-            down = like.new_empty((len(matrices), hidden, inner))
+            gate_up = gate.new_empty((len(matrices), 2 * inner, hidden))
+            down = gate.new_empty((len(matrices), hidden, inner))
         gate_up[expert, :inner], gate_up[expert, inner:], down[expert] = gate, up, last
     return gate_up, down
 

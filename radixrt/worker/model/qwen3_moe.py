@@ -12,15 +12,19 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     """As Qwen3, but a window is that of all layers; layers have experts but for `mlp_only_layers`, every
     `decoder_sparse_step`-th of them."""
     config = {"head_dim": None, "num_key_value_heads": 4} | config | {"layer_types": None, "max_window_layers": 0}
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    layers = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
     experts = ExpertsSpec(
         count=config.get("num_experts") or config.get("num_local_experts", 128),
         chosen=config.get("num_experts_per_tok", 8),
         intermediate_size=config.get("moe_intermediate_size", 768),
         normalized=bool(config.get("norm_topk_prob", False)),
-        layers=frozenset(layers),
+        layers=sparse_layers(config),
         prefix="mlp",
         names=("gate_proj", "up_proj", "down_proj"),
     )
     return with_experts(qwen3.spec(config), experts)
+
+
+def sparse_layers(config: dict[str, Any]) -> frozenset[int]:
+    """Those that have experts."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return frozenset(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)

@@ -13,12 +13,12 @@ from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.latent import NORM_EPS, Latent, Ups
 from radixrt.worker.model.layers import Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear, stack
-from radixrt.worker.model.mlp import Mixture, Mlp, Shared
+from radixrt.worker.model.mlp import Mixture, Mlp, Plain, Shared
 from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, stack_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec
 
 HEAD = "lm_head.weight"
 
@@ -138,7 +138,8 @@ class Reader:
         return Output(product, self._group, turn, after, self._spec.residual_factor)
 
     def norm(self, name: str, rounding: Rounding | None = None) -> Norm:
-        return Norm(self._norm_weight(name, self._spec.hidden_size), self._spec.norm_eps, rounding)
+        weight = self._norm_weight(name, self._spec.hidden_size)
+        return Norm(weight, self._spec.norm_eps, rounding, self._spec.norms.centered)
 
     def _norm_weight(self, name: str, size: int, part: Part | None = None) -> torch.Tensor:
         weight, norms = self._vector(name, size, part), self._spec.norms
@@ -170,11 +171,11 @@ class Reader:
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
         own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec)
         assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_whole)), "no family has both"
-        norms = None
+        norms, (q_norm, k_norm) = None, spec.qk_norms
         if spec.qk_norm_whole:
-            norms = self._norm_weight(at + "q_norm", q, own_heads), self._norm_weight(at + "k_norm", kv, own_kv)
+            norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
         elif spec.qk_norm:
-            norms = self._norm_weight(at + "q_norm", spec.head_dim), self._norm_weight(at + "k_norm", spec.head_dim)
+            norms = self._norm_weight(at + q_norm, spec.head_dim), self._norm_weight(at + k_norm, spec.head_dim)
         pieces = [
             Piece(at + "q_proj", (q, hidden), own_heads, rotated=True),
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
@@ -182,7 +183,8 @@ class Reader:
         ]
         qkv = self._product(self._together(at + "qkv_proj", pieces) if spec.fused_qkv else pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_whole, self._group)
+        whole, last = spec.qk_norm_whole, spec.qk_norm_last
+        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, whole, self._group, last)
 
     def _latent(self, at: str) -> Projections:
         """The heads are divided among ranks; latents and what makes them are the same on all."""
@@ -213,24 +215,32 @@ class Reader:
             interleaved=latent.interleaved,
         )
 
-    def _shared(self, at: str, inner: int) -> Shared | None:
-        if not inner:
+    def _shared(self, at: str, experts: ExpertsSpec) -> Shared | None:
+        if not experts.shared_size:
             return None
-        mlp = self._gated(at, inner)
-        return Shared(mlp.gate_up, mlp.down.product, mlp.activation)
+        mlp, gate = self._gated(f"{at}{experts.shared}.", experts.shared_size), None
+        if experts.shared_gate is not None:
+            gate = Linear(self.matrix(at + experts.shared_gate, 1, self._spec.hidden_size), None, self._batch_invariant)
+        return Shared(mlp.gate_up, mlp.down.product, mlp.activation, gate)
 
     def _sinks(self, name: str) -> torch.Tensor:
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int) -> Mlp | Mixture:
+    def _mlp(self, number: int) -> Mlp | Plain | Mixture:
         spec, at = self._spec, f"layers.{number}.mlp."
+        after = self._after(f"layers.{number}.", spec.norms.after_mlp)
         if spec.experts is not None and number in spec.experts.layers:
-            assert spec.norms.after_mlp is None and spec.residual_factor == 1, "no family has both"
             read = read_alternating if spec.experts.alternating else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
-            return Mixture(experts, self._group, self._shared(at + "shared_experts.", spec.experts.shared_size))
-        return self._gated(at, spec.intermediate_size, self._after(f"layers.{number}.", spec.norms.after_mlp))
+            return Mixture(experts, self._group, self._shared(at, spec.experts), after, spec.residual_factor)
+        return (self._gated if spec.gated else self._plain)(at, spec.intermediate_size, after)
+
+    def _plain(self, at: str, inner: int, after: Norm | None = None) -> Plain:
+        spec, hidden = self._spec, self._spec.hidden_size
+        up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
+        down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
+        return Plain(self._product([up], spec.mlp_bias), down)
 
     def _gated(self, at: str, inner: int, after: Norm | None = None) -> Mlp:
         spec, hidden = self._spec, self._spec.hidden_size

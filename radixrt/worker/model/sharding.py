@@ -44,6 +44,9 @@ class Shard:
         size stay. ValueError for sizes that do not divide."""
         if self.size == 1:
             return whole
+        if whole.parallel or whole.norms.centered:
+            # What is fused with a sum over ranks is an RMSNorm, and always there.
+            raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
             "num_kv_heads": self._kv_share(whole),

@@ -12,6 +12,8 @@ ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_ta
 """By `hidden_act`: one function has several names."""
 CLAMPED_SWIGLU = 7.0, 1.702
 """Of the activation `clamped_swiglu`: what gate and up are clamped to, and what the sigmoid's argument is times."""
+SQUARED_RELU = "relu2"
+"""The activation of MLPs without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,9 @@ class Routing:
     (DeepSeek-V2, arXiv 2405.04434, section 2.2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
     sigmoid: bool = False
-    """In place of softmax. To choose, a bias is added to each expert's score, and a group's score is the sum of its two
-    best; else it is its best."""
+    """In place of softmax. A group's score is the sum of its two best; else it is its best."""
+    biased: bool = False
+    """To choose, a bias is added to each expert's score. With `sigmoid` it always is."""
     groups: int = 1
     """Of as many experts each, one after the other."""
     kept_groups: int = 1
@@ -30,6 +33,15 @@ class Routing:
     """Of the weights, at last."""
     wide: bool = False
     """Logits are float32."""
+    wide_weight: bool = False
+    """So is what makes them, where it is stored so."""
+    least: float = 0.0
+    """Of the sum that weights are divided by, where they are."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether scores to choose by have one."""
+        return self.sigmoid or self.biased
 
     @property
     def grouped(self) -> bool:
@@ -52,15 +64,31 @@ class ExpertsSpec:
     """Of the names of a layer's tensors: `model.layers.0.<prefix>.gate`, `...experts.0.<name>`."""
     names: tuple[str, ...]
     """Of an expert's gate, up and down projections."""
-    bias: str = "gate.e_score_correction_bias"
-    """Behind the prefix: the name of what `Routing.sigmoid` adds to scores."""
+    router: str = "gate"
+    """Behind the prefix."""
+    bias: tuple[str, ...] = ("gate.e_score_correction_bias",)
+    """Behind the prefix: the names that what is added to scores may have (`Routing.has_bias`)."""
     routing: Routing = Routing()
     shared_size: int = 0
     """Inner features of what every token takes beside the experts it chooses."""
+    shared: str = "shared_experts"
+    """Its name, behind `mlp`."""
+    shared_gate: str | None = None
+    """The name, there, of a vector: what is shared is times the sigmoid of its product with the token."""
     alternating: bool = False
     """All experts of a layer are in one tensor, rows of gate and up by turns, with biases (see `alternating`)."""
     inputs_first: bool = False
     """Where all experts of a layer are in one tensor, its matrices may be [in, out]."""
+    together: tuple[tuple[str, str, str], ...] = ()
+    """Names, behind `model.layers.0`, of a router, and of the gates and ups and the downs of all experts, where each of
+    these is one tensor, beside those that transformers has for every family."""
+    bias_of_row: bool = False
+    """The bias of scores is stored as a row [1, count]."""
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """As it is stored."""
+        return (1, self.count) if self.bias_of_row else (self.count,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +115,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormsSpec:
-    """Which RMSNorms a layer has, by the names of their tensors (None: there is none), and how they are computed."""
+    """Which norms a layer has, by the names of their tensors (None: there is none), and how they are computed."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -98,11 +126,13 @@ class NormsSpec:
     """Weights, also those of q and k, are multiplied in float32 with what was not rounded before."""
     offset: float = 0.0
     """That is added to wide weights."""
+    centered: bool = False
+    """The mean is subtracted first: LayerNorm (arXiv 1607.06450) in place of RMSNorm, but for heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder with grouped-query attention, rotary positions and a gated MLP. Sizes count elements."""
+    """A decoder with grouped-query attention, rotary positions and, as a rule, a gated MLP. Sizes count elements."""
 
     vocab_size: int
     hidden_size: int
@@ -132,6 +162,10 @@ class ModelSpec:
     """RMSNorm of each head of q and k, before the rotation."""
     qk_norm_whole: bool = False
     """In its place one of all heads of q together, and one of those of k."""
+    qk_norm_last: bool = False
+    """The norm of each head comes after the rotation."""
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Their names."""
     rotated: int | None = None
     """Elements of a head that are rotated, its first ones, where that is not all of them."""
     interleaved: bool = False
@@ -153,6 +187,8 @@ class ModelSpec:
     latent: LatentSpec | None = None
     """With it there is one KV head, whose `head_dim` is that of the latent and the rotated key together; its V is the
     latent, the first elements of K."""
+    parallel: bool = False
+    """The MLP takes what attention takes, not what it gives (arXiv 2204.02311, section 2)."""
     sinks: bool = False
     """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
 
@@ -172,12 +208,17 @@ class ModelSpec:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
-        dense = 3 * hidden * self.intermediate_size
+        dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
             return attention + dense
         sparse = 3 * hidden * (self.experts.chosen * self.experts.intermediate_size + self.experts.shared_size)
         share = len(self.experts.layers) / self.num_layers
         return attention + int(share * sparse + (1 - share) * dense)
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs are."""
+        return self.activation != SQUARED_RELU
 
     @property
     def value_dim(self) -> int:

@@ -55,7 +55,8 @@ row = {"size": i, "stride": i}
 for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
     rounded = {"GROUP": group, "LIMIT": 448.0, "BLOCK": 4096}
     if every or group != 4096:
-        build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, rounded, 8)
+        normed = rounded | {"CENTERED": group == 128}
+        build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
         build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
 for group in (4096, 128):
@@ -87,7 +88,7 @@ for turned, ranks in ((64, 0), (32, 0), (32, 2)):
 wide = {"HEADS": 8, "KV_HEADS": 4, "HALF": 128, "TURNED": 128, "BLOCK": 128, "GROUP": 8, "RANKS": 0}
 pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*bf16", fp8, fp8]
 build(kernels._append_kernel, pointers, scales, heads | wide)
-rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096}
+rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096, "CENTERED": True}
 build(kernels._norm_kernel, ["*bf16", "*fp32", fp8, "*fp32"], row | {"eps": f}, rounded, 8)
 pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
 build(kernels._gather_kernel, pointers, {"stride": i, "k_scale": f, "v_scale": f}, gather, 8)
@@ -111,8 +112,9 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
-for ways in ((False, 128, 1, 1, 1.0), (True, 32, 8, 4, 2.5)):
-    constants = routed | dict(zip(("SIGMOID", "SIZE", "GROUPS", "KEPT", "FACTOR"), ways, strict=True))
+names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
+for ways in ((False, False, 128, 1, 1, 1.0, 0.0), (True, True, 32, 8, 4, 2.5, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)):
+    constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
 numbers = {"entries": i, "count": i}
 build(routing._count_kernel, ["*i32"] * 2, numbers, {"BINS": 256, "BLOCK": routing.BLOCK}, 2)

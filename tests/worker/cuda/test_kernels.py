@@ -47,6 +47,12 @@ def test_norm(rows, size, device):
     x = torch.randn(rows, size, device=device)
     weight = torch.rand(size, device=device)
     assert error(kernels.norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5)) < 1e-6
+    x += 3 * torch.randn(rows, 1, device=device)
+    expected = F.layer_norm(x, (size,), weight, None, 1e-5)
+    for ops in (kernels, TorchOps):
+        assert error(ops.norm(x, weight, 1e-5, centered=True), expected) < 1e-6
+    narrow = kernels.norm(x.half(), weight, 1e-5, centered=True)
+    assert float((narrow == F.layer_norm(x.half().float(), (size,), weight, None, 1e-5).half()).float().mean()) > 0.99
 
 
 def test_a_wide_weight_multiplies_what_is_not_rounded(device):

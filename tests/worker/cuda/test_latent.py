@@ -215,6 +215,7 @@ ROUTINGS = {
     "sigmoid": Routing(sigmoid=True),
     "pairs": Routing(sigmoid=True, groups=4, kept_groups=2, factor=2.5, wide=True),
     "odd": Routing(sigmoid=True, groups=3, kept_groups=2),
+    "biased": Routing(biased=True, least=0.5, wide=True),
 }
 
 
@@ -225,7 +226,7 @@ def test_route(name, normalized, device):
     ways, chosen = ROUTINGS[name], 5
     count = 8 * ways.groups
     router, none = Linear(torch.randn(count, 16, device=device)), torch.empty(0)
-    bias = torch.randn(count, device=device) if ways.sigmoid else None
+    bias = torch.randn(count, device=device) if ways.has_bias else None
     reference = Experts(router, none, none, chosen, normalized, "silu", False, ways, bias)
     x = torch.randn(30, 16, device=device)
     weights, numbers = routing.route(reference.logits(x), chosen, normalized, ways, bias)

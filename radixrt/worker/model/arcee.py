@@ -1,0 +1,16 @@
+"""Arcee's AFM: Llama with MLPs that have no gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from radixrt.worker.model import llama
+from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec, check_served
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Their activation is the square of relu."""
+    check_served(config, {"hidden_act": SQUARED_RELU})
+    config = {"rms_norm_eps": 1e-5} | config | {"hidden_act": "silu"}
+    return dataclasses.replace(llama.spec(config), activation=SQUARED_RELU)

@@ -1,0 +1,28 @@
+"""Command R and Aya: attention and MLP side by side behind one LayerNorm; neighbours of a head are rotated together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served, common
+
+NORMS = NormsSpec(before_mlp="input_layernorm", wide=True, centered=True)
+DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "rope_theta": 5e5}
+"""Of transformers, in place of what a file leaves out."""
+
+
+def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
+    """Heads that are normalized (`use_qk_norm`: Command R+) are not served; `features` are a successor's."""
+    check_served(config, {"use_qk_norm": False})
+    config = DEFAULTS | config
+    bias = bool(config.get("attention_bias"))
+    return common(
+        config | {"rms_norm_eps": config["layer_norm_eps"]},
+        norms=NORMS,
+        parallel=True,
+        interleaved=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        logits_factor=config["logit_scale"],
+        **features,
+    )

@@ -1,0 +1,29 @@
+"""Granite 3 with experts in every layer, whose matrices are stored together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import granite
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
+
+AT = "block_sparse_moe."
+TOGETHER = (
+    (f"{AT}router.layer.weight", f"{AT}input_linear.weight", f"{AT}output_linear.weight"),
+    (f"{AT}router.weight", f"{AT}experts.gate_up_proj", f"{AT}experts.down_proj"),
+)
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """The weights of a token's experts sum to 1."""
+    experts = ExpertsSpec(
+        count=config.get("num_local_experts", 8),
+        chosen=config.get("num_experts_per_tok", 2),
+        intermediate_size=config["intermediate_size"],
+        normalized=True,
+        layers=frozenset(range(config["num_hidden_layers"])),
+        prefix="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+        together=TOGETHER,
+    )
+    return with_experts(granite.spec(config | {"mlp_bias": False}), experts)

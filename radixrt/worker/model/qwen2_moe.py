@@ -1,0 +1,36 @@
+"""Qwen1.5 and Qwen2 with experts, and what all tokens share, behind a gate of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import qwen2
+from radixrt.worker.model.qwen3_moe import sparse_layers
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
+
+DEFAULTS = {"num_key_value_heads": 16, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+"""Of transformers, in place of what a file leaves out."""
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Layers have experts but for `mlp_only_layers`, every `decoder_sparse_step`-th of them. With `use_sliding_window`
+    every other layer before `max_window_layers` has a window, the first one too. q, k and v have a bias unless
+    `qkv_bias` says otherwise."""
+    config = DEFAULTS | config
+    if not config.get("layer_types"):
+        first = config["max_window_layers"]
+        kinds = [("sliding", "full")[i % 2 or i >= first] for i in range(config["num_hidden_layers"])]
+        config["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    experts = ExpertsSpec(
+        count=config.get("num_experts", 60),
+        chosen=config.get("num_experts_per_tok", 4),
+        intermediate_size=config.get("moe_intermediate_size", 1408),
+        normalized=bool(config.get("norm_topk_prob", False)),
+        layers=sparse_layers(config),
+        prefix="mlp",
+        names=("gate_proj", "up_proj", "down_proj"),
+        shared_size=config.get("shared_expert_intermediate_size", 5632),
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+    return with_experts(qwen2.spec(config, qkv_bias=bool(config.get("qkv_bias", True))), experts)
