@@ -86,9 +86,12 @@ class _Said:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta, logprobs: bool) -> None:
+        """`logprobs`: they, too, are wanted with the whole."""
         self.ids.append(delta.ids)
         self.texts.append(delta.text)
+        if not logprobs:
+            return
         if delta.logprobs:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs
@@ -206,7 +209,7 @@ class TextStreams:
 
 def _gather(choice: _Choice, said: _Said, delta: Delta, keep: Keep | None) -> Delta:
     """Add to an answer: what leaves of it. When it has ended, it is kept if it ended well."""
-    said.add(delta)
+    said.add(delta, choice.gathers)
     if delta.finish is None:
         return delta
     whole = said.whole(delta)

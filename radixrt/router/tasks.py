@@ -39,9 +39,10 @@ class Tasks:
     def __init__(self, core: RouterCore, perform: Callable[[list[Effect]], None]) -> None:
         self._core = core
         self._perform = perform
-        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[bytes, int], tuple[asyncio.Task[None], str]] = {}
+        """Each with its tenant."""
         self._tenants: Counter[str] = Counter()
-        """Tasks of each that have not ended."""
+        """Tasks of each."""
         self._resuming: dict[asyncio.Task[None], Key] = {}
         """Tasks that end a pause of a state, unless they have handed that on to the core."""
 
@@ -75,9 +76,8 @@ class Tasks:
                 self._perform(self._core.resume(paused, now()))
             raise
         task = asyncio.get_running_loop().create_task(self._guard(work, client, message))
-        self._tasks[client, message.id] = task
+        self._tasks[client, message.id] = task, tenant
         self._tenants[tenant] += 1
-        task.add_done_callback(lambda _: self._tenants.subtract([tenant]))
         if paused:
             self._resuming[task] = paused
             task.add_done_callback(self._resume)  # for one that is cancelled before it has begun
@@ -96,8 +96,15 @@ class Tasks:
             error = Error(request_id, 500, "the router failed on this request; its log says why")
             self._perform([Reply(client, error)])
         finally:
-            if self._tasks.get((client, request_id)) is asyncio.current_task():
-                del self._tasks[client, request_id]
+            task, _ = self._tasks.get((client, request_id), (None, ""))
+            if task is asyncio.current_task():
+                self._take_off(client, request_id)
+
+    def _take_off(self, client: bytes, request_id: int) -> asyncio.Task[None]:
+        """The task, whose place is free from now on."""
+        task, tenant = self._tasks.pop((client, request_id))
+        self._tenants[tenant] -= 1
+        return task
 
     def in_flight(self, client: bytes) -> list[int]:
         """Ids of a client's messages that are being worked on."""
@@ -107,7 +114,7 @@ class Tasks:
 
     def leave(self, client: bytes, request_id: int) -> None:
         """The message is the core's from now on."""
-        del self._tasks[client, request_id]
+        self._take_off(client, request_id)
 
     def hand_on_pause(self) -> bool:
         """Whether the running task ends a pause: the caller sees to that from now on."""
@@ -121,16 +128,16 @@ class Tasks:
     # ------------------------------------------------------------ to end them
 
     def cancel(self, client: bytes, request_id: int) -> None:
-        if task := self._tasks.pop((client, request_id), None):
-            task.cancel()
+        if (client, request_id) in self._tasks:
+            self._take_off(client, request_id).cancel()
 
     def cancel_client(self, client: bytes) -> None:
         """Cancel everything of a client."""
         for key in [key for key in self._tasks if key[0] == client]:
-            self._tasks.pop(key).cancel()
+            self._take_off(*key).cancel()
 
     def close(self) -> None:
         """Cancel everything; pauses are left as they are."""
         self._resuming.clear()
-        for task in self._tasks.values():
+        for task, _ in self._tasks.values():
             task.cancel()

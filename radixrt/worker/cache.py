@@ -87,6 +87,8 @@ class PageCache:
 
     def held_only_by(self, leases: Sequence[Lease]) -> int:
         """Pages that could be evicted if these leases of the tree, of those that are kept, were released."""
+        if not leases:  # of no tenant anything may go: all paths need not be looked at
+            return 0
         others = {r.lease for r in self._running.values()}.union(self.pins.leases(), self.kept.leases())
         others.difference_update(leases)
         nodes = set().union(*[lease.path() for lease in others])

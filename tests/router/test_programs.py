@@ -23,6 +23,7 @@ from radixrt.messages import (
     Forget,
     Fork,
     Generate,
+    Grammar,
     Pause,
     Recall,
     SaidAnswer,
@@ -166,6 +167,23 @@ def test_an_answer_does_not_bring_back_what_is_forgotten(running):
     assert client.ask(Forget(id=2, scope=SCOPE)) == Done(2)
     assert client.receive().items[0].finish == "length"
     assert states_of(client) == 0
+
+
+def test_nor_one_whose_grammar_was_tried_out_meanwhile(running):
+    _, client = running
+    schema = Grammar("json_schema", '{"type":"object","properties":{"seldom":{"type":"string"}}}')
+    sampling = Sampling(max_tokens=8, ignore_eos=True, grammar=schema)
+    client.send(Generate(id=1, prompt=say("x", save=1), sampling=sampling, stream=False), Forget(id=2, scope=SCOPE))
+    client.receive(), client.receive()
+    assert states_of(client) == 0
+
+
+def test_another_tenant_forgets_nothing_of_it(text):
+    with stack(text, api_key=("a:key-a", "b:key-b")) as (_, _, client):
+        asked = Generate(id=1, prompt=say("x", save=1), sampling=EIGHT, stream=False, api_key="key-a")
+        client.send(asked, Forget(id=2, scope=SCOPE, api_key="key-b"))
+        client.receive(), client.receive()
+        assert ask(client, 3, StatePrompt(SCOPE, 1), api_key="key-a").finish == "length"
 
 
 def test_what_is_forgotten_while_it_is_put_together_does_not_come_back(running):

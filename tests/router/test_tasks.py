@@ -173,3 +173,35 @@ async def test_a_tenant_that_fills_all_places_with_work_leaves_others_some():
     await setup.end()
     assert asks("ka", 0)
     await setup.end()
+
+
+@pytest.mark.parametrize("how", ["ends", "leaves", "cancel", "cancel_client"])
+def test_a_place_is_free_at_once_when_its_task_is_gone(how):
+    """Two tenants, 16 places: the last two are for whoever has less than two."""
+
+    async def main() -> None:
+        setup = Setup(limit=16, api_key=("a:ka", "b:kb"))
+        with patch.object(RouterCore, "runs_in_flight", 14):
+            for _ in range(8):
+                await take(setup)
+        assert not setup.tasks
+
+    async def take(setup: Setup) -> None:
+        async def leave(client: bytes, message: Tokenize) -> None:
+            setup.tasks.leave(client, message.id)
+            setup.tasks.start(setup.work, b"c", ASK, "a")
+            setup.tasks.cancel(b"c", 4)
+
+        setup.tasks.start(leave if how == "leaves" else setup.work, b"c", ASK, "a")
+        setup.tasks.start(setup.work, b"c", Tokenize(id=5, prompt=TextPrompt("x")), "a")
+        with pytest.raises(Refused, match="too many"):
+            setup.tasks.start(setup.work, b"c", Tokenize(id=6, prompt=TextPrompt("x")), "a")
+        if how == "cancel":
+            setup.tasks.cancel(b"c", 4)
+            setup.tasks.start(setup.work, b"c", ASK, "a")
+        elif how == "cancel_client":
+            setup.tasks.cancel_client(b"c")
+            setup.tasks.start(setup.work, b"c", ASK, "a")
+        await setup.end()
+
+    asyncio.run(main())
