@@ -166,9 +166,10 @@ class Handlers:
     async def _go_on(self, client: bytes, request: Generate | Score) -> None:
         """Submit what follows a state."""
         prompt, tenant = request.prompt, self._core.tenant(request.api_key)
-        ids, saving = await self._programs.prompt(tenant, request)  # first: a Forget that comes next must see it
+        saving = self._programs.saving(tenant, request)
         if isinstance(request, Generate) and request.sampling.grammar:
             await check_aside(request.sampling.grammar)
+        ids = await self._programs.prompt(tenant, prompt, saving)
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
             request = await encode(request, self._text)

@@ -62,8 +62,8 @@ class Programs:
         self._savings: WeakSet[Saving] = WeakSet()
         """Of requests in flight."""
 
-    async def prompt(self, tenant: str, request: Generate | Score) -> tuple[bytes, Saving | None]:
-        """The ids of a request with a StatePrompt, and what keeps it. Refused; FieldError for what cannot be said."""
+    def saving(self, tenant: str, request: Generate | Score) -> Saving | None:
+        """What will keep a request with a StatePrompt; a Forget that comes from now on sees it. Refused."""
         prompt = request.prompt
         sampling = request.sampling if isinstance(request, Generate) else None
         if prompt.save and isinstance(request, Generate):
@@ -71,16 +71,20 @@ class Programs:
                 raise Refused("prompt.save", "prompt.save: one answer is kept, but n is not 1")
             if not request.text:
                 raise Refused("prompt.save", "prompt.save: an answer is kept with its text, but text is false")
-        saving = None
-        if prompt.save:
-            before = self.key(tenant, prompt) if prompt.replaces else None
-            saving = Saving(self.states, Key(tenant, prompt.scope, prompt.save), before, sampling)
-            self._savings.add(saving)
+        if not prompt.save:
+            return None
+        before = self.key(tenant, prompt) if prompt.replaces else None
+        saving = Saving(self.states, Key(tenant, prompt.scope, prompt.save), before, sampling)
+        self._savings.add(saving)
+        return saving
+
+    async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None) -> bytes:
+        """The ids of a prompt, which `saving` is told of. Refused; FieldError for what cannot be said."""
         coming = self._coming.get(self.key(tenant, prompt))
         builder, ids = await self._built(tenant, prompt, _build_and_prompt, coming)
         if saving is not None:
             saving.builder = builder
-        return ids, saving
+        return ids
 
     async def fork(self, tenant: str, message: Fork) -> Key:
         """Keep what was said up to a fork; the state's key. Errors as of `prompt`."""

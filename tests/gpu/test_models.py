@@ -147,7 +147,7 @@ def test_draws_are_those_of_the_reference(made):
     assert same >= 28  # rows of one prompt in a batch round otherwise than alone
 
 
-@pytest.mark.parametrize(("kv_dtype", "least"), [("bfloat16", 0.15), ("fp8_e4m3", 0.05)])
+@pytest.mark.parametrize(("kv_dtype", "least"), [("bfloat16", 0.15), ("fp8_e4m3", 0.03)])
 def test_greedy_agreement_is_reported(made, kv_dtype, least):
     """Both round to 8 bits or fewer, and random weights leave narrow margins: the bar only tells noise from a fault."""
     folder, model = made
