@@ -152,16 +152,18 @@ class Cache {
 
   size_t leased_tokens() const {
     if (!sums_known_) {
-      leased_ = 0;
-      ++stamp_;
-      for (N* node : pinned_)
-        for (; !node->is_root() && node->extra.seen != stamp_; node = node->parent) {
-          node->extra.seen = stamp_;
-          leased_ += node->length();
-        }
+      leased_ = pinned_tokens();
       sums_known_ = true;
     }
     return leased_;
+  }
+  // Tokens that would not be leased without one pin on each of `ends`.
+  size_t held_only_by(const std::vector<N*>& ends) {
+    const size_t leased = leased_tokens();
+    for (N* node : ends) --node->extra.pins;
+    const size_t others = pinned_tokens();
+    for (N* node : ends) ++node->extra.pins;
+    return leased - others;
   }
   size_t leaves() const {
     size_t found = 0;
@@ -238,6 +240,18 @@ class Cache {
     N* leaf = tree.add_leaf(node, data, n, values);
     if (with_events_) emit_stored(leaf, 0, data, n);
     return leaf;
+  }
+  size_t pinned_tokens() const {
+    size_t found = 0;
+    ++stamp_;
+    for (N* node : pinned_) {
+      if (!node->extra.pins) continue;
+      for (; !node->is_root() && node->extra.seen != stamp_; node = node->parent) {
+        node->extra.seen = stamp_;
+        found += node->length();
+      }
+    }
+    return found;
   }
   N* split(Place place) {
     N* upper = tree.split(place);

@@ -402,6 +402,33 @@ PyObject* tree_lease(PyObject* self, PyObject* object) {
   });
 }
 
+PyObject* held_only_by(TreeObject* tree, PyObject* leases) {
+  PyObject* each = PyObject_GetIter(leases);
+  if (!each) return nullptr;
+  std::vector<Cache::N*> ends;
+  while (PyObject* object = PyIter_Next(each)) {
+    auto* lease = Py_TYPE(object) == lease_type ? reinterpret_cast<LeaseObject*>(object) : nullptr;
+    if (!lease) {
+      PyErr_SetString(PyExc_TypeError, "held_only_by: expected leases");
+    } else if (live(lease) && lease->tree != tree) {
+      PyErr_SetString(PyExc_ValueError, "held_only_by: a lease is of another tree");
+    }
+    Py_DECREF(object);
+    if (PyErr_Occurred()) break;
+    ends.push_back(lease->node);
+  }
+  Py_DECREF(each);
+  return PyErr_Occurred() ? nullptr : PyLong_FromSize_t(tree->cache->held_only_by(ends));
+}
+
+PyObject* tree_held_only_by(PyObject* self, PyObject* leases) {
+  PyObject* each_once = PyFrozenSet_New(leases);  // holds them, too
+  if (!each_once) return nullptr;
+  PyObject* tokens = guarded([&] { return held_only_by(reinterpret_cast<TreeObject*>(self), each_once); });
+  Py_DECREF(each_once);
+  return tokens;
+}
+
 PyObject* tree_insert(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
   PyObject* args[3];
   IntBuffer tokens, values;
@@ -735,6 +762,7 @@ PyGetSetDef tree_getset[] = {
 PyMethodDef tree_methods[] = {
     {"match", method(tree_match), kNamed, "match(namespace, tokens, limit=None) -> Match: the longest held prefix; changes nothing."},
     {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError on a stale match."},
+    {"held_only_by", tree_held_only_by, METH_O, "held_only_by(leases) -> int: tokens that evict could free if these were released, and not now."},
     {"insert", method(tree_insert), kNamed,
      "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were there; their values are the caller's to free."},
     {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: values freed, at least that many tokens' unless nothing more may go."},

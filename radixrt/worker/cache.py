@@ -87,20 +87,7 @@ class PageCache:
 
     def held_only_by(self, leases: Sequence[Lease]) -> int:
         """Pages that could be evicted if these leases of the tree, of those that are kept, were released."""
-        if not leases:  # of no tenant anything may go: all paths need not be looked at
-            return 0
-        others = {r.lease for r in self._running.values()}.union(self.pins.leases(), self.kept.leases())
-        others.difference_update(leases)
-        nodes = set().union(*[lease.path() for lease in others])
-        tokens = 0
-        for lease in leases:
-            top = 0
-            for node in lease.path():
-                if node not in nodes:
-                    nodes.add(node)
-                    tokens += node[1] - top
-                top = node[1]
-        return tokens // self.page_size
+        return self.tree.held_only_by(leases) // self.page_size
 
     def _private_pages(self) -> int:
         return sum(int(self.held[row]) - r.lease.length // self.page_size for row, r in self._running.items())

@@ -69,10 +69,6 @@ class Pins:
         """Tokens that a tenant's pins hold."""
         return self._paths[tenant].tokens if tenant in self._paths else 0
 
-    def leases(self) -> list[Lease]:
-        """Of all that is pinned."""
-        return [pin.lease for pin in self._pins.values()]
-
     # ------------------------------------------------------------ requests
 
     def want(self, run: Run) -> None:

@@ -160,6 +160,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.oracle.leases[name, held] -= 1
         self.oracle.leases = +self.oracle.leases
 
+    @rule(picks=st.sets(st.integers(0, 99)))
+    def held_only_by(self, picks: set[int]) -> None:
+        some = {pick % len(self.leases) for pick in picks} if self.leases else set()
+        before = self.oracle.leased()
+        others = [(name, held) for index, (_, name, held) in enumerate(self.leases) if index not in some]
+        freed = before - {(name, prefix) for name, path in others for prefix in self.oracle.prefixes(path)}
+        assert self.tree.held_only_by(self.leases[i][0] for i in some) == len(freed) * self.page_size
+
     @rule(count=st.integers(0, 30))
     def evict(self, count: int) -> None:
         freed = sorted(as_list(self.tree.evict(count)))

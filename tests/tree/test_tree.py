@@ -77,6 +77,18 @@ def test_a_lease_pins_its_path():
         lease.release()
 
 
+def test_what_only_some_leases_hold():
+    tree = RadixTree()
+    tree.insert("", ints(1, 2, 3, 4), ints(1, 2, 3, 4))
+    tree.insert("", ints(1, 2, 5), ints(1, 2, 5))
+    lease = {path: tree.lease(tree.match("", ints(*map(int, path)))) for path in ("1234", "123", "125", "9")}
+    assert tree.held_only_by([]) == tree.held_only_by([lease["123"]]) == tree.held_only_by([lease["9"]]) == 0
+    assert tree.held_only_by([lease["1234"]]) == tree.held_only_by([lease["1234"]] * 2) == 1
+    assert tree.held_only_by([lease["1234"], lease["123"]]) == 2
+    assert tree.held_only_by(iter(lease.values())) == tree.leased_tokens == 5
+    tree.check()
+
+
 def test_a_lease_grows():
     tree = RadixTree()
     lease = tree.lease(tree.match("", ints()))
@@ -165,6 +177,14 @@ def test_bad_arguments_are_refused():
     lease = other.lease(other.match("", ints()))
     with pytest.raises(ValueError):
         RadixTree().insert(lease, ints(1), ints(1))
+    with pytest.raises(ValueError, match="another tree"):
+        RadixTree().held_only_by([lease])
+    for leases in (7, [7], [[]]):
+        with pytest.raises(TypeError):
+            other.held_only_by(leases)
+    lease.release()
+    with pytest.raises(ValueError, match="released"):
+        other.held_only_by([lease])
 
 
 def test_a_tree_outlived_by_its_leases():
