@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -156,6 +157,26 @@ GEMMA3_12B = {
 }
 """Gemma 3 12B, its text."""
 
+
+def sized(
+    family: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, **others: Any
+) -> dict[str, Any]:
+    """A model of another family or size, without windows."""
+    sizes = {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "pad_token_id": 0,
+    }
+    return LLAMA_8B | {"max_position_embeddings": 32768, "head_dim": hidden // heads} | sizes | others
+
+
+TIED = {"tie_word_embeddings": True}
+
 SHAPES = {
     "llama-8b": LLAMA_8B,
     "llama-70b": LLAMA_70B,
@@ -163,6 +184,16 @@ SHAPES = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "gpt-oss-20b": GPT_OSS_20B,
     "gemma3-12b": GEMMA3_12B,
+    "qwen2.5-0.5b": sized("qwen2", 24, 896, 4864, 14, 2, 151936, **TIED),
+    "llama-1b": sized("llama", 16, 2048, 8192, 32, 8, 128256, **TIED),
+    "llama-3b": sized("llama", 28, 3072, 8192, 24, 8, 128256, **TIED),
+    "phi3-mini": sized("phi3", 32, 3072, 8192, 32, 32, 32064, bos_token_id=1, eos_token_id=2),
+    "qwen3-4b": sized("qwen3", 36, 2560, 9728, 32, 8, 151936, head_dim=128, **TIED),
+    "olmo2-7b": sized("olmo2", 32, 4096, 11008, 32, 32, 100352, bos_token_id=1, eos_token_id=2),
+    "qwen2.5-7b": sized("qwen2", 28, 3584, 18944, 28, 4, 152064),
+    "qwen2.5-14b": sized("qwen2", 48, 5120, 13824, 40, 8, 152064),
+    "mixtral-8x7b": sized("mixtral", 32, 4096, 14336, 32, 8, 32000, bos_token_id=1, eos_token_id=2)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 if __name__ == "__main__":
