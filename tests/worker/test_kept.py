@@ -412,6 +412,21 @@ def test_of_several_answers_to_one_prompt_it_is_enough_that_one_is_gone_on_from(
     assert not found and found.returning == pytest.approx(up * 31 / 32)
 
 
+@pytest.mark.parametrize(("prompt", "namespace"), [([1] * 5, "b"), ([2] * 5, "a")])
+def test_answers_to_other_prompts_count_for_themselves(clock, prompt, namespace):
+    """Of the same length in another namespace, or of other tokens."""
+    found = keeping()
+    choices(found, [7])
+    found.keep(ended(prompt, namespace), Lease())
+    before = found.returning
+    found.come(ended([1] * 6))
+    came = before + (1 - before) / 32
+    assert found.returning == pytest.approx(came)
+    clock.now += SECONDS
+    found.expire()
+    assert found.returning == pytest.approx(came * 31 / 32), "nobody went on from the other"
+
+
 def test_branches_that_go_on_from_one_context_all_find_it(clock):
     """Nor do they claim what somebody else's next turn goes on from."""
     found = keeping()
