@@ -1,4 +1,4 @@
-"""Who is computed next beside those that decode: one that runs and is behind, or one that waited and has room now."""
+"""Which request's prompt is computed next: a running one that is behind, or a waiting one for which there is room."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from radixrt.worker.running import Running
 from radixrt.worker.waiting import VirtualTokenCounter, Waiting
 
 SHARE = 0.25
-"""Of the pool: while those that run have no more, others are admitted at the expense of what is kept."""
+"""While running requests hold less than this share of the pool, kept contexts are released to admit more."""
 TIMES = 2
-"""What is kept of a tenant goes for another one's request if the tenant holds so many times what that one would."""
+"""A tenant's kept contexts are released for another tenant's request if it holds this many times what that tenant would
+hold with the request."""
 
 
 class Admission:
-    """Of one scheduler."""
+    """Admits the waiting requests of one scheduler."""
 
     def __init__(self, cache: PageCache, running: Running, waiting: Waiting, counter: VirtualTokenCounter) -> None:
         self._cache = cache
@@ -22,37 +23,37 @@ class Admission:
         self._waiting = waiting
         self._counter = counter
         self._in_vain: set[tuple[int, bool, int]] = set()
-        """Requests for which too little goes of what is kept, whether that was all of it, and the pages that they need;
-        until somebody leaves, or pins change."""
+        """(request id, whether all kept contexts could go, pages needed) for which releasing them did not make enough
+        room. Forgotten when a request leaves or pins change."""
         self._seen = (0, 0)
 
     def next(self, behind: list[Request], step: int) -> Request | None:
-        """Whose chunk is planned next: of those that run and are `behind`, of which it is taken, or one that waited;
-        None if there is no more."""
+        """The request whose chunk is planned next: one that is `behind`, from which it is removed, or one that waited
+        and was admitted. None if there are no more."""
         behind[:] = [request for request in behind if request.row >= 0]
         if not behind:
             return self._admit(step) if self._waiting else None
         at = 0
         if self._counter.several:
-            # What a grammar forced is few tokens, and is not made to wait.
+            # Tokens that a grammar has forced are few and should not wait.
             at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._counter.of(behind[i].tenant)))
             if not behind[at].generated and self._comes_before(behind[at].tenant) and (request := self._admit(step)):
                 return request
         return behind.pop(at)
 
     def _comes_before(self, tenant: str) -> bool:
-        """Whether a tenant that was served less waits."""
+        """Whether a tenant that was served less than this one waits."""
         first = self._waiting.tenant
         return first is not None and self._counter.of(first) < self._counter.of(tenant)
 
     def _admit(self, step: int) -> Request | None:
-        """Take a waiting request on a row, if there is room for all of it beside those that run."""
+        """Admit the first waiting request for whose tokens, all of them, there is room beside the running ones."""
         self._waiting.refresh(step)
         if not self._cache.has_row:
             return None
         passed = []
         for request in self._waiting.candidates():
-            if request.pending:  # preempted while its token was being drawn: that comes with the step that runs
+            if request.pending:  # preempted while its token was drawn, which comes with the step in flight
                 return None
             self._cache.admit(request)
             missing = -(-request.total // self._cache.page_size) - int(self._cache.held[request.row])
@@ -71,8 +72,9 @@ class Admission:
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:
-        """Whether so many pages can be taken for a request. What is kept goes for it, but not of its own tenant, nor of
-        one that holds little; all of it if little runs, or if the request has waited for long."""
+        """Whether that many pages can be taken for a request. If that needs it, kept contexts are released: those of
+        tenants that hold much more than the request's own tenant, or those of all tenants if little runs or the request
+        has waited long enough."""
         cache, kept = self._cache, self._cache.kept
         if cache.can_take(pages):
             return True
@@ -93,8 +95,9 @@ class Admission:
         return True
 
     def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
-        """The tenants of which nothing goes for a request, its own among them. A tenant holds what is kept of it, and
-        of the `running` tokens, whoever shares them, as many as its requests have of all that run."""
+        """The tenants whose kept contexts are not released for a request; its own is one of them. What a tenant holds
+        is its kept tokens, plus its part of the `running` tokens in proportion to the lengths of its requests, whoever
+        shares their pages."""
         kept = self._cache.kept.by_tenant
         totals = self._running.totals()
         each = min(1.0, running / max(1, sum(totals.values())))
@@ -106,5 +109,5 @@ class Admission:
         return frozenset(tenant for tenant in kept if held(tenant) < least)
 
     def _would_have_room(self, pages: int) -> bool:
-        """Whether so many could be taken, about, if nothing were kept."""
+        """Whether about that many pages could be taken if nothing were kept."""
         return self._cache.can_take(pages - self._cache.kept.tokens() // self._cache.page_size)

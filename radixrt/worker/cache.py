@@ -1,4 +1,4 @@
-"""The radix tree and the KV pages together: the only place where pages are taken and given back.
+"""The radix tree together with the KV pages: the only place where pages are allocated and freed.
 
     pages:   free | in the tree (leased, by requests, pins or `kept`, or evictable) | private to a running request
 
@@ -7,8 +7,8 @@
         [ in the tree, held by its lease | private: partial last page, generated tokens ]
           0 ........... lease.length       .......................... held[row] * page_size
 
-Prompt pages enter the tree when the step that fills them is planned, so that a second request with the same prompt
-shares them in that very step. Pages of generated tokens enter it when the request leaves.
+Prompt pages enter the tree when the step that fills them is planned, so that another request with the same prompt
+shares them in that very step. Pages of generated tokens enter it when their request leaves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from radixrt.worker.request import Request
 
 
 class OutOfPages(Exception):
-    """Nothing is free and nothing can be evicted, not even without pins and what is kept."""
+    """No page is free and none can be evicted, even after pins and kept contexts were released."""
 
 
 def _int32(raw: bytes) -> np.ndarray:
@@ -53,14 +53,14 @@ class PageCache:
         self.kept = Kept(self.total_pages * page_size)
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
-        """Pages in each row."""
+        """How many pages each row has."""
         self.evicted_tokens = 0
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free = self.total_pages
         self._rows = list(range(rows - 1, -1, -1))
         self._running: dict[int, Request] = {}
         self._writes: list[tuple[np.ndarray, np.ndarray] | tuple[int, range]] = []
-        """Rows and places of the table that have changed."""
+        """Which places of which rows of the table have changed since `drain_writes`."""
         self._counting = np.arange(self.table.shape[1], dtype=np.int32)
         self._before_admit = 0
 
@@ -73,12 +73,12 @@ class PageCache:
 
     @property
     def leased_pages(self) -> int:
-        """Pages of running requests, in the tree or private, and those that are pinned or kept."""
+        """Pages of running requests, whether in the tree or private, and pages that are pinned or kept."""
         return self.tree.leased_tokens // self.page_size + self._private_pages()
 
     @property
     def evictable_pages(self) -> int:
-        """Pages of the tree that nobody leases."""
+        """Pages of the tree that no lease pins."""
         return self.tree.evictable_tokens // self.page_size
 
     @property
@@ -86,7 +86,7 @@ class PageCache:
         return bool(self._rows)
 
     def held_only_by(self, leases: Sequence[Lease]) -> int:
-        """Pages that could be evicted if these leases of the tree, of those that are kept, were released."""
+        """Pages that could be evicted, beside those that can be now, if these leases were released."""
         return self.tree.held_only_by(leases) // self.page_size
 
     def _private_pages(self) -> int:
@@ -108,12 +108,12 @@ class PageCache:
         request.computed = min(request.lease.length, request.reusable)
 
     def withdraw(self, request: Request) -> None:
-        """Undo the `admit` before: only that the path counts as used now."""
+        """Undo the `admit` just before, except that its path now counts as recently used."""
         self._leave(request)
         del self._writes[self._before_admit :]
 
     def catch_up(self, request: Request) -> None:
-        """Let a request that is behind lease what others have computed of its path meanwhile."""
+        """Let a request lease what others have computed of its path since."""
         start = request.lease.length
         with request.path(start) as rest:
             gained = request.lease.extend_match(rest)
@@ -126,14 +126,14 @@ class PageCache:
         request.computed = max(request.computed, min(request.lease.length, request.reusable))
 
     def reserve(self, request: Request, tokens: int) -> None:
-        """Make room for `tokens` tokens of a running request, evicting if needed; OutOfPages: there is none."""
+        """Give a running request pages for `tokens` tokens in all, evicting if needed. OutOfPages if there are none."""
         held = int(self.held[request.row])
         missing = -(-tokens // self.page_size) - held
         if missing > 0:
             self._fill(request.row, held, self._take(missing))
 
     def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Make room for one token at int64 `positions`, one a row. OutOfPages: there is none."""
+        """Give each row a page for the token at its position, an int64. OutOfPages if there are none."""
         index = positions if self.page_size == 1 else positions // self.page_size
         held = self.held[rows]
         lacking = held <= index
@@ -162,34 +162,34 @@ class PageCache:
         return self.slots(np.full(len(positions), row), positions)
 
     def publish(self, request: Request, tokens: int) -> None:
-        """Put the whole pages of the first `tokens` tokens, which the step being planned completes, into the tree."""
+        """Insert the whole pages of the first `tokens` tokens into the tree; the step being planned completes them."""
         start, stop = request.lease.length, tokens - tokens % self.page_size
         if stop <= start:
             return
         pages = self._pages(request.row, start, stop)
         with request.path(start, stop) as path:
             present = self.tree.insert(request.lease, path, pages)
-        if present:  # somebody else's pages take the place of ours
+        if present:  # another request's pages replace this one's
             self._give_back(pages[: present // self.page_size])
             theirs = _int32(request.lease.values(start, start + present))
             self._fill(request.row, start // self.page_size, theirs)
 
     def retire(self, request: Request, keep: bool = False) -> None:
-        """Take a request off its row; all that it has computed, of tokens that are known, stays in the tree, where it
-        is kept for a moment if `keep`."""
+        """Take a request off its row. What it has computed of known tokens stays in the tree, and is kept for a moment
+        if `keep`."""
         self.publish(request, min(request.computed, len(request.tokens)))
         self._leave(request, keep)
 
     def discard(self, request: Request, keep: int) -> None:
-        """Take a request off its row; what the tree has of it beyond `keep` tokens goes too, if it is its own."""
+        """Take a request off its row, and drop what the tree has of its path beyond `keep` tokens, as `forget` does."""
         length = request.lease.length
         self._leave(request)
         if length > keep:
             self.forget(request, length, keep)
 
     def forget(self, request: Request, length: int, keep: int = 0) -> None:
-        """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, unless others run on it:
-        it is neither pinned nor kept any more."""
+        """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, except what others run on;
+        pins and kept contexts there are released."""
         path = request.tokens[:length]
         self.pins.release_along(request.namespace, path.tobytes(), keep)
         self.kept.release_along(request.namespace, path.tobytes(), keep)
@@ -212,7 +212,7 @@ class PageCache:
     # ------------------------------------------------------------ pages
 
     def drain_writes(self) -> np.ndarray:
-        """What has changed in the table since the last call: int32[3, N], rows, indices, pages now."""
+        """What has changed in the table since the last call, as int32[3, N]: row, index in the row, page."""
         writes, self._writes = self._writes, []
         found = np.empty((3, sum(len(index) for _, index in writes)), dtype=np.int32)
         begin = 0
@@ -229,11 +229,11 @@ class PageCache:
         return found
 
     def can_take(self, pages: int) -> bool:
-        """Whether that many pages are free or could be evicted; what is pinned or kept stays."""
+        """Whether that many pages are free or can be evicted without releasing pins or kept contexts."""
         return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
 
     def _take(self, count: int) -> np.ndarray:
-        """So many pages, to be put into the table before any are given back."""
+        """Allocate `count` pages. The result is a view, valid until pages are given back."""
         if count > self._num_free:
             while not self.can_take(count):
                 if not self.kept.release_oldest() and not self.pins.release_oldest():
@@ -256,7 +256,7 @@ class PageCache:
         self.held[row] = max(int(self.held[row]), stop)
         before, places = self._writes[-1] if self._writes else (None, None)
         if isinstance(places, range) and before == row and places.stop == first:
-            self._writes[-1] = row, range(places.start, stop)  # each costs as much as a hundred places
+            self._writes[-1] = row, range(places.start, stop)  # merged: an entry costs as much as a hundred places
         else:
             self._writes.append((row, range(first, stop)))
 
@@ -266,7 +266,7 @@ class PageCache:
     # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Assert that every page is in exactly one place and that rows agree with leases. Walks everything."""
+        """Assert that every page is in exactly one place and that rows agree with their leases. Walks everything."""
         self.tree.check()
         self.pins.check()
         assert self.free_pages + self.leased_pages + self.evictable_pages == self.total_pages, "pages add up"

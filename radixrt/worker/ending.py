@@ -1,9 +1,9 @@
 """How a request ends, and what of it stays in the cache.
 
-it is done, or dropped              all that it computed, kept for a moment from those that wait if it is done
-its grammar lets nothing come       all that it computed
-its logits are not finite           nothing of its path that no other runs on
-the step could not be run           what was there before that step
+done, or dropped by its client      all it computed; if it is done, kept for a moment while others wait
+its grammar allows no token         all it computed
+its logits are not finite           nothing of its path, except what other requests run on
+its step could not be run           what was there before that step
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from radixrt.worker.waiting import VirtualTokenCounter, Waiting
 
 
 class Ending:
-    """Of one scheduler, whose `requests` it takes off."""
+    """Ends the requests of one scheduler and removes them from its `requests`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Ending:
         self._counter = counter
 
     def end(self, request: Request, keep: bool = False) -> None:
-        """Take a request from wherever it is; what it computed stays cached, and is kept for a moment if `keep`."""
+        """End a request, waiting or running. What it computed stays cached, and is kept for a moment if `keep`."""
         if request.row >= 0:
             self._running.remove(request)
             self._cache.retire(request, keep)
@@ -44,36 +44,37 @@ class Ending:
         self._is_over(request)
 
     def stop_short(self, request: Request, reason: str) -> Output:
-        """A request cannot go on because of what it asks for; what it computed stays cached."""
+        """End a request that cannot go on because of what it asks for. What it computed stays cached."""
         self.end(request)
         return _failed(request, reason, "grammar")
 
     def fail_for_good(self, request: Request, reason: str) -> list[Output]:
-        """What a request computed is of no use: nothing of its path stays, whosever it was, that no other runs on."""
+        """Fail a request whose results are useless. Nothing of its path stays cached, whoever computed it, except what
+        other requests run on."""
         outputs = [] if request.over else [self._fail(request, 0, reason)]
         self._cache.forget(request, len(request.tokens))
         return outputs
 
     def fail_step(self, plan: Plan, reason: str) -> list[Output]:
-        """Every request of a step that could not be run fails; nothing of that step stays cached."""
+        """Fail every request of a step that could not be run. Nothing of that step stays cached."""
         outputs: list[Output] = []
         for request in [r for r in self._running.behind if r not in plan.requests]:
-            # Admitted, but nothing of it was planned: it may lease what this step was to compute.
+            # Admitted but not planned: it may lease what this step was to compute.
             self._running.remove(request)
             self._cache.discard(request, request.lease.length)
             self._waiting.add(request)
-        # The last first: they may lease what those before them were to compute.
+        # In reverse: later ones may lease what earlier ones were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
-            start -= start % self._cache.page_size  # a page that was to be filled up is of no use
+            start -= start % self._cache.page_size  # a partly filled page is useless
             sent_back = request.row < 0
             if not request.over:
                 outputs.append(self._fail(request, start, reason))
-            if sent_back:  # or dropped, while the step ran: what it was to compute went into the tree
+            if sent_back:  # preempted or dropped while the step ran: what it was to compute is in the tree
                 self._cache.forget(request, len(request.tokens), start)
         return outputs
 
     def _fail(self, request: Request, keep: int, reason: str) -> Output:
-        """Of one that runs, nothing beyond `keep` tokens stays."""
+        """Fail a request; if it runs, nothing beyond `keep` tokens of it stays cached."""
         if request.row < 0:
             self.end(request)
         else:

@@ -1,14 +1,14 @@
-"""Contexts of requests that have ended, kept for a moment from those that wait: who asked often asks again.
+"""Contexts of finished requests, kept for a moment while others wait: whoever asked is likely to ask again.
 
-An agent's next turn comes when its client has read the answer and a tool has run. Where contexts are more than the
-cache holds, what it left is by then just what can be evicted, since all else is leased by those that run: whoever is
-admitted in between takes it, and the next turn computes all of it anew, at the expense of somebody else's.
+An agent's next turn comes when its client has read the answer and a tool has run. Where contexts exceed the cache, what
+the last turn left is by then the first to be evicted, since everything else is leased by running requests: whoever is
+admitted in between takes its pages, and the next turn has to compute its context again, at somebody else's expense.
 
     ends --keep--> leased here --come--> waits --admitted--> leased by the next turn
                         |                  |
                         +---- after SECONDS, or when pages run out ----> evictable like all the rest
 
-Only while others wait, and while enough of them come back.
+Contexts are kept only while others wait, and only if enough of them are continued.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from radixrt.worker.pins import ends_along
 from radixrt.worker.request import Request
 
 SECONDS = 5.0
-"""For which a context is kept: most tools have answered by then."""
+"""How long a context is kept; most tools have answered by then."""
 MOST = 256
-"""Contexts that are kept, or remembered; each costs a look at a request that comes."""
+"""The most contexts that are kept or remembered: each is compared with every request that arrives."""
 OVERLAP = 4
-"""Of all that are remembered: their tokens, by those that the tree may hold."""
+"""The most tokens of all remembered contexts together, as a multiple of what the tree may hold."""
 LEAST = 0.25
-"""Of those that ended lately, the part that must have come back for contexts to be kept."""
+"""Contexts are kept if at least this share of recent ones was continued."""
 _WEIGHT = 1 / 32
 _TAIL = 64
-"""Bytes of a prompt that are compared before all of it is."""
+"""Last bytes of a prompt that are compared first, before all of it is."""
 _OWNER = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """`ids` are int32 bytes, `prompt` of them the prompt's; without a lease it is only remembered. `next` are the
-    numbers of requests that wait and go on from it. It is `counted` when it is known of its prompt whether somebody has
-    gone on from it: of several answers, one is enough."""
+    """The context of a finished request. `ids` are int32 bytes, of which the first `prompt` are the prompt's. Without a
+    lease it is only remembered. `next` holds the numbers of waiting requests that continue it. It is `counted` once it
+    is known whether its prompt was continued; of several answers to one prompt, one continuation is enough."""
 
     tenant: str
     namespace: str
@@ -60,32 +60,33 @@ class _Ended:
 
 
 class Kept:
-    """The contexts that are kept of one tree, which may hold `room` tokens."""
+    """The contexts that are kept in one tree, which may hold `room` tokens."""
 
     def __init__(self, room: int) -> None:
         self.returning = LEAST - 0.01
-        """The part of those that ended, while others waited, that came back in time; of late."""
+        """Moving average: the share of contexts, of requests that ended while others waited, that were continued in
+        time."""
         self._most_bytes = TOKEN_BYTES * OVERLAP * room
         self._bytes = 0
         self._ended: deque[_Ended] = deque()
-        """In the order in which they expire."""
+        """Sorted by when they expire."""
         self._paths: dict[str, OwnerTree] = {}
-        """By tenant, what is leased here; where contexts overlap, once."""
+        """What is leased here, by tenant; overlaps count once."""
 
     def __bool__(self) -> bool:
         return bool(self._ended)
 
     @property
     def by_tenant(self) -> dict[str, int]:
-        """Tokens that are leased here for each that has any."""
+        """Tokens that are leased here, for each tenant that has any."""
         return {tenant: paths.tokens for tenant, paths in self._paths.items()}
 
     def tokens(self) -> int:
-        """Tokens that are leased here; where tenants have the same, for each."""
+        """Tokens that are leased here; what several tenants have counts for each."""
         return sum(paths.tokens for paths in self._paths.values())
 
     def keep(self, request: Request, lease: Lease) -> None:
-        """A request has ended, and others wait: take over its lease."""
+        """Take over the lease of a request that has ended while others wait."""
         if not lease.length:
             return lease.release()
         ids = request.tokens[: max(lease.length, request.prompt_len)].tobytes()
@@ -100,8 +101,8 @@ class Kept:
             self._remove(self._ended[0])
 
     def come(self, request: Request) -> None:
-        """A request comes: it may go on from one that has ended; if from several, from that with the longest prompt,
-        and of several answers to it from that which it agrees with for the longest."""
+        """Note that a request arrives, which may continue a context. If it could continue several, it counts for the
+        one with the longest prompt and, of several answers to that prompt, for the one it agrees with furthest."""
         ids, found, most = b"", None, (0, 0)
         for ended in self._ended:
             if ended.namespace != request.namespace:
@@ -122,19 +123,19 @@ class Kept:
             self._count(found)
 
     def admitted(self, request: Request) -> None:
-        """A request runs, and has its own lease of what it goes on from."""
+        """Let go the context that a request continues: it runs now and has a lease of its own."""
         for ended in self._ended:
             if request.number in ended.next:
                 ended.next.remove(request.number)
                 return None if ended.next else self._remove(ended)
 
     def left(self, request: Request) -> None:
-        """A request does not wait any more, and has not run: another may go on from where it would have."""
+        """Note that a request was dropped while it waited: another may still continue its context."""
         for ended in self._ended:
             ended.next.discard(request.number)
 
     def expire(self) -> None:
-        """Let go what has been kept for long enough."""
+        """Let go the contexts whose time is over."""
         now = time.monotonic()
         while self._ended and self._ended[0].until <= now:
             ended = self._ended[0]
@@ -144,22 +145,22 @@ class Kept:
             self._remove(ended)
 
     def release_oldest(self) -> bool:
-        """Make the context evictable that would expire first. False if there is none."""
+        """Make evictable the context that would expire first. False if there is none."""
         return any(map(self._release, self._ended))
 
     def leases(self, spared: frozenset[str] = frozenset()) -> list[Lease]:
-        """Of all contexts that are kept, but for those of tenants that are `spared`; the oldest first."""
+        """Leases of all contexts, oldest first, except those of `spared` tenants."""
         return [one.lease for one in self._ended if one.lease is not None and one.tenant not in spared]
 
     def release_until(self, enough: Callable[[], bool], leases: Sequence[Lease]) -> None:
-        """Make the contexts of these leases evictable, the oldest first, until it is `enough`."""
+        """Make the contexts of these leases evictable, oldest first, until `enough` is true."""
         going = set(leases)
         for ended in self._ended:
             if ended.lease in going and not enough():
                 self._release(ended)
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
-        """Make evictable what ends on a path, beyond its first `keep` tokens, or behind it."""
+        """Make evictable the contexts that end on a path, beyond its first `keep` tokens, or continue it."""
         for ended in self._ended:
             if ended.lease is not None and ended.namespace == namespace:
                 if ends_along(ended.ids[: TOKEN_BYTES * ended.lease.length], ids, keep):
@@ -171,7 +172,7 @@ class Kept:
             self._remove(self._ended[0])
 
     def _count(self, ended: _Ended) -> None:
-        """It is known of its prompt whether somebody has gone on from it."""
+        """Mark all answers to a context's prompt as counted."""
         for other in self._ended:
             if other.namespace == ended.namespace and other.prompt == ended.prompt:
                 other.counted = other.counted or other.ids.startswith(ended.ids[: ended.prompt])
@@ -186,7 +187,7 @@ class Kept:
         self._paths.setdefault(ended.tenant, OwnerTree()).add(ended.namespace, path, _OWNER)
 
     def _release(self, ended: _Ended) -> bool:
-        """Whether it held anything."""
+        """Release a context's lease. True if it had one."""
         lease, ended.lease = ended.lease, None
         if lease is None:
             return False

@@ -1,9 +1,9 @@
-"""Prefixes that stay in the cache for a time after their request has ended, by leases that nobody runs on.
+"""Prefixes that are kept in the cache for a time after their request has ended, by leases without a running request.
 
     request --want--> ... runs ... --settle--> pin --expire, or whatever needs its pages--> evictable like all the rest
 
-A pin is a promise for when pages are plenty: a tenant's pins hold at most their share of the pool, all tenants' twice
-that, and when pages run out pins go before a running request must. The oldest use goes first.
+Pins hold only while pages suffice. A tenant's pins hold at most its share of the pool, and the pins of all tenants
+twice that. When pages run out, pins are released, least recently used first, before a running request is preempted.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from radixrt.messages import TOKEN_BYTES, Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
 
 TENANTS = 2
-"""Shares that the pins of all tenants may hold together."""
+"""How many tenants' shares the pins of all tenants may hold together."""
 MAX_PINS = 256
-"""Of a tenant: each costs a look at a request that pins."""
+"""The most pins of a tenant: each is compared with every request that pins."""
 _OWNER = 0
 Key = tuple[str, bytes, int]
-"""Namespace, path, and the name of a pin that somebody may release; 0 for those of requests."""
+"""Namespace, path, and the name by which a pin can be released; 0 for pins of requests."""
 
 
 def ends_along(path: bytes, other: bytes, keep: int) -> bool:
-    """Whether a path ends on another one, beyond its first `keep` tokens, or goes on from all of it; int32 bytes."""
+    """Whether a path ends on another one, beyond its first `keep` tokens, or continues it. Paths are int32 bytes."""
     both = min(len(path), len(other))
     return both > keep * TOKEN_BYTES and path[:both] == other[:both]
 
 
 @dataclass(slots=True)
 class Pin:
-    """`ids` are its path's, int32 bytes."""
+    """A pinned path; `ids` are int32 bytes, `seconds` how long each use extends it, `until` when it expires."""
 
     namespace: str
     ids: bytes
@@ -40,8 +40,8 @@ class Pin:
 
 
 class Pins:
-    """The pins of one tree. `share` is the part of `total_pages` that a tenant's may hold; times are in seconds, of any
-    clock that does not go back."""
+    """The pins of one tree. `share` is the part of `total_pages` that a tenant's pins may hold. Times are in seconds of
+    any monotonic clock."""
 
     def __init__(self, tree: RadixTree, total_pages: int, share: float) -> None:
         if not 0 <= share <= 1:
@@ -52,9 +52,9 @@ class Pins:
         self._tree = tree
         self._wanted: dict[int, Run] = {}
         self._pins: dict[Key, Pin] = {}
-        """The latest used last."""
+        """Sorted by last use."""
         self._paths: dict[str, OwnerTree] = {}
-        """By tenant: what its pins hold, where they overlap once."""
+        """What pins hold, by tenant; overlaps count once."""
         self._next = float("inf")
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Pins:
 
     @property
     def idle(self) -> bool:
-        """There is none, and nobody wants one."""
+        """Whether there are no pins and no request wants one."""
         return not self._pins and not self._wanted
 
     def tokens(self, tenant: str) -> int:
@@ -72,12 +72,12 @@ class Pins:
     # ------------------------------------------------------------ requests
 
     def want(self, run: Run) -> None:
-        """A request comes; if it wants pins, it is remembered until it ends."""
+        """Remember a request that wants pins until it ends."""
         if run.pin and self.tenant_tokens:
             self._wanted[run.id] = run
 
     def settle(self, run_id: int, now: float) -> None:
-        """A request has ended: pin what it wanted, as far as it is in the tree, and renew what it has used."""
+        """A request has ended: pin what it wanted, as far as the tree has it, and renew the pins that it used."""
         run = self._wanted.pop(run_id, None)
         if run is None:
             return
@@ -86,7 +86,7 @@ class Pins:
             self.add(run.namespace, run.ids[: tokens * TOKEN_BYTES], seconds, now)
 
     def drop(self, run_id: int) -> None:
-        """A request was refused, or has failed."""
+        """Forget what a request wanted, which was refused or has failed."""
         self._wanted.pop(run_id, None)
 
     def _renew(self, run: Run, now: float) -> None:
@@ -101,7 +101,7 @@ class Pins:
     # ------------------------------------------------------------ pins
 
     def add(self, namespace: str, ids: bytes, seconds: float, now: float, name: int = 0) -> None:
-        """Pin a path, as much of it as is in the tree and as a tenant may have; older pins make room."""
+        """Pin a path as far as the tree has it and a tenant may pin; older pins are released to make room."""
         ids = ids[: self.tenant_tokens * TOKEN_BYTES]
         lease = self._tree.lease(self._tree.match(namespace, ids))
         ids = ids[: lease.length * TOKEN_BYTES]
@@ -138,17 +138,17 @@ class Pins:
         self._next = min((pin.until for pin in self._pins.values()), default=float("inf"))
 
     def release(self, name: int) -> None:
-        """Release the pin of a name, if it is still there."""
+        """Release the pin of that name, if there still is one."""
         for key in [key for key in self._pins if key[2] == name]:
             self._release(key)
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
-        """Release the pins that end on a path, beyond its first `keep` tokens, or behind it."""
+        """Release the pins that end on a path, beyond its first `keep` tokens, or continue it."""
         for key in [key for key in self._pins if key[0] == namespace and ends_along(key[1], ids, keep)]:
             self._release(key)
 
     def release_oldest(self) -> bool:
-        """Release the pin whose use is the longest ago; False without one."""
+        """Release the least recently used pin; False if there is none."""
         key = next(iter(self._pins), None)
         if key is not None:
             self._release(key)

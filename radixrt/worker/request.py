@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 GREEDY_BELOW = 1e-5
-"""Temperatures below it count as 0."""
+"""Temperatures below this count as 0."""
 
 
 class Scores:
-    """Of the known tokens of a request, from `first` on: each is reported once. `detailed`: with others beside them."""
+    """Scores of a request's tokens from `first` on, each reported once; if `detailed`, with top log-probabilities."""
 
     __slots__ = ("_detailed", "_found", "_next")
 
@@ -32,13 +32,13 @@ class Scores:
         self._found: list[float] | list[TokenLogprob] = []
 
     def add(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
-        """Take scores of the tokens from `position` on; after a preemption they come a second time."""
+        """Take the scores of the tokens from `position` on. After a preemption some come a second time."""
         fresh = scores[max(0, self._next - position) :]
         self._found.extend(fresh)
         self._next += len(fresh)
 
     def report(self, output: Output) -> None:
-        """Put what there is into an output."""
+        """Put the scores that were not reported yet into an output."""
         if not self._found:
             return
         if self._detailed:
@@ -51,27 +51,27 @@ class Scores:
 class Request:
     """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with.
 
-    number    unlike that of any other request of this process
+    number    unique in this process, unlike `id`
     row       page-table row while it runs, -1 while it waits
-    computed  tokens whose KV is in pages, or will be when the steps that are planned have run
+    computed  tokens whose KV is in pages, or will be when the planned steps have run
     pending   tokens that planned steps draw and that are not known here yet
-    over      it has ended
-    draws     its tokens are drawn, not the likeliest
-    jumps     text that its grammar forces need not be drawn: nothing but the text is asked for
-    serial    what is drawn for it depends on the tokens before: drawn when the host knows them
-    lease     pins the part of the path that is in the tree (set while it runs)
-    group     those of one group came with the first of them (0: none)
-    arrival   tokens the worker had scheduled when it came (its age in tokens)
-    place     among those that came at once: by the first of its group, then by itself
-    hit       tokens the tree held when last looked, while it waits
-    seen      version of the tree then
-    came      tokens it came with
-    reached   tokens that its chunks have come to; `cached_tokens` of those it came with it found on the way
-    said      tokens it came with, and those reported since
-    void      what steps up to this one drew for it is of no use: its grammar had forced what came there
-    scores    of its known tokens, if it asks for them
-    matcher   where its text stands in its grammar (set before it is scheduled, if it has one)
-    guessing  what drafts of its next tokens are made from (set when they are first looked for)
+    over      whether it has ended
+    draws     whether its tokens are sampled; otherwise they are the likeliest
+    jumps     whether tokens that its grammar forces may be appended without being drawn: only its text is wanted
+    serial    whether what is drawn depends on the tokens before, and so has to wait until the host knows them
+    lease     pins the part of its path that is in the tree (set while it runs)
+    group     requests of one group count as arrived with its first (0: no group)
+    arrival   tokens the worker had scheduled when it arrived: its age
+    place     order among requests of the same arrival: id of the first of its group, own id
+    hit       tokens the tree held when last looked up, while it waits
+    seen      version of the tree at that look-up
+    came      tokens it arrived with
+    reached   tokens up to which chunks were planned; of those it arrived with, `cached_tokens` needed no chunk
+    said      tokens it arrived with and those reported since
+    void      tokens drawn in steps up to this one are discarded: its grammar forced others in their place
+    scores    scores of its known tokens, if it asks for them
+    matcher   state of its grammar (set before it is scheduled, if it has one)
+    guessing  what its drafts are made from (set when drafts are first looked for)
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class Request:
         self.sampling: Sampling = run.sampling
         self.score_from = run.score_from
         self.limit = limit
-        # With a grammar eos may end it all the same, where nothing else can follow.
+        # With a grammar, eos ends it even so: where the grammar is complete nothing else can follow.
         keeps_eos = not run.sampling.ignore_eos or run.sampling.grammar is not None
         self.stop_ids = frozenset(run.sampling.stop_token_ids) | (eos_ids if keeps_eos else frozenset())
         self.row = -1
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def penalized(self) -> bool:
-        """By what it has said."""
+        """Whether its sampling has a penalty on tokens that have occurred."""
         s = self.sampling
         return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
@@ -135,14 +135,14 @@ class Request:
 
     @property
     def caught_up(self) -> bool:
-        """Only its last token, which it generated, is left to compute, others may follow, and no page of another holds
-        that token."""
+        """Whether it decodes: only its last token, a generated one, is left to compute, more may follow, and the token
+        does not lie on a page of the tree."""
         last = self.behind == 1 and self.generated > 0 and self.total < self.limit
         return last and self.lease.length <= self.computed
 
     @property
     def reusable(self) -> int:
-        """Tokens whose KV may come from the cache: all but the last, and those whose logits are to be scored."""
+        """Tokens whose KV may come from the cache: all except the last and those whose logits are needed for scores."""
         last = len(self.tokens) - 1
         return last if self.score_from is None else min(last, self.score_from - 1)
 
@@ -152,24 +152,24 @@ class Request:
         return self.total - self.prompt_len
 
     def reach(self, start: int, stop: int) -> None:
-        """A chunk of the tokens [start, stop) is planned: what is new before it was found. (Not so what it comes by a
-        second time, sent back to wait: that is its own, or was counted.)"""
+        """Note that a chunk of the tokens [start, stop) is planned: tokens between the chunks so far and this one were
+        cached. (What it passes again after a preemption is its own work or was counted already.)"""
         self.cached_tokens += max(0, min(start, self.came) - self.reached)
         self.reached = max(self.reached, stop)
 
     def unsaid(self) -> list[int]:
-        """Tokens to report now."""
+        """Known tokens that were not reported yet; they count as reported."""
         tokens, said = self.tokens, self.said
         self.said = now = len(tokens)
         return [tokens[-1]] if now == said + 1 else list(tokens[said:])
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
-        """Tokens [start, stop) as int32, not copied; drop it before the sequence grows."""
+        """Tokens [start, stop) as int32, without a copy; must be dropped before the sequence grows."""
         return memoryview(self.tokens)[start:stop]
 
 
 def from_run(run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int]) -> Request:
-    """A Request of a Run; ValueError names the field that is wrong."""
+    """Make a Request of a Run. ValueError names the field that is wrong."""
     if not run.ids or len(run.ids) % TOKEN_BYTES:
         raise ValueError("ids: expected int32 token ids, at least one")
     total = len(run.ids) // TOKEN_BYTES
@@ -187,7 +187,7 @@ def from_run(run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[i
 
 
 def _depends_on_tokens(s: Sampling) -> bool:
-    """Whether more than the logits, the position and the seed decides on the next token, or is reported with it."""
+    """Whether the next token, or what is reported with it, depends on more than logits, position and seed."""
     return bool(
         s.repetition_penalty != 1
         or s.presence_penalty

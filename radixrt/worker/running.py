@@ -1,9 +1,9 @@
-"""The requests that run, by what they need next. Each is in one list from its admission until it leaves or is sent back
-to wait.
+"""The running requests, by what they need next. From its admission until it leaves or is preempted, each is in exactly
+one list.
 
     behind --caught up--> decoding --its last step is planned--> ending
       ^                   ^      |
-      |              drafting <--+ it repeats what stands before
+      |              drafting <--+ its text repeats itself
       +--tokens forced----+
 """
 
@@ -16,32 +16,32 @@ from radixrt.worker.request import Request
 
 
 class Running:
-    """Lists of requests, and the arrays of those that decode, which are kept from step to step."""
+    """The lists, and the arrays of the decoding requests, which are reused from step to step."""
 
     def __init__(self) -> None:
         self.behind: list[Request] = []
-        """More than one token to compute, oldest first."""
+        """Have more than one token to compute; oldest first."""
         self.decoding: list[Request] = []
-        """A token a step."""
+        """Gain one token a step."""
         self.drafting: list[Request] = []
-        """One to several tokens a step: planned when their last token is known."""
+        """Gain one or several tokens a step; planned only when their last token is known."""
         self.ending: list[Request] = []
-        """Their last step is planned; they leave when its result comes."""
+        """Their last step is planned; they leave when its result is applied."""
         self.departures = 0
-        """How often one has left, or was sent back."""
+        """How many requests have left or were preempted so far."""
         self._decodes: Decodes | None = None
-        """Of `decoding`; None when that has changed."""
+        """The arrays of `decoding`; None when the list has changed."""
 
     def __len__(self) -> int:
         return len(self.behind) + len(self.decoding) + len(self.drafting) + len(self.ending)
 
     @property
     def generating(self) -> int:
-        """How many decode, with drafts or without."""
+        """How many requests decode, with drafts or without."""
         return len(self.decoding) + len(self.drafting)
 
     def totals(self) -> dict[str, int]:
-        """Tokens that requests have in all, by tenant."""
+        """Total tokens of running requests, by tenant."""
         found: dict[str, int] = {}
         for requests in (self.behind, self.decoding, self.drafting, self.ending):
             for request in requests:
@@ -49,18 +49,18 @@ class Running:
         return found
 
     def decodes(self) -> Decodes:
-        """Of the next step."""
+        """The decodes of the next step."""
         if self._decodes is None:
             self._decodes = Decodes(self.decoding)
         return self._decodes
 
     def know(self, drawn: list[int]) -> None:
-        """What a step drew, its decodes first: if no later plan runs, that is all there is to know of them."""
+        """Take in the tokens that a step drew, decodes first, unless a later step is already planned."""
         if self._decodes is not None and self.decoding and not self.decoding[0].pending:
             self._decodes.know(drawn)
 
     def remove(self, request: Request) -> None:
-        """It leaves, or is sent back."""
+        """Take a request off its list."""
         self.departures += 1
         for found in (self.behind, self.ending, self.drafting):
             if request in found:
@@ -70,36 +70,37 @@ class Running:
         self._decodes = None
 
     def youngest(self, planned: Sequence[Request]) -> Request:
-        """Of those that are not `planned`, and not done; ValueError if there is none."""
+        """The youngest request that is neither `planned` nor ending; ValueError if there is none."""
         candidates = [r for r in self.behind + self.decoding + self.drafting if r not in planned]
         return max(candidates, key=lambda r: (r.arrival, r.id))
 
     def decode(self, request: Request) -> None:
-        """One that drafted gains a token a step from now on."""
+        """Let a drafting request decode one token a step from now on."""
         self.drafting.remove(request)
         self.decoding.append(request)
         self._decodes = None
 
     def draft(self, found: list[Request]) -> None:
-        """Some that decode wait until their last token is known."""
+        """Let decoding requests be drafted for from now on."""
         self.decoding = [r for r in self.decoding if r not in found]
         self.drafting += found
         self._decodes = None
 
     def catch_up(self, request: Request) -> None:
-        """One that decodes or drafts has known tokens to compute, few: prompts that are long are not waited for."""
+        """Let a decoding or drafting request compute tokens that became known. They are few, so it goes before the
+        prompts that are behind."""
         if request in self.decoding or request in self.drafting:
             self.remove(request)
             self.behind.insert(0, request)
 
     def end_decodes(self) -> None:
-        """Those that have all tokens that may come, known or drawn, decode no more."""
+        """Move the decoding requests that have reached their limit, tokens being drawn included, to `ending`."""
         self.ending += [r for r in self.decoding if r.total >= r.limit]
         self.decoding = [r for r in self.decoding if r.total < r.limit]
         self._decodes = None
 
     def sort_behind(self) -> None:
-        """Requests that have caught up decode from now on, or have nothing more to compute."""
+        """Move the requests that have caught up to `decoding`, or to `ending` if they have nothing more to compute."""
         still = []
         for request in self.behind:
             if request.behind == 0 or (request.total >= request.limit and request.pending):

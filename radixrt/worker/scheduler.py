@@ -1,21 +1,21 @@
-"""Which tokens to compute next. A request has `computed` and `total` tokens; the scheduler lets one catch up with the
-other within a token budget a step. There are no phases: hits, chunks, decoding and resumption are the same motion.
+"""Decides which tokens each step computes. A request has `computed` and `total` tokens, and the scheduler lets the one
+catch up with the other within a token budget per step. There are no phases: cache hits, chunked prefill, decoding and
+resumption after a preemption are all this.
 
     waiting --admit--> behind (chunks) --> decoding (one token a step) --> done
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
-Of waiting requests the one comes first of which the fewest tokens are missing, and now and then the oldest, see
-`waiting`.
+Of the waiting requests, the one with the fewest missing tokens comes first, and now and then the oldest: see `waiting`.
 
-Counts move on when a step is planned, token values come when its result is applied. So step n+1 may be planned while
-step n runs; what it needs of step n's tokens, the device has.
+Counts move on when a step is planned; token values arrive when its result is applied. So step n+1 can be planned while
+step n runs: the tokens of step n that it needs are on the device.
 
     plan n   plan n+1   apply n   plan n+2   apply n+1        or, one after the other,   plan n   apply n   plan n+1
-             `pending` tokens are drawn but not known here: the plan says FROM_DEVICE
+             `pending` tokens are drawn but not known here; in the plan they are FROM_DEVICE
 
-A token may bring others with it, which a grammar forces: the request falls behind by them and catches up by a chunk.
-Tokens may be drafted (`drafting`): then a request gains one to several a step, and is planned when they are known.
+A grammar may force tokens after one that was drawn: the request then falls behind by them and catches up with a chunk.
+Tokens may be drafted (`drafting`): the request then gains one or several per step, and is planned when they are known.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step may hold."""
+    """How much a step may hold."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
 
 
 class Scheduler:
-    """Turns requests into plans and results into outputs; with a `drafter` some of their tokens are drafted."""
+    """Turns requests into plans, and results into outputs. With a `drafter`, some tokens are drafted."""
 
     def __init__(self, cache: PageCache, limits: Limits, drafter: Drafter | None = None) -> None:
         self.cache = cache
@@ -65,7 +65,7 @@ class Scheduler:
     # ------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
-        """Take a new request. ValueError when it could never fit, or its id is taken."""
+        """Take a new request. ValueError if it could never fit or its id is taken."""
         room = self.cache.total_pages * self.cache.page_size
         if request.id in self._requests:
             raise ValueError(f"id: request {request.id} exists")
@@ -80,7 +80,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, id: int) -> bool:
-        """Drop a request, wherever it is; what it computed stays cached. False if it is not here any more."""
+        """Drop a request, waiting or running; what it computed stays cached. False if it has ended already."""
         request = self._requests.get(id)
         if request is None:
             return False
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def ids(self) -> list[int]:
-        """Of all requests."""
+        """Ids of all requests."""
         return list(self._requests)
 
     @property
@@ -106,14 +106,14 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens known, not computed and not in the tree, of all requests that do not decode yet."""
+        """Tokens still to be computed before the requests that do not decode yet can decode."""
         return self._waiting.tokens + sum(r.behind for r in self.running.behind)
 
     # ------------------------------------------------------------ plan
 
     def plan(self) -> Plan | None:
-        """The next step, or None when there is nothing to compute, or the result of the one before should be applied
-        first. Pages are taken here, and prompts enter the tree."""
+        """The next step; None if there is nothing to compute or the result of the step before has to be applied first.
+        Takes pages, and inserts prompts into the tree."""
         running = self.running
         if kept := self.cache.kept:
             kept.expire() if self._waiting else kept.clear()
@@ -141,8 +141,8 @@ class Scheduler:
         return plan
 
     def _draft(self) -> list[tuple[Request, list[int]]]:
-        """Requests whose last token is known, with drafts of the next ones, for which there are pages; others of them
-        decode from now on."""
+        """Requests whose last token is known, with drafts of their next ones, for which pages were reserved. Those
+        without a draft decode from now on."""
         running = self.running
         requests, ready = running.generating, [r for r in running.drafting if not r.pending]
         rows = min(MOST_ROWS, self.limits.max_num_batched_tokens) - len(running.decoding)
@@ -164,7 +164,7 @@ class Scheduler:
         return found
 
     def _move_on(self, decodes: Decodes, builder: StepBuilder) -> None:
-        """Count what is planned as computed and drawn."""
+        """Count the planned tokens as computed, and those they draw as pending."""
         decodes.move_on()
         if self._counter.several:
             for request in self.running.decoding:
@@ -181,8 +181,8 @@ class Scheduler:
             self._move_on_others(builder)
 
     def _move_on_others(self, builder: StepBuilder) -> None:
-        """The same of those with drafts, of which only the first token counts before they turn out to be right, and of
-        chunks, which come behind."""
+        """The same for requests with drafts, which come first and count one token until these are verified, and for
+        chunks."""
         for draft in builder.drafts:
             draft.request.computed += 1
             draft.request.pending = 1
@@ -204,7 +204,7 @@ class Scheduler:
                 self._preempt()
 
     def _preempt(self, planned: Sequence[Request] = ()) -> Request:
-        """Send the youngest running request that is not `planned` for this step back to wait; the request."""
+        """Send the youngest running request that is not `planned` for this step back to wait, and return it."""
         victim = self.running.youngest(planned)
         self.running.remove(victim)
         self.cache.retire(victim)
@@ -213,12 +213,12 @@ class Scheduler:
         return victim
 
     def _chunk(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Plan the next chunk of a request that is behind; its tokens, 0 when it was preempted for want of pages."""
+        """Plan the next chunk of a request that is behind. Returns its length; 0 if the request was preempted."""
         while True:
-            # Anew after each preemption: what the victim leaves in the tree may be what comes next here.
+            # Again after each preemption: the victim may have left in the tree what this request needs next.
             self.cache.catch_up(request)
             count = min(budget, request.behind, builder.most(request))
-            if not count:  # others are scored in this step
+            if not count:  # the step scores as many tokens as it can
                 return 0
             try:
                 self.cache.reserve(request, request.computed + count)
@@ -233,7 +233,7 @@ class Scheduler:
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: Plan, result: Result) -> list[Output]:
-        """Take in what a step gave, in the order of plans; what each request gained, for the reply."""
+        """Apply the result of a step; steps come in the order of their plans. Returns what each request gained."""
         outputs: list[Output] = []
         failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
         found = enumerate(zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True))
@@ -243,7 +243,7 @@ class Scheduler:
             if failed and index in failed:
                 outputs += self._ending.fail_for_good(request, failed[index])
                 continue
-            if request.over or plan.step <= request.void:  # it ended while the step ran, or knew better
+            if request.over or plan.step <= request.void:  # it ended meanwhile, or its grammar forced other tokens
                 continue
             if stuck and index in stuck:
                 outputs.append(self._ending.stop_short(request, stuck[index]))
@@ -266,7 +266,7 @@ class Scheduler:
         return outputs
 
     def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output]) -> None:
-        """Take in what was drawn after a request's last token and after those drafted tokens that were drawn, too."""
+        """Accept a request's drafted tokens as far as the model drew the same, and the token drawn after those."""
         request, first = draft.request, draft.first
         if first in result.failed:
             outputs += self._ending.fail_for_good(request, result.failed[first])
@@ -288,22 +288,22 @@ class Scheduler:
             self._counter.decode(request.tenant, accepted)
         if request.row >= 0:
             request.computed += accepted
-        else:  # sent back to wait while they were verified
+        else:  # preempted while they were verified
             self._waiting.tokens += accepted
         self._gain(request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs)
 
     def _begin_drafts(self, drafter: Drafter) -> None:
-        """Requests that have begun to repeat what stands before are not planned until their last token is known."""
+        """Start drafting for decoding requests that have begun to repeat earlier text."""
         requests = self.running.generating
         if found := [r for r in self.running.decoding if drafter.begins(r, requests)]:
             self.running.draft(found)
 
     def _gain(self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output]) -> None:
-        """A token is known. `logprobs` are those of the tokens that it has not reported, if they are asked for."""
+        """Append a drawn token to a request. `logprobs`, if asked for, are those of the tokens not reported yet."""
         tokens = request.tokens
         tokens.append(token)
         request.pending -= 1
-        if request.row < 0:  # sent back to wait while its token was drawn: its hit may be longer
+        if request.row < 0:  # preempted while its token was drawn: its hit may be longer
             request.seen = -1
         stops = token in request.stop_ids
         jumped = request.matcher is not None and not stops and self._jump(request)
@@ -324,19 +324,19 @@ class Scheduler:
                 self.running.catch_up(request)
 
     def _force(self, request: Request) -> int:
-        """Append the tokens that its grammar forces, as many as may come; how many."""
+        """Append the tokens that a request's grammar forces, up to its limit. Returns how many."""
         forced = request.matcher.jump(request)
         request.tokens.extend(forced)
         self.forced_tokens += len(forced)
         return len(forced)
 
     def _jump(self, request: Request) -> bool:
-        """As `_force`, for a request that has just gained a token. What the step in flight draws for it is void: there
-        comes the first of them."""
+        """As `_force`, for a request that has just gained a token. True if any were forced: the first of them takes the
+        place of what the step in flight draws, which is void."""
         forced = self._force(request)
         if not forced:
             return False
-        if request.row < 0:  # sent back to wait while its token was drawn
+        if request.row < 0:  # preempted while its token was drawn
             self._waiting.tokens += forced
         if request.pending:
             request.pending, request.void = 0, self.steps
@@ -347,10 +347,10 @@ class Scheduler:
         outputs.append(output)
         if self.drafter is not None:
             self.drafter.ends(request)
-        if output.tokens:  # the step after this one may have computed the last token: cached are the others, always
+        if output.tokens:  # the next step may have computed the last token, too; cached are always the others
             request.computed = min(request.computed, len(request.tokens) - 1)
         self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
-        """Every request of a step that could not be run fails; nothing of that step stays cached."""
+        """Fail every request of a step that could not be run. Nothing of that step stays cached."""
         return self._ending.fail_step(plan, reason)

@@ -1,17 +1,18 @@
-"""Requests that wait for room, each tenant's in an order of its own.
+"""Requests that wait for room, in one queue per tenant.
 
-Between tenants the one that was served least comes first (the virtual token counter of arXiv 2401.00588): whatever one
-of them sends, another's request waits for what is being computed, not for what is queued. A tenant that had nothing
-waiting is counted from where the least served of those that wait is, or, if none waits, from where the one is whose
-prompt was computed last: nobody saves up, and nobody pays for having been here first.
+Between tenants, the one that was served least comes first (the virtual token counter of arXiv 2401.00588): whatever one
+tenant sends, another's request waits only for what is being computed, never for what is queued. A tenant that had
+nothing waiting starts at the count of the least-served tenant that waits or, if none waits, of the tenant whose prompt
+was computed last. So nobody saves up credit by being idle, and nobody pays for having been here first.
 
-Within a tenant the one comes first that the fewest tokens are missing of: the next turn of an agent whose context is
-cached waits while others take that from the cache, and then it costs them all. Where agents' contexts are more than the
-cache holds, the order of arrival gives every one back its turn just after its context was evicted (bench/placement.py,
-"by arrival"). Fewest is meant roughly, by powers of two, and of likes the older comes first. And who is the oldest may
-be overtaken by so many times the tokens that it needs itself, and no more: nobody starves, however many hits there are,
-and however long the queue is. Several times what nearly fills the pool takes minutes, though: after some seconds it is
-enough to have been overtaken by as much as it needs.
+Within a tenant, the request with the fewest missing tokens comes first. An agent's next turn is only cheap while its
+context is cached: each time another request takes pages before it, some of that context may have to be computed again,
+and then everybody pays. Where the agents' contexts together exceed the cache, order of arrival is the worst: each agent
+gets its turn just after its context was evicted (bench/placement.py, "by arrival"). "Fewest" is compared by powers of
+two, and among equals the older request comes first. To rule out starvation, the oldest request may be overtaken only by
+a fixed multiple of the tokens that it needs itself, however many hits there are and however long the queue is. For a
+prompt that nearly fills the pool that multiple takes minutes, so after some seconds being overtaken once by as much as
+it needs is enough.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 
 REFRESHED = 16
-"""Waiting requests whose hit is looked up anew in a step, and most of those that seem to be next: a long queue costs no
-more."""
+"""Waiting requests whose hit is looked up again in each step, and the most that are looked up to find the next one. It
+bounds what a long queue costs."""
 OVERTAKING = 3
-"""Tokens of requests that overtake the oldest, with their answers, at most, for each that the oldest needs."""
+"""The most tokens, answers included, by which others may overtake the oldest request: a multiple of what it needs."""
 OVERTAKING_WITHOUT_ROOM = 15
-"""The same while there is only room without what is kept for those who come back: then that goes."""
+"""The same multiple while the oldest would fit only if kept contexts were released; beyond it, they are."""
 MOST_SECONDS = 30.0
-"""Once is enough, for both, when a request has been the oldest for so long: where a second computes 40,000 tokens, that
-is for prompts of 100,000 and more."""
+"""When a request has been the oldest for this long, both multiples are 1. At 40,000 tokens a second that concerns
+prompts of 100,000 tokens and more."""
 ANSWER = 64
-"""Tokens of a prompt that take a device as long as an answer, about."""
+"""What an answer costs, roughly, as a number of prompt tokens that take the device as long."""
 MOST_GROUPS = 1024
-"""Groups that are remembered; the router ends each within seconds."""
+"""Groups whose arrival is remembered; a group is complete within seconds."""
 OTHERS = 16
-"""Tenants whose requests are tried when that of the one whose turn it is has no room."""
+"""Other tenants whose requests are tried when there is no room for the request of the tenant whose turn it is."""
 
 _Age = tuple[int, tuple[int, int]]
 
 
 class Arrivals:
-    """When requests came: those of a group with the first of it."""
+    """When requests arrived. All requests of a group count as having arrived with its first."""
 
     def __init__(self) -> None:
         self._groups: dict[int, tuple[int, int]] = {}
-        """When the first of each came, and its id; the latest groups."""
+        """For each recent group, when its first request arrived, and that request's id."""
 
     def come(self, request: Request, clock: int) -> None:
-        """A request comes now, at `clock`."""
+        """Note that a request arrives at `clock`, in tokens scheduled so far."""
         first, group = (clock, request.id), request.group
         if group:
             while len(self._groups) >= MOST_GROUPS and group not in self._groups:
@@ -62,25 +63,25 @@ class Arrivals:
 
 
 class _Queue:
-    """One tenant's requests, in two orders."""
+    """One tenant's requests, sorted by age and by need."""
 
     def __init__(self) -> None:
         self.by_age: list[tuple[_Age, Request]] = []
         self._by_need: list[tuple[int, _Age, Request]] = []
         self._needs: dict[int, int] = {}
-        """By request, what it has its place by: it may gain tokens while it waits."""
+        """The need by which each request is sorted now, by request id: a request may gain tokens while it waits."""
         self._served = 0
-        """Tokens of requests that were served before the oldest."""
+        """Tokens of all requests so far that overtook the one that was the oldest then."""
         self._since: dict[int, tuple[int, float]] = {}
-        """By request, for who is the oldest, or was until one that is older was sent back to wait: what had been
-        `_served` when it began to be, and the time in seconds."""
+        """By request id, for each request that is or has been the oldest: `_served` when it became the oldest, and the
+        time in seconds. An entry outlives the return of an older request that was preempted."""
 
     def __len__(self) -> int:
         return len(self.by_age)
 
     @property
     def age(self) -> _Age:
-        """Of the oldest."""
+        """Age of the oldest request."""
         return self.by_age[0][0]
 
     @property
@@ -92,7 +93,8 @@ class _Queue:
         return self._by_need[0][2]
 
     def is_due(self, times: int) -> bool:
-        """Whether the oldest has been overtaken by so many times the tokens that it needs, or once and for long."""
+        """Whether the oldest has been overtaken by `times` the tokens it needs or, after MOST_SECONDS, by as many as it
+        needs."""
         oldest = self.by_age[0][1]
         served, since = self._since[oldest.id]
         overtaken, cost = self._served - served, _cost(oldest)
@@ -110,18 +112,18 @@ class _Queue:
         self._leave(request)
 
     def move(self, request: Request) -> None:
-        """The cache holds more of it, or less, than before."""
+        """Sort a request again whose hit has changed."""
         self._leave(request)
         self._enter(request)
 
     def serve(self, request: Request) -> None:
-        """A request leaves because it will be computed."""
+        """Remove a request that will be computed now."""
         if request is not self.by_age[0][1]:
             self._served += _cost(request)
         self.remove(request)
 
     def overtaken(self, request: Request) -> None:
-        """One of another tenant is served in place of one of these."""
+        """Count a request of another tenant that was served although it was this tenant's turn."""
         self._served += _cost(request)
 
     def _note_oldest(self) -> None:
@@ -153,7 +155,7 @@ class VirtualTokenCounter:
 
     def __init__(self) -> None:
         self.last = 0
-        """Of the tenant whose prompt was computed last."""
+        """The count of the tenant whose prompt was computed last."""
         self._tokens: dict[str, int] = {}
         self._requests: dict[str, int] = {}
 
@@ -163,43 +165,44 @@ class VirtualTokenCounter:
         return len(self._requests) > 1
 
     def come(self, tenant: str) -> None:
-        """A request of a tenant is here from now on."""
+        """Count a new request of a tenant."""
         self._requests[tenant] = self._requests.get(tenant, 0) + 1
         self._tokens.setdefault(tenant, 0)
 
     def go(self, tenant: str) -> None:
-        """It is over."""
+        """A request of a tenant has ended."""
         self._requests[tenant] -= 1
         if not self._requests[tenant]:
             del self._requests[tenant], self._tokens[tenant]
 
     def prompt(self, tenant: str, tokens: int) -> None:
-        """So many of a prompt are computed."""
+        """Count prompt tokens that are computed."""
         self._tokens[tenant] += tokens
         self.last = self._tokens[tenant]
 
     def decode(self, tenant: str, tokens: int = 1) -> None:
-        """So many are decoded."""
+        """Count tokens that are decoded."""
         self._tokens[tenant] += tokens
 
     def of(self, tenant: str) -> int:
         return self._tokens[tenant]
 
     def lift(self, tenant: str, least: int) -> None:
-        """Count a tenant as served so much at least."""
+        """Raise a tenant's count to `least` if it is lower."""
         self._tokens[tenant] = max(self._tokens[tenant], least)
 
 
 class Waiting:
-    """See the module. All requests that are added have come to `counter`."""
+    """The waiting requests of all tenants, in the order that the module describes. A request must have been counted by
+    `counter` before it is added."""
 
     def __init__(self, cache: PageCache, counter: VirtualTokenCounter) -> None:
         self.tokens = 0
-        """Of all that wait: known, and not in the tree when last looked."""
+        """Tokens of all waiting requests that the tree did not hold when last looked up."""
         self._cache = cache
         self._counter = counter
         self._queues: dict[str, _Queue] = {}
-        """By tenant; none is empty."""
+        """By tenant; empty queues are removed."""
         self._refreshed, self._step = 0, -1
 
     def __len__(self) -> int:
@@ -218,14 +221,14 @@ class Waiting:
         self._queues[tenant].add(request)
 
     def take(self, request: Request, passed: Sequence[Request] = ()) -> None:
-        """Remove one that will be computed, though others have `passed` it on for want of room."""
+        """Remove a request that will be computed. For the requests in `passed`, which came first, there was no room."""
         self._queues[request.tenant].serve(request)
         for tenant in {other.tenant for other in passed} - {request.tenant}:
             self._queues[tenant].overtaken(request)
         self._removed(request)
 
     def remove(self, request: Request) -> None:
-        """Wherever it is in the order."""
+        """Remove a request, wherever it stands."""
         self._queues[request.tenant].remove(request)
         self._removed(request)
 
@@ -236,21 +239,22 @@ class Waiting:
 
     @property
     def tenant(self) -> str | None:
-        """Whose request is next."""
+        """The tenant whose turn it is; None if nothing waits."""
         if len(self._queues) < 2:
             return next(iter(self._queues), None)
         return min(self._queues, key=self._turn)
 
     def candidates(self) -> Iterator[Request]:
-        """The one that is next; then, if that is because of its age, the one that would be, if it is another; then
-        those of other tenants that the fewest tokens are missing of, of tenants that were served less first."""
+        """The requests to try, in order: the next one of the tenant whose turn it is; if that one was chosen for its
+        age, also the one of that tenant with the fewest missing tokens; then, for up to OTHERS other tenants, least
+        served first, the request with the fewest missing tokens."""
         tenant = self.tenant
         assert tenant is not None
         queue = self._queues[tenant]
         for _ in range(REFRESHED):
             request = queue.next
             if not self._look_up(queue, request):
-                break  # else others may be before it now
+                break  # otherwise another may come before it now
         yield request
         if queue.is_due(OVERTAKING) and (other := self._least_missing(queue)) is not request:
             yield other
@@ -266,16 +270,16 @@ class Waiting:
         return request
 
     def _turn(self, tenant: str) -> tuple[int, _Age]:
-        """Whose it is: the smallest."""
+        """Sort key: the tenant with the smallest has its turn."""
         return self._counter.of(tenant), self._queues[tenant].age
 
     def has_waited(self, request: Request) -> bool:
-        """Whether a request is its tenant's oldest, and has been overtaken for want of room as much as may be."""
+        """Whether a request is its tenant's oldest and has been overtaken by as much as kept contexts may cost it."""
         queue = self._queues[request.tenant]
         return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 
     def refresh(self, step: int) -> None:
-        """Look up some requests' hits anew, once a step: the tree has changed since they were queued."""
+        """Look up the hits of some requests again, once a step: the tree changes while they wait."""
         if step == self._step:
             return
         self._step, total = step, len(self)
@@ -288,7 +292,7 @@ class Waiting:
             self._look_up(queue, queue.by_age[index][1])
 
     def _look_up(self, queue: _Queue, request: Request) -> bool:
-        """Renew the hit of a request; whether it changed, and with it the request's place in the order."""
+        """Look up a request's hit again. True if it changed, and with it the request's place in the queue."""
         version = self._cache.tree.version
         if request.seen == version:
             return False
