@@ -78,7 +78,7 @@ def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
     order = sorted(range(len(paths)), key=lambda i: [first[name] for name, _ in paths[i]])
     own = np.zeros(len(paths), dtype=np.int64)
     segments: list[list[int]] = []
-    _descend(paths, order, 0, len(order), 0, 0, -1, segments, own, cost)
+    _descend(paths, order, segments, own, cost)
     return Sharing(np.array(order, dtype=np.int64), np.array(segments, dtype=np.int64).reshape(-1, 4), own)
 
 
@@ -95,32 +95,33 @@ def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
     return chosen, Sharing(np.searchsorted(chosen, sharing.order[under]), segments, sharing.own[chosen])
 
 
-def _descend(
-    paths: Sequence[Path], order: list[int], first: int, last: int, depth: int, begin: int, above: int,
-    segments: list[list[int]], own: np.ndarray, cost: Cost,
-) -> None:  # fmt: skip
-    """Requests order[first:last] have `depth` nodes in common; keys from `begin` on are not in a segment yet; `above`
-    is the segment that ends there with these very requests, or -1."""
-    while first < last:
+def _descend(paths: Sequence[Path], order: list[int], segments: list[list[int]], own: np.ndarray, cost: Cost) -> None:
+    """Fill in what a Sharing has. Without recursion: a conversation that branches at each of its turns is deep."""
+    # Requests order[first:last] have `depth` nodes in common; keys from `begin` on are not in a segment yet; `above` is
+    # the segment that ends there with these very requests, or -1.
+    todo = [(0, len(order), 0, 0, -1)]
+    while todo:
+        first, last, depth, begin, above = todo.pop()
+        if first == last:
+            continue
         path = paths[order[first]]
         if len(path) <= depth:  # it ends here
             own[order[first]] = begin
-            first += 1
-            above = -1
+            todo.append((first + 1, last, depth, begin, -1))
             continue
         name, end = path[depth]
         stop = first + 1
         while stop < last and len(paths[order[stop]]) > depth and paths[order[stop]][depth][0] == name:
             stop += 1
+        todo.append((stop, last, depth, begin, -1))
         count = stop - first
         if count == 1:
             own[order[first]] = begin
         elif above >= 0 and segments[above][3] == count:  # the same requests go on together
             segments[above][1] = end
-            _descend(paths, order, first, stop, depth + 1, end, above, segments, own, cost)
+            todo.append((first, stop, depth + 1, end, above))
         elif cost.saved(count, end - begin) > 0:
             segments.append([begin, end, first, count])
-            _descend(paths, order, first, stop, depth + 1, end, len(segments) - 1, segments, own, cost)
+            todo.append((first, stop, depth + 1, end, len(segments) - 1))
         else:
-            _descend(paths, order, first, stop, depth + 1, begin, -1, segments, own, cost)
-        first = stop
+            todo.append((first, stop, depth + 1, begin, -1))

@@ -122,6 +122,13 @@ def test_those_under_a_segment(batch, cost):
         assert before.tolist() == after.tolist()
 
 
+def test_a_conversation_that_branches_at_each_of_its_turns_is_deep():
+    path = tuple((turn, 20 * turn) for turn in range(1, 3001))
+    found = find_sharing([path, path, path[:2000]], Cost(10, 1, 32))
+    assert found.segments.tolist() == [[0, 40_000, 0, 3], [40_000, 60_000, 1, 2]]
+    assert found.own.tolist() == [60_000, 60_000, 40_000]
+
+
 def test_a_path_ends_before_the_next_token():
     path = ((1, 10), (2, 25), (3, 40))
     assert path_before(path, 40) == path_before(path, 99) == path

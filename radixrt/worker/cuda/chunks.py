@@ -7,7 +7,7 @@ into a workspace first, which costs their bytes once a layer and gains most of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,12 @@ from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.staging import Packer, Piece
 from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.work import Tiles, Tiling, make_items, make_merges, sequence_tiles
+
+HELD_BYTES = 1 << 29
+"""Of partial results at a time, where parts are fixed: those of a chunk behind a long context would not fit the GPU."""
+MOST_ITEMS = (1 << 16) - 1
+"""Of a launch: a grid's second size (CUDA C++ Programming Guide, compute capabilities)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,8 @@ class LastLayer:
 
 
 class PagedStep:
-    """See the module; by work lists, one for each kind of layer. `plain`: the kernel of layers without a window, and
-    how its work is cut, where it is another one."""
+    """See the module; by work lists for each kind of layer: one, or where parts are fixed one after the other. `plain`:
+    the kernel of layers without a window, and how its work is cut, where it is another one."""
 
     def __init__(
         self,
@@ -101,32 +106,48 @@ class PagedStep:
     ) -> None:
         self._shape = shape
         self._variants: dict[int | None, Variant] = {}
-        self._pieces: dict[int | None, tuple[Piece | None, ...]] = {}
+        self._pieces: dict[int | None, list[tuple[Piece | None, ...]]] = {window: [] for window in windows}
         self._partials = 1
+        most = min(MOST_ITEMS, HELD_BYTES // (4 * shape.heads * (shape.value_dim + 1)))
         for window in windows:
             self._variants[window], how = plain if plain is not None and window is None else (variant, cut)
             tiles = sequence_tiles(
                 sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, how.queries
             )
-            items, _ = make_items(tiles, how)
-            merges = make_merges([items.items])
-            lists = items.items, items.starts, merges.queries, merges.entries
-            self._pieces[window] = tuple(None if x is None else packer.add(x) for x in lists)
-            self._partials = max(self._partials, merges.partials)
+            for part in _rounds(tiles, how.fixed, most) if how.fixed else (tiles,):
+                items, _ = make_items(part, how)
+                merges = make_merges([items.items])
+                lists = items.items, items.starts, merges.queries, merges.entries
+                self._pieces[window].append(tuple(None if x is None else packer.add(x) for x in lists))
+                self._partials = max(self._partials, merges.partials)
 
     def sent(self, integers: torch.Tensor) -> None:
-        self._lists = {window: [x and x.of(integers) for x in pieces] for window, pieces in self._pieces.items()}
+        self._lists = {
+            window: [[x and x.of(integers) for x in pieces] for pieces in rounds]
+            for window, rounds in self._pieces.items()
+        }
         self._scratch = Scratch.make(self._partials, self._shape, integers.device)
         self._again = {window: self._shape.again() for window in self._pieces}
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        items, starts, merges, entries = self._lists[pages.window]
-        attend.attend(
-            q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape,
-            self._variants[pages.window], window=pages.window, causal=True, scales=pages.scales, sinks=pages.sinks,
-            again=self._again[pages.window],
-        )  # fmt: skip
-        attend.merge(
-            self._scratch.partials, merges, entries, out, self._shape, sinks=pages.sinks,
-            again=self._again[pages.window],
-        )  # fmt: skip
+        again = self._again[pages.window]
+        for items, starts, merges, entries in self._lists[pages.window]:
+            attend.attend(
+                q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape,
+                self._variants[pages.window], window=pages.window, causal=True, scales=pages.scales, sinks=pages.sinks,
+                again=again,
+            )  # fmt: skip
+            attend.merge(
+                self._scratch.partials, merges, entries, out, self._shape, sinks=pages.sinks, again=again,
+            )  # fmt: skip
+
+
+def _rounds(tiles: Tiles, fixed: int, most: int) -> Iterator[Tiles]:
+    """Runs of tiles with parts of `fixed` keys that have so many partial results at most, or are one tile."""
+    ends = np.cumsum(tiles.size * -(-tiles.end // fixed))
+    begin = 0
+    while begin < len(tiles):
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield tiles.take(slice(begin, end))
+        begin = end

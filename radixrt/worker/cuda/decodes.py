@@ -6,8 +6,8 @@ has grown by GROWTH, or when somebody comes or goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, path_befor
 
 GROWTH = 64
 """Tokens."""
+DEARER = 4
+"""Times what a partial result costs, where less is to be shared."""
 GATHER, LAUNCHES, SLOWER = 0.16, 1800, 2.6
 """What FA3 pays for a segment and the kernel over pages does not, in keys of a round (see `segments.Chip.cut`): to
 gather a key, to launch it; and how much more time that kernel takes for the same product (bench/attention.py)."""
@@ -139,7 +141,8 @@ class DecodePlanner:
     def plan(
         self, requests: Sequence[Request], rows: np.ndarray, positions: np.ndarray, room: Room | None
     ) -> dict[int | None, DecodeWork]:
-        """By window, the work of requests whose next tokens are at int32 `positions`, in lists that fit `room`."""
+        """By window, the work of requests whose next tokens are at int32 `positions`, in lists that fit `room`; None:
+        what is shared fits that of so many."""
         found = {}
         self.looked_up = {}
         for window in self._windows:
@@ -167,22 +170,26 @@ class DecodePlanner:
                 items[kept.work.growing, 5] = positions
                 self._count(positions, kept.sharing)
                 return kept.work
-        sharing = self._share(requests, positions)
-        work = self._cut(rows, positions, None, sharing)
-        if sharing is not None and room is not None and not (len(work.trunks) or room.holds(work)):
-            sharing = None
-            work = self._cut(rows, positions, None, None)
+        room = room or Room.of(len(rows), self._cuts)
+        for sharing in self._sharings(requests, positions):
+            work = self._cut(rows, positions, None, sharing)
+            if sharing is None or len(work.trunks) or room.holds(work):
+                break
         self._kept = _Kept(requests, rows.copy(), positions.copy(), sharing, work)
         self._count(positions, sharing)
         return work
 
-    def _share(self, requests: tuple[Request, ...], positions: np.ndarray) -> Sharing | None:
-        if self._cuts.cost is None or len(requests) < 2:
-            return None
-        self.looked_up = {index: request.lease.path() for index, request in enumerate(requests)}
-        paths = [path_before(path, p) for path, p in zip(self.looked_up.values(), positions.tolist(), strict=True)]
-        sharing = find_sharing(paths, self._cuts.cost)
-        return sharing if len(sharing.segments) else None
+    def _sharings(self, requests: tuple[Request, ...], positions: np.ndarray) -> Iterator[Sharing | None]:
+        """What they share: all that pays; where that does not fit, since branches leave a path one by one, what saves
+        more; at last nothing."""
+        cost = self._cuts.cost
+        if cost is not None and len(requests) > 1:
+            self.looked_up = {index: request.lease.path() for index, request in enumerate(requests)}
+            paths = [path_before(path, p) for path, p in zip(self.looked_up.values(), positions.tolist(), strict=True)]
+            while len((sharing := find_sharing(paths, cost)).segments):
+                yield sharing
+                cost = replace(cost, partial_bytes=DEARER * cost.partial_bytes)
+        yield None
 
     def _cut(self, rows: np.ndarray, positions: np.ndarray, window: int | None, sharing: Sharing | None) -> DecodeWork:
         places = np.arange(len(rows))

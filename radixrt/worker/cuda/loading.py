@@ -18,6 +18,7 @@ from radixrt.messages import Run, Sampling
 from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
 from radixrt.worker.cuda import full_chunks, ops
+from radixrt.worker.cuda.chunks import HELD_BYTES
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.pieces import kept_bytes, most_tokens
 from radixrt.worker.cuda.ragged import FlashInfer
@@ -169,10 +170,12 @@ def step_bytes(
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Bytes that the largest step needs beside weights and pages: what is measured, and what else there may be: copies
-    of chunks under shared prefixes, and the logits of scored prompts, their softmax, and what is gathered of it."""
+    of chunks under shared prefixes, partial results of a chunk behind a long context, and the logits of scored prompts,
+    their softmax, and what is gathered of it."""
     spec = loaded.spec
     copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
-    other = (2 * copies if flashinfer else 0) + 3 * MOST_SCORED * spec.vocab_size * 4
+    other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
+    other += 3 * MOST_SCORED * spec.vocab_size * 4
     # A step of short chunks is absorbed all the same, and takes more.
     ways = [None] if full is None else [None, full]
     return other + max(_largest_step(config, loaded, model, flashinfer, way, group) for way in ways)

@@ -73,6 +73,12 @@ class Tiles:
     def __len__(self) -> int:
         return len(self.query)
 
+    def take(self, chosen: slice) -> Tiles:
+        return Tiles(
+            self.query[chosen], self.size[chosen], self.row[chosen], self.begin[chosen], self.end[chosen],
+            self.position[chosen],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Items:

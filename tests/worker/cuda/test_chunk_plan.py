@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from radixrt.worker.cuda import attend, chunk_plan
 from radixrt.worker.cuda.chunk_plan import BesideAbsorbed, BesideHopper, ChunkPlanner
 from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
 from radixrt.worker.cuda.full_chunks import FullHeads
+from radixrt.worker.cuda.runner import EXACT_PART
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
@@ -182,6 +184,30 @@ def test_items_have_starts_unless_each_has_a_program(single, monkeypatch):
     step.run(none, Pages(none, none, none, (1.0, 1.0), None), none)
     ((items, starts),) = found
     assert (starts is None) == single and (single or starts[-1] == len(items) > 0)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(64, 8, 128, 1), Shape(16, 1, 576, 1, latent=512)])
+def test_fixed_parts_of_a_long_context_are_held_some_at_a_time(shape, monkeypatch):
+    """A whole step's tokens behind 120,000: what is launched at once fits a grid, and its results the GPU."""
+    found = []
+    monkeypatch.setattr(attend, "attend", lambda *args, **_: found.append((args[4][0], args[6].values)))
+    monkeypatch.setattr(attend, "merge", lambda *_, **__: None)
+    cut = replace(tiling(VARIANT, shape, 264, single=True), fixed=EXACT_PART)
+    chunk = Sequences(*(np.array([x], np.int32) for x in (0, 120_000, 8000, 0)))
+    packer = Packer(torch.device("cpu"))
+    step = PagedStep(chunk, {None}, packer, shape, VARIANT, cut)
+    with torch.device("meta"):
+        step.sent(packer.send().to("meta"))
+    none = torch.empty(0)
+    step.run(none, Pages(none, none, none, (1.0, 1.0), None), none)
+    assert len(found) > 1 and all(0 < len(items) < 1 << 16 for items, _ in found)
+    assert sum(len(items) for items, _ in found) == sum(-(-end // EXACT_PART) for end in last_keys(cut.queries))
+    assert max(values.nbytes for _, values in found) < 1 << 29
+
+
+def last_keys(queries: int) -> list[int]:
+    """By tile of the chunk above, the key after its last."""
+    return [min(120_000 + at + queries, 128_000) for at in range(0, 8000, queries)]
 
 
 def test_what_flashinfer_cannot_hold_does_not_pay_for_its_launch(monkeypatch):

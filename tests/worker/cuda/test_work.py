@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -142,3 +144,24 @@ def test_decodes_read_their_pages_once(batch: list[Leased], data: st.DataObject)
             for request in running:
                 request.position += 70
     assert planner.read_keys <= planner.plain_keys
+
+
+@pytest.mark.parametrize("in_a_graph", [True, False])
+def test_branches_that_leave_a_path_one_by_one_share_what_fits(in_a_graph):
+    """A segment for each of them would be more work than there is room for."""
+    cost = Cost(key_bytes=2048, partial_bytes=1 << 15, tile=16)
+    cuts = Cuts(Tiling(4, 64, 128, 132), Tiling(16, 128, 256, 33), cost)
+    size, turn = 64, 500
+    paths = [tuple((n, turn * n) for n in range(1, end + 2)) for end in range(size)]
+    requests = [SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths]
+    rows = np.arange(size, dtype=np.int32)
+    positions = np.array([path[-1][1] for path in paths], dtype=np.int32)
+    planner, room = DecodePlanner({None}, cuts), Room.of(size, cuts)
+    work = planner.plan(requests, rows, positions, room if in_a_graph else None)[None]
+    assert room.holds(work) and work.shared
+    found = reads([work.few.items, work.many.items], Merges(work.merges, work.entries, 1 << 30), work.order)
+    for place, position in enumerate(positions.tolist()):
+        assert all(row == place or end <= positions[row] for row, _, end, _ in found[place]), "its pages are others"
+        keys = sorted((begin, end) for _, begin, end, _ in found[place])
+        assert [0, *(end for _, end in keys)] == [*(begin for begin, _ in keys), position + 1]
+    assert planner.read_keys < planner.plain_keys / 8
