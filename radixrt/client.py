@@ -357,13 +357,8 @@ class Client:
                 work.close()  # it has not begun
 
     def close(self) -> None:
-        """Disconnect; requests in flight fail. Idempotent."""
-        if self._portal.closed:
-            return
-        try:
-            self._portal.call(self.aio.close)
-        finally:
-            self._portal.close()
+        """See AsyncClient.close. Any thread may call it, several at once."""
+        self._portal.close(self.aio.close)
 
     def __enter__(self) -> Self:
         return self

@@ -24,8 +24,17 @@ class Portal:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="radixrt-client", daemon=True)
+        self._coming = threading.Lock()
+        """Held by who hands the loop a call, which nobody does while the loop is closed."""
+        self._closing = threading.RLock()
+        self._thread = threading.Thread(target=self._run, name="radixrt-client", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        with self._coming:
+            self._loop.run_until_complete(_cancel_others())  # calls that came after those that `close` has cancelled
+            self._loop.close()
 
     @property
     def closed(self) -> bool:
@@ -42,7 +51,11 @@ class Portal:
             raise RuntimeError(self._refusal())
         call = _Call(functools.partial(function, *args, **kwargs))
         try:
-            self._loop.call_soon_threadsafe(call.begin)
+            with self._coming:
+                if self.closed:  # meanwhile
+                    call.outcome.set_exception(RuntimeError(self._refusal()))
+                else:
+                    self._loop.call_soon_threadsafe(call.begin)
             return call.outcome.result()
         except BaseException:
             if not call.outcome.done():
@@ -72,16 +85,25 @@ class Portal:
             if not self.closed and not self._is_here():
                 self.call(items.aclose)
 
-    def close(self) -> None:
-        """End the loop and its thread; what others wait for there is cancelled. Idempotent."""
+    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Await `last()` there, then end the loop and its thread; what others wait for there is cancelled. Idempotent,
+        also where several threads close it: they return when it is closed. RuntimeError on the loop itself."""
         if self.closed:
             return
-        self.call(_cancel_others)
-        self.call(self._loop.shutdown_asyncgens)
-        self.call(self._loop.shutdown_default_executor)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._is_here():
+            raise RuntimeError(self._refusal())
+        with self._closing:
+            if self.closed:  # by another thread
+                return
+            try:
+                if last is not None:
+                    self.call(last)
+            finally:
+                self.call(_cancel_others)
+                self.call(self._loop.shutdown_asyncgens)
+                self.call(self._loop.shutdown_default_executor)
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
 
 
 async def _cancel_others() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copyreg
 import itertools
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -59,6 +60,10 @@ class ServerError(Exception):
         self.message = message
         self.field = field
         self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, for another process: `__init__` takes more than the message."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class Transport(Protocol):

@@ -259,6 +259,52 @@ def test_closing_ends_what_other_threads_run():
         assert len(found) == 1
 
 
+def test_a_call_that_comes_while_the_loop_ends_is_not_left_waiting(monkeypatch):
+    with fake_stack("0,0") as stack:
+        client = Client(stack.address)
+        loop, found = client._portal._loop, []
+
+        def wait() -> None:
+            try:
+                client.run(asyncio.sleep(60))
+            except concurrent.futures.CancelledError as problem:
+                found.append(problem)
+
+        late = threading.Thread(target=wait, daemon=True)
+
+        def stop_late() -> None:
+            monkeypatch.undo()
+            late.start()
+            time.sleep(0.05)
+            loop.stop()
+
+        monkeypatch.setattr(loop, "stop", stop_late)
+        client.close()
+        late.join(5)
+        assert len(found) == 1
+
+
+def test_several_threads_may_close_a_client():
+    with fake_stack("0,0") as stack:
+        problems = []
+        for _ in range(10):
+            client = Client(stack.address)
+
+            def close(client: Client = client) -> None:
+                try:
+                    client.close()
+                    client.health()
+                except BaseException as problem:
+                    problems.append(str(problem))
+
+            threads = [threading.Thread(target=close, daemon=True) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(5)
+        assert problems == ["the client is closed"] * 40
+
+
 def test_the_plain_face_refuses_to_wait_for_itself():
     with fake_stack("0,0") as stack, Client(stack.address) as client:
 

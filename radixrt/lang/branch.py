@@ -305,6 +305,7 @@ class Branch:
             promise.fail(self._failure)
         for child in work.node.children if isinstance(work.node, _Fork) else ():
             child._begin(None, self._failure)
+            child.cancelled |= self.cancelled  # forked off after that
 
     async def _do(self, work: Work) -> None:
         if not isinstance(work.node, _Fork):

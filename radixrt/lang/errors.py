@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import linecache
 import os
 from asyncio import CancelledError
@@ -44,6 +45,10 @@ class ProgramError(Exception):
         self.__cause__ = problem
         self.seen = False
         """The program has been given it: it is not raised once more at the program's end."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, for another process: `__init__` takes more than the message."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class Spent(Exception):

@@ -25,6 +25,10 @@ class Call:
     def name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    async def outcome(self) -> tuple[Any, BaseException | None]:
+        """(result, problem)."""
+        return await outcome_of(self.run())
+
     async def run(self) -> Any:
         """Its result. TimeoutError and Spent beside its own exceptions."""
         async with within(self.budget):
@@ -48,7 +52,7 @@ class Calls:
     async def outcome(self, call: Call) -> tuple[Any, BaseException | None]:
         """(result, problem). The call ends with who waits for it here, and when its task is cancelled: a thread runs
         on, but nobody listens."""
-        task = asyncio.ensure_future(outcome_of(call.run()))
+        task = asyncio.ensure_future(call.outcome())
         self.tasks.add(task)
         try:
             await asyncio.wait([task])

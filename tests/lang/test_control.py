@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from pathlib import Path
@@ -365,6 +366,20 @@ def test_a_tool_ends_with_its_branch(client):
     run(client, agent)
     client.run(asyncio.sleep(0.02))
     assert ends == ["ended"] * 2
+
+
+def test_a_tool_whose_branch_ends_at_once_leaves_nothing_that_was_not_awaited(client):
+    async def agent(s: Branch):
+        s += "start"
+        branch, _ = s.fork(2)
+        call = asyncio.ensure_future(branch.tool(asyncio.sleep, 60))
+        await asyncio.sleep(0)
+        await branch.cancel()
+        with pytest.raises(ProgramError, match="cancelled"):
+            await asyncio.wait_for(call, 1)
+
+    run(client, agent)
+    gc.collect()
 
 
 def test_a_tool_ends_with_who_waits_for_it(client):

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import copy
 import functools
+import pickle
 
 import pytest
 
 from radixrt import (
     Branch,
+    BudgetExceeded,
+    NoWinner,
     ProgramError,
     Sampling,
     SyncBranch,
@@ -24,6 +27,8 @@ from radixrt import (
     trace,
     user,
 )
+from radixrt.client import ServerError
+from radixrt.lang.errors import Site, Spent
 from radixrt.lang.values import Text
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -327,3 +332,19 @@ def test_causes_that_go_in_a_circle_are_printed_once(capsys):
     except ValueError:
         cli._print_causes(one)
     assert capsys.readouterr().err.count("raise other") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServerError(429, "too much", "n", retry_after=2.0),
+        ProgramError(Site(__file__, 3), "0.1", ServerError(400, "bad", "top_p")),
+        BudgetExceeded(Site(__file__, 3), "", Spent("no tokens are left", "Once upon")),
+        NoWinner(Site(__file__, 3), {"0": "no"}, {"1": KeyError("x")}),
+    ],
+)
+def test_errors_may_go_to_another_process(error):
+    """A pool of processes pickles what its workers raise."""
+    other = pickle.loads(pickle.dumps(error))
+    assert type(other) is type(error) and str(other) == str(error)
+    assert {name: str(value) for name, value in vars(other).items()} == {n: str(v) for n, v in vars(error).items()}

@@ -746,6 +746,24 @@ def test_a_branch_may_be_cancelled_before_it_begins(slow):
     assert slow.health()["counters"]["requests"] == 2, "nothing was asked for the branch that was cancelled"
 
 
+def test_what_is_forked_off_a_branch_that_was_cancelled_is_cancelled(client):
+    """The program has asked for it: its end is no place to hear of it."""
+
+    async def late(s: Branch):
+        s += "start"
+        a, b = s.fork(2)
+        await a.cancel()
+        (child,) = a.fork(1)
+        (below,) = child.fork(1)
+        below += gen("x", SHORT)
+        b += gen("x", SHORT)
+        return await b["x"], below
+
+    text, below = run(client, late)
+    assert text and below.cancelled
+    assert client.health()["counters"]["requests"] == 1
+
+
 @pytest.mark.parametrize("waits", ["value", "stream", "join"])
 def test_a_plain_program_that_is_cancelled_ends(slow, waits):
     """Its thread may wait for whatever it likes: it gets an error and ends."""
