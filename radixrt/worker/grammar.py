@@ -160,6 +160,7 @@ class Grammars:
         try:
             compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
             text = made_fit(grammar.kind, grammar.text) if grammar.holds_schemas else grammar.text
+            text = _of_four_digits(text) if grammar.kind == "regex" else text
             compiled = compile(text)
             if spelling and not _forces_little(grammar.kind, text):
                 spelling = None
@@ -245,7 +246,10 @@ def _parsed(kind: GrammarKind, text: str) -> Any:
 def _ebnf_on_one_line(schema: str) -> str:
     import xgrammar
 
-    # It writes the characters up to U+00FF as \xNN, and takes all hexadecimal digits that follow for theirs when it
-    # reads them.
-    text = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
-    return re.sub(r"\\(?:x([0-9a-f]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)
+    return _of_four_digits(str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)))
+
+
+def _of_four_digits(text: str) -> str:
+    """A regular expression, or EBNF that xgrammar wrote, without \\xNN: where xgrammar reads that, it takes all
+    hexadecimal digits that follow for its own."""
+    return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)

@@ -175,8 +175,9 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     spec = read_spec(hf_config, config.max_model_len)
     for note in notes(hf_config, spec):
         log.warning("%s: %s", folder.name, note)
-    part = shard.spec(spec)
-    return Loaded(folder, hf_config, spec, part, device, dtype, kv_dtype, checkpoint.eos_ids(folder))
+    # A tokenizer may know ids that the model has no logits for.
+    eos_ids = frozenset(id for id in checkpoint.eos_ids(folder) if id < spec.vocab_size)
+    return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids)
 
 
 def notes(hf_config: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:

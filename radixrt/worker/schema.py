@@ -3,8 +3,7 @@
 xgrammar lets any value stand where a schema has several in `allOf`: objects among them are made one here.
 
 It puts a `pattern` between quotes as it is: where it lets any character stand (`.`, `[^a]`, `\\S`), a raw quote or line
-break could, and what came out would be no JSON. Those are left out; what is written out as a quote or a backslash is
-escaped.
+break could, and what came out would be no JSON. Those are left out; where one must stand it is escaped as in JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ MOST_PARTS = 20_000
 """Of a schema: what is looked at to make objects one, and what comes of it."""
 UNSAFE = r"\"\\\n\r"
 """Within a class of characters."""
+ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"
+CONTROLS = {"\\0": "\0", "\\t": "\t", "\\n": "\n", "\\v": "\v", "\\f": "\f", "\\r": "\r"}
 PIECE = re.compile(
-    r"""(?P<escape>\\.)            # outside of a class
+    rf"""(?P<escape>{ESCAPE})      # outside of a class
       | (?P<any>\.)
       | (?P<quote>")
       | (?P<negated>\[\^)
@@ -229,9 +230,20 @@ def _safe(match: re.Match[str]) -> str:
             return f"[^{UNSAFE}]"
         case "negated":
             return f"[^{UNSAFE}"
-        case "quote":
-            return r"\\" + '"'
-        case "escape":
-            named = {r"\S": rf"[^{UNSAFE}\s]", r"\D": rf"[^{UNSAFE}\d]", r"\W": rf"[^{UNSAFE}\w]"}
-            return named.get(piece, {r"\\": r"\\\\", r"\"": r"\\" + '"'}.get(piece, piece))
-    return piece
+        case "set":
+            escaped = [_escaped(one[0]) for one in re.finditer(rf"{ESCAPE}|.", piece[1:-1], re.DOTALL)]
+            return f"({'|'.join(escaped)})" if escaped and all(escaped) else piece
+    if escaped := _escaped(piece):
+        return f"({escaped})"  # what repeats it repeats all of it
+    named = {r"\S": rf"[^{UNSAFE}\s]", r"\D": rf"[^{UNSAFE}\d]", r"\W": rf"[^{UNSAFE}\w]"}
+    return named.get(piece, piece)
+
+
+def _escaped(piece: str) -> str:
+    """As a pattern, what JSON writes for the character that a piece of a pattern stands for; "" where that is the
+    character itself, or the piece stands for several."""
+    code = piece[2:]
+    char = chr(int(code, 16)) if code else CONTROLS.get(piece, piece[-1])
+    known = code or piece in CONTROLS or not piece[-1].isalnum()
+    written = json.dumps(char, ensure_ascii=False)[1:-1]
+    return written.replace("\\", r"\\") if known and written != char else ""

@@ -101,11 +101,11 @@ def test_older_config_files(checkpoint, folder):
 def test_end_of_sequence_ids_come_from_all_files(folder):
     make_tokenizer(folder)  # its end of turn is 2
     edit(folder, eos_token_id=[7, 8])
-    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert files.eos_ids(folder) == {2, 7, 8, 9}
-    assert load(folder).eos_ids == {2, 7, 8, 9}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 900]}')
+    assert files.eos_ids(folder) == {2, 7, 8, 9, 900}
+    assert load(folder).eos_ids == {2, 7, 8, 9}, "900 has no logit"
     edit(folder, eos_token_id=None, text_config={"eos_token_id": 6})  # of a model that sees
-    assert files.eos_ids(folder) == {2, 6, 9}
+    assert files.eos_ids(folder) == {2, 6, 9, 900}
 
 
 def test_what_is_said_of_text_alone_is_said_of_what_is_served(folder):

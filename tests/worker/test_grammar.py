@@ -188,7 +188,8 @@ def test_json_of_random_schemas(schema, seed, say, calm):
         ("[^a]b", r"[^\"\\\n\ra]b"),
         (r"[^]a\]].", r"[^\"\\\n\r]a\]]" + r"[^\"\\\n\r]"),
         (r"\S\d\W", r"[^\"\\\n\r\s]\d[^\"\\\n\r\w]"),
-        (r'a"\"\\', r'a\\"\\"\\\\'),
+        (r'a"\"\\', r'a(\\")(\\")(\\\\)'),
+        (r"\t[\r\x22]\u0041\b", r'(\\t)(\\r|\\")\u0041\b'),
     ],
 )
 def test_patterns_are_made_safe(pattern, safe):
@@ -209,6 +210,23 @@ def test_patterns_give_json(pattern, grammars):
         assert not matches(grammars, grammar, f'["{inside}"]')
     said = [x for x in ("---", "bcd", "###", '"""', "\\\\\\") if matches(grammars, grammar, json.dumps([x]))]
     assert said == [x for x in said if re.fullmatch(pattern, x, re.ASCII)] and said
+
+
+@pytest.mark.parametrize("pattern", [r"a\tb", r"a\n+b", r"[\r\n]{2}", r"a\x0ab", r'x"+\\', r"a\v", r"[\"\\]\u0022"])
+def test_what_a_string_has_to_escape_may_be_asked_for(pattern, grammars):
+    """As JSON writes it, however it is spelled in the pattern."""
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "pattern": f"^{pattern}$"}))
+    for text in ("a\tb", "a\nb", "a\n\nb", "anb", "\r\n", "\n", 'x"\\', 'x""\\', "x\\", "a\v", "a", '""', '\\"'):
+        assert matches(grammars, grammar, json.dumps(text)) is bool(re.fullmatch(pattern, text))
+        raw = f'"{text}"'
+        assert raw == json.dumps(text) or not matches(grammars, grammar, raw)
+
+
+def test_a_character_by_its_number_has_two_digits(grammars):
+    """Whatever follows them."""
+    grammar = Grammar("regex", r"\x41b\xe91[\x30c]\\x41b")
+    assert matches(grammars, grammar, r"Abé1c\x41b")
+    assert not matches(grammars, grammar, "\u041b\u0e91c" + r"\x41b")
 
 
 NAMED = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"]}

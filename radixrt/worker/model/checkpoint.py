@@ -126,14 +126,16 @@ class SafetensorsWeights:
         )  # fmt: skip
 
     def _find_tensors(self, folder: Path) -> dict[str, Path]:
-        """Tensor name -> shard, as transformers looks for them: one file, or an index, or whatever there is."""
-        if not (folder / SINGLE).is_file() and (index := read_json(folder / INDEX)):
-            shards = {file: folder / file for file in index["weight_map"].values()}
-            missing = sorted(file for file, path in shards.items() if not path.is_file())
+        """Tensor name -> shard, as transformers looks for them: in one file, or in those that an index names, whichever
+        it says, or in whatever there is."""
+        single = folder / SINGLE
+        if not single.is_file() and (index := read_json(folder / INDEX).get("weight_map")):
+            shards = {file: folder / file for file in sorted(set(index.values()))}
+            missing = [file for file, path in shards.items() if not path.is_file()]
             if missing:
                 raise ValueError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}")
-            return {name: shards[file] for name, file in index["weight_map"].items()}
-        paths = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+            return {name: path for path in shards.values() for name in self._open(path).keys()}
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
         foreign = [path.name for path in paths if path.match(OTHER_FORMS)]
         paths = [path for path in paths if path.name not in foreign]
         if foreign and not paths:

@@ -13,7 +13,7 @@ DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """By `layer_types`, or every `sliding_window_pattern`-th layer attends to all. Heads divide the hidden state."""
-    config = DEFAULTS | config | {"head_dim": None, "use_sliding_window": True}
+    config = DEFAULTS | config | {"head_dim": None}
     config["layer_types"] = kinds = layer_kinds(config, config["sliding_window_pattern"])
     windowed, rope = [kind == "sliding_attention" for kind in kinds], rope_parameters(config)
     if any(windowed) and config["sliding_window"] is None:

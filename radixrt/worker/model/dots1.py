@@ -15,7 +15,7 @@ DEFAULTS |= {"max_position_embeddings": 2048}
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Layers from `max_window_layers` on have the window `sliding_window`."""
-    config = DEFAULTS | config | {"use_sliding_window": True}
+    config = DEFAULTS | config
     bias = bool(config.get("attention_bias"))
     plain = common(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=layer_windows(config))
     return with_routed(plain, config, by_sigmoid(config), bool(config.get("norm_topk_prob")))

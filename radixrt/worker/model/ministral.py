@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
+from radixrt.worker.model.mistral import spec
 
-from radixrt.worker.model.spec import ModelSpec, common, layer_windows
-
-
-def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types`; without these all layers have the window `sliding_window`, or none where that is null."""
-    config = {"num_key_value_heads": 8, "sliding_window": 4096} | config
-    config["layer_types"] = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
-    return common(config, windows=layer_windows(config | {"use_sliding_window": True}))
+__all__ = ["spec"]

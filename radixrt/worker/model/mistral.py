@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common
+from radixrt.worker.model.spec import ModelSpec, common, layer_windows
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Every layer has the window `sliding_window`, or none where that is null."""
+    """By `layer_types` (Ministral 8B's file names the family so); without these every layer has the window
+    `sliding_window`, or none where that is null."""
     config = {"num_key_value_heads": 8, "sliding_window": 4096} | config
-    return common(config, windows=(config["sliding_window"],) * config["num_hidden_layers"])
+    config["layer_types"] = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    return common(config, windows=layer_windows(config))

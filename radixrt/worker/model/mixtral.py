@@ -10,7 +10,7 @@ from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """The weights of a token's experts sum to 1."""
-    config = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | config
+    config = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | config | {"layer_types": None}
     experts = ExpertsSpec(
         count=config.get("num_local_experts", 8),
         chosen=config.get("num_experts_per_tok", 2),

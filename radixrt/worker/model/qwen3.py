@@ -14,4 +14,5 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     """Each head of q and k is normalized; windows only with `use_sliding_window`."""
     config = DEFAULTS | config
     bias = bool(config.get("attention_bias"))
-    return common(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=layer_windows(config))
+    windows = layer_windows(config) if config["use_sliding_window"] else ()
+    return common(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)

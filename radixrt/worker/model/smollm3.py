@@ -19,7 +19,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return common(
         config,
-        windows=layer_windows(config),
+        windows=layer_windows(config) if config["use_sliding_window"] else (),
         layer_ropes=tuple(rope_parameters(config) if i else None for i in turned[:layers]),
         qkv_bias=bias,
         output_bias=bias,

@@ -367,8 +367,7 @@ def layer_kinds(config: Mapping[str, Any], every: int) -> list[str]:
 def layer_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
     """By layer, from `layer_types`, or as Qwen's older files say it: the layers from `max_window_layers` on."""
     layers = config["num_hidden_layers"]
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = config.get("layer_types")
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     first = config["max_window_layers"]
