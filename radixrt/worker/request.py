@@ -22,18 +22,21 @@ GREEDY_BELOW = 1e-5
 
 
 class Scores:
-    """Scores of a request's tokens from `first` on, each reported once; if `detailed`, with top log-probabilities."""
+    """Scores of a request's tokens from `first` up to `end`, what it came with, each reported once; if `detailed`, with
+    top log-probabilities."""
 
-    __slots__ = ("_detailed", "_found", "_next")
+    __slots__ = ("_detailed", "_end", "_found", "_next")
 
-    def __init__(self, first: int, detailed: bool) -> None:
+    def __init__(self, first: int, end: int, detailed: bool) -> None:
         self._next = first
+        self._end = end
         self._detailed = detailed
         self._found: list[float] | list[TokenLogprob] = []
 
     def add(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
-        """Take the scores of the tokens from `position` on. After a preemption some come a second time."""
-        fresh = scores[max(0, self._next - position) :]
+        """Take the scores of the tokens from `position` on. After a preemption some come a second time, and those of
+        generated tokens, which nobody asked for, come behind them."""
+        fresh = scores[max(0, self._next - position) : max(0, self._end - position)]
         self._found.extend(fresh)
         self._next += len(fresh)
 
@@ -106,7 +109,7 @@ class Request:
         self.cached_tokens = 0
         self.reached = 0
         detailed = run.sampling.logprobs is not None
-        self.scores = None if run.score_from is None else Scores(run.score_from, detailed)
+        self.scores = None if run.score_from is None else Scores(run.score_from, len(self.tokens), detailed)
         self.pending = 0
         self.over = False
         self.draws = run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p > 0

@@ -298,6 +298,21 @@ def test_scores_come_for_each_token_from_score_from() -> None:
         assert bench.cached == {0: 0, 1: 11}
 
 
+def test_what_is_generated_is_not_scored_after_a_preemption() -> None:
+    """Its prompt was, and that is reported once."""
+    from radixrt.worker.fake import fake_logprob
+
+    bench = Bench(pages=60, chunk=64)
+    prompts = {id: [10 * id + 3, *range(20, 36)] for id in range(4)}
+    for id, prompt in prompts.items():
+        bench.add(id, prompt, 30, score_from=5)
+    bench.drain()
+    assert bench.scheduler.preemptions
+    for id, prompt in prompts.items():
+        assert len(bench.tokens[id]) == 30
+        assert bench.scores[id] == [fake_logprob(token) for token in prompt[5:]]
+
+
 def test_a_failed_request_fails_alone_and_leaves_nothing() -> None:
     bench = Bench(chunk=100)
     bench.add(0, [5] * 10, 4)
