@@ -1,4 +1,5 @@
-"""Which decodes of a batch share which pages, as the radix tree knows it: segments of keys that many queries read.
+"""Which requests of a batch share which pages, by their paths in the radix tree: segments of keys that many queries
+read.
 
     nodes of the tree        batch, in an order that         segments           each request's own
                              keeps sharers together
@@ -7,8 +8,9 @@
     agent 1     agent 2      a b | c d                       [6k, 9k) a b       a: from 9k, b: from 9k
       3k          40         (40 tokens do not pay)                             c: from 6k, d: from 6k
 
-A segment saves what its queries would read one by one, and costs each of them one more partial result. Where that does
-not pay, the keys are read with those below, in the end by each request alone. Integers only.
+A segment is read once for all its queries rather than once for each, and costs each of them one more partial result.
+Where that does not pay, its keys are read with those of the nodes below it, in the end by each request alone. Integers
+only.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ class Cost:
     key_bytes: int
     """K and V of one token."""
     partial_bytes: int
-    """A partial result, written and read once."""
+    """A partial result of one query, written and read once."""
     tile: int
-    """Queries that read keys together."""
+    """Queries that read keys together, as one tile."""
 
     def saved(self, queries: int, keys: int) -> int:
-        """By one segment; negative where it does not pay."""
+        """Bytes that one segment saves; negative if it does not pay."""
         reads = queries - -(-queries // self.tile)
         return reads * keys * self.key_bytes - (queries + 1) * self.partial_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """`order` int64[B] are the requests, sharers side by side; `segments` int64[N, 4] their keys from, to, first place
-    in the order, places; `own` int64[B] is, by request, the first key that it reads alone."""
+    """`order` int64[B]: indices of the requests, sharers next to each other. `segments` int64[N, 4]: first key, end of
+    the keys, first place in `order`, number of places. `own` int64[B]: the first key that each request reads alone."""
 
     order: np.ndarray
     segments: np.ndarray
@@ -50,13 +52,13 @@ class Sharing:
 
     @property
     def saved_keys(self) -> int:
-        """Keys that need not be read again."""
+        """How many keys fewer are read than without sharing."""
         return int(((self.segments[:, 1] - self.segments[:, 0]) * (self.segments[:, 3] - 1)).sum())
 
 
 def path_before(path: Path, position: int) -> Path:
-    """Less what does not lie before a request's next token. (Of a prompt that is cached as a whole, the last token is
-    computed again; and a path holds what is computed in this step.)"""
+    """The part of a path that lies before `position`, that of a request's next token. (A path may go on: it includes
+    what this step computes, and the last token of a prompt that is cached entirely is computed again.)"""
     if not path or path[-1][1] <= position:
         return path
     nodes = []
@@ -64,16 +66,17 @@ def path_before(path: Path, position: int) -> Path:
     for name, end in path:
         if begin >= position:
             break
-        # The part of a node has a name of its own, the same for all that share so much of it.
+        # A part of a node has a name of its own, the same for all requests that share this much of it.
         nodes.append((name, end) if end <= position else (-(name << 32) - position, position))
         begin = end
     return tuple(nodes)
 
 
 def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
-    """Of requests by their paths. Every key before `own` is in exactly one segment of the request.
+    """What requests share, by their paths. Every key before a request's `own` is in exactly one of its segments.
 
-    Sharers follow the first of them, whatever nodes are called: a batch is cut, and rounds, the same way every time."""
+    Sharers follow the first of them in the batch. Names of nodes do not matter: the same batch is always cut the same
+    way, and its sums are rounded the same way."""
     first = {name: i for i in reversed(range(len(paths))) for name, _ in paths[i]}
     order = sorted(range(len(paths)), key=lambda i: [first[name] for name, _ in paths[i]])
     own = np.zeros(len(paths), dtype=np.int64)
@@ -83,7 +86,7 @@ def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
 
 
 def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
-    """(int64 requests under a segment, ascending; the same sharing of these alone)."""
+    """(int64 indices of the requests under a segment, ascending; the same sharing, renumbered for these alone)."""
     change = np.zeros(len(sharing.order) + 1, dtype=np.int64)
     np.add.at(change, sharing.segments[:, 2], 1)
     np.add.at(change, sharing.segments[:, 2] + sharing.segments[:, 3], -1)
@@ -96,16 +99,17 @@ def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
 
 
 def _descend(paths: Sequence[Path], order: list[int], segments: list[list[int]], own: np.ndarray, cost: Cost) -> None:
-    """Fill in what a Sharing has. Without recursion: a conversation that branches at each of its turns is deep."""
+    """Fill in `segments` and `own`. Without recursion: the paths of a conversation that branches at every turn are
+    deep."""
     # Requests order[first:last] have `depth` nodes in common; keys from `begin` on are not in a segment yet; `above` is
-    # the segment that ends there with these very requests, or -1.
+    # the index of the segment that ends at `begin` and has exactly these requests, or -1.
     todo = [(0, len(order), 0, 0, -1)]
     while todo:
         first, last, depth, begin, above = todo.pop()
         if first == last:
             continue
         path = paths[order[first]]
-        if len(path) <= depth:  # it ends here
+        if len(path) <= depth:  # the path ends here
             own[order[first]] = begin
             todo.append((first + 1, last, depth, begin, -1))
             continue

@@ -1,4 +1,4 @@
-"""A step's way back: what is drawn by what, and integers that come to the host when they are ready."""
+"""From a step's logits back to the host: the tokens that are drawn, and the integers that the host fetches."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from radixrt.worker.sample import Draws
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way."""
+    """A step that was launched."""
 
     logits: torch.Tensor
     answer: torch.Tensor
     """See `Drawn.pick`."""
     logit_rows: int
-    """How many of the answer's first integers are about logits."""
+    """How many of the answer's first integers say whether logits are finite; tokens follow them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Of the requests whose tokens are drawn: their rows of logits and of the page table, their places among the
-    step's tokens, and what they are drawn by."""
+    """The requests whose tokens are drawn rather than the likeliest: their rows of the logits (`at`) and of the page
+    table, their places among the step's new tokens (`to`), and the arrays of `Draws`."""
 
     at: Piece
     rows: Piece
@@ -38,7 +38,8 @@ class Drawing:
 
     @classmethod
     def pack(cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray) -> Drawing | None:
-        """`logit_rows`[n] are those of the n requests that sample; None if all are greedy."""
+        """`logit_rows`[n] are those of the n requests for which `plan.samples`; `rows` are by request. None if all are
+        greedy."""
         chosen = np.flatnonzero(plan.samples)
         drawn = [i for i, b in enumerate(chosen.tolist()) if plan.requests[b].draws]
         if not drawn:
@@ -55,22 +56,23 @@ class Drawing:
 
 
 class Drawn:
-    """The token drawn last for each row of the page table, and for padding, which has the row behind them. Those of
-    rank 0 count, from the next step on."""
+    """The token drawn last for each row of the page table, and for padding, whose row comes after them. In a group, all
+    ranks take over those of rank 0 when the next step begins."""
 
     def __init__(self, rows: int, device: torch.device, group: Group | None = None) -> None:
         self._tokens = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._group = group
 
     def note(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Tokens int32[n] were drawn for int rows[n]."""
+        """Note int32 tokens[n], drawn for int rows[n]."""
         self._tokens[rows.long()] = tokens
 
     def pick(
         self, logits: torch.Tensor, ids: range, rows: torch.Tensor, at: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """int32[S + n]: whether each of float32 logits[S, this rank's], those of its token `ids`, is finite; the
-        likeliest token of those `at` int64[n] (None: all), which is noted for the `rows`."""
+        """int32[S + n]: whether each row of logits is finite (see `drawing.largest`); then the likeliest token of each
+        of the rows `at` int64[n] (None: all), which is noted for `rows`. This rank has float32 logits[S, len(ids)], of
+        the token `ids`."""
         found = drawing.largest(logits, ids, self._group)
         finite, best = found[: len(logits)], found[len(logits) :]
         if at is not None:
@@ -80,7 +82,7 @@ class Drawn:
         return found
 
     def resolve(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See `kernels.resolve`. What every step begins with."""
+        """See `kernels.resolve`. Every step begins with it."""
         if self._group is not None:
             self._group.broadcast(self._tokens)
         return kernels.resolve(tokens, rows, self._tokens)
@@ -96,13 +98,13 @@ class Answer:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) if self._on_gpu else None for _ in range(2))
 
     def begin(self) -> None:
-        """What is launched from here on is the step's."""
+        """The step's time begins: it is launched next."""
         if self._begin:
             self._begin.record()
 
     @property
     def seconds(self) -> float:
-        """That the step took, once it has been waited for."""
+        """Device time of the step, once `wait` has returned; 0 without a GPU."""
         return self._begin.elapsed_time(self._end) / 1e3 if self._begin and self._end else 0.0
 
     def fetch(self, integers: torch.Tensor) -> None:
@@ -114,7 +116,7 @@ class Answer:
             self._end.record()
 
     def wait(self) -> np.ndarray:
-        """int32, when they have come; valid until the next `fetch`."""
+        """Wait for the integers: int32, valid until the next `fetch`."""
         if self._end:
             self._end.synchronize()
         return self._host[: self._size].numpy()

@@ -1,8 +1,8 @@
-"""Attention over pages of any size and dtype, by the work list of `work.plan_work`: one kernel for decodes, chunks and
-(with tiles of several sequences) shared prefixes, and the merge of partial results.
+"""Attention over pages of any size and dtype, by the work lists of `work.make_items`: one kernel for decodes, chunks
+and (with tiles of several sequences) shared prefixes, and the merge of partial results.
 
 Online softmax in base 2 (arXiv 1805.02867); partial results are merged by their log-sum-exp (arXiv 2311.01282).
-A sink (see `ModelSpec.sinks`) joins where a result is final: where it is written directly, or merged.
+A sink (see `ModelSpec.sinks`) is added where a result becomes final: where it is written directly, or in the merge.
 FP8 pages are widened to float16, which holds every FP8 value exactly, and multiplied by tensor cores.
 """
 
@@ -57,8 +57,8 @@ def _attend_item(
     for j in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = j + n
         inside = key < end
-        # Lanes past the end read the last key again: what lies there is another's, perhaps NaN, and a weight of 0 times
-        # NaN is NaN; and loads without a mask are the faster ones.
+        # Lanes past the end read the last key again: what lies beyond is another request's and may be NaN, and a weight
+        # of 0 times NaN is NaN. Loads without a mask are also faster.
         known = tl.minimum(key, end - 1)
         if PAGE == 1:
             slot = tl.load(table_ptr + row * stride + known).to(tl.int64)
@@ -89,7 +89,7 @@ def _attend_item(
         else:
             v = tl.load(v_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
         acc = tl.dot(p.to(HALF_TYPE), v, acc)
-    if SINKS:  # a partial result is without it: the merge adds it
+    if SINKS:  # partial results leave the sink out: the merge adds it
         sink = tl.load(sinks_ptr + head) * LOG2_E
         whole = total + tl.where(direct != 0, tl.exp2(sink - peak), 0.0)
     else:
@@ -101,17 +101,17 @@ def _attend_item(
     else:
         spot = (partial + own).to(tl.int64) * HEADS + head
         tl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=stored)
-        # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
+        # NaN in the input is not hidden: `total` is NaN then, and so is what is stored.
         lse = tl.where(total == 0, -1e30, peak + tl.log2(total))
         tl.store(lse_ptr + spot, lse, mask=real)
 
 
-# In a loop over items it would take more registers than a warp has; where there is no loop, a call would.
+# Inlined into the loop over items, it would need more registers than a warp has; where there is no loop, a call would.
 _inlined_item = triton.jit(_attend_item)
 _called_item = triton.jit(_attend_item, noinline=True)
 
 
-@triton.jit(do_not_specialize=["stride"])  # else it is compiled anew for a page table of another width
+@triton.jit(do_not_specialize=["stride"])  # else it is compiled again for page tables of other widths
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
@@ -188,7 +188,7 @@ def _merge_kernel(
 
 
 MORE = 1 << 24
-"""Entries of merges from here on are of a second tensor of partial results."""
+"""Entries of merges from this number on refer to a second tensor of partial results."""
 
 Work = tuple[torch.Tensor, torch.Tensor | None]
 """`work.Items` on the device: int32[W, FIELDS] and, unless each item has a program of its own, int32[programs + 1]."""
@@ -215,7 +215,7 @@ class Scratch:
 
 
 def half_type(dtype: torch.dtype) -> tl.dtype:
-    """What the tensor cores multiply, for pages of a dtype."""
+    """The dtype that the tensor cores multiply in, for pages of a dtype."""
     return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}.get(dtype, tl.float16)
 
 
@@ -237,12 +237,13 @@ def attend(
     sinks: torch.Tensor | None = None,
     again: Again | None = None,
 ) -> Any:
-    """Attention of q[T, heads, D] over slots keys, values [slots, kv_heads, D] into out[T, heads, D] or `scratch`; of a
-    latent's shape over keys alone, into out[T, heads, width of V].
+    """Compute attention of q[T, heads, D] over the slots of keys, values [slots, kv_heads, D], into out[T, heads, D] or
+    `scratch`. Latent attention reads `keys` alone and writes out[T, heads, width of V].
 
-    `table` is int32[rows, pages]; queries of `items` are places in int32 `order`, if given. `causal`: an item's keys
-    may lie after its first query. K and V are times `scales`. `sinks` float32[heads] count in `out`, not in `scratch`.
-    Gives the compiled kernel."""
+    `table` is int32[rows, pages]. With int32 `order`, queries of `items` are indices into it. `causal`: items may have
+    keys after their first query, which are masked. K and V are multiplied by `scales`. `sinks` float32[heads] are added
+    to results in `out`, not to those in `scratch`. Returns the compiled kernel; None without items or in the
+    interpreter."""
     list, starts = items
     if not len(list):
         return None
@@ -257,7 +258,7 @@ def attend(
         kinds = causal, order is not None, variant.queries(shape.group)
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
         tile = variant.rows, variant.keys, variant.warps, variant.stages
-        # As it is, but for what is measured alone.
+        # A step's queries have this dtype already; those of measurements may not.
         given = q.to(latent.multiplied(keys.dtype)), keys, *listed, *numbers
         return latent.launch(grid, again, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
     given = (
@@ -278,20 +279,22 @@ def attend(
 
 
 SYSTEM_SHARED = 1024
-"""Bytes of shared memory that each program takes beside its own (CUDA C++ Programming Guide, compute capabilities)."""
+"""Bytes of shared memory that the system takes for each program, beside the program's own (CUDA C++ Programming Guide,
+compute capabilities)."""
 MOST_PROGRAMS = 32
-"""That a multiprocessor runs at once (same)."""
+"""Programs that a multiprocessor runs at once, at most (same source)."""
 
 
 PROGRAMS = 12
-"""Where there is no GPU."""
+"""Programs that count as running at once where there is no GPU."""
 
 
 def best_tiling(
     variant: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device, causal: bool
 ) -> Tiling:
-    """For as many programs as the device runs at once of a variant as it is compiled there. `causal`: for chunks, of
-    which each item has a program of its own, unless one program fills a multiprocessor."""
+    """The tiling for as many programs of a variant as the device runs at once, by the registers and shared memory of
+    the compiled kernel. `causal`: for chunks, where each item has a program of its own, unless the variant is
+    specialised: then one program fills a multiprocessor."""
     if device.type != "cuda":
         return tiling(variant, shape, PROGRAMS, single=causal)
     if variant.specialised:
@@ -315,8 +318,8 @@ def merge(
     partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
     more: Partials | None = None, sinks: torch.Tensor | None = None, again: Again | None = None,
 ) -> None:  # fmt: skip
-    """Partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (one without parts does
-    nothing) and int32 entries, those from MORE on of `more`; `sinks` float32[heads] count."""
+    """Merge partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (one without parts does
+    nothing) and int32 entries, of which those from MORE on refer to `more`. `sinks` float32[heads] are added."""
     if len(merges):
         second = more or partials
         launch(

@@ -1,4 +1,4 @@
-"""Which chunks of a step are computed in which way (see `chunks`)."""
+"""Decides which kernels compute each chunk of a step (see `chunks`)."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from radixrt.worker.plan import Plan
 from radixrt.worker.sharing import Path, path_before
 
 LAST_LAYER = 4
-"""In the last layer, attention is computed for tokens whose logits are wanted alone, if the chunks have so many times
-as many."""
+"""In the last layer, attention is computed only for tokens whose logits are wanted, if the chunks have at least this
+many times as many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BesideTriton:
-    """What goes to FlashInfer rather than to the kernel of `attend` (bench/attention.py)."""
+    """Which chunks FlashInfer computes rather than the kernel of `attend` (bench/attention.py)."""
 
     queries: int = 256
-    """Chunks of so many tokens, or more."""
+    """Chunks of at least this many tokens."""
     pairs: int = 1 << 20
-    """Chunks of so many pairs of a query and a key, or more."""
+    """Chunks of at least this many pairs of a query and a key."""
     shared: int = 1 << 20
-    """Chunks that share so many pairs, or more."""
+    """Chunks that together share at least this many pairs."""
 
     def long(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Which of N chunks of int64 counts[N] tokens after int64 starts[N]."""
+        """bool[N]: which chunks, of int64 counts[N] tokens after int64 starts[N] others, FlashInfer computes."""
         return (counts >= self.queries) | (counts * (starts + counts) >= self.pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class BesideHopper:
-    """The same, rather than to the kernel of `hopper`. That reads pages itself, so that only many queries a key are
-    worth gathering keys. In pairs of a query and a key; FlashInfer takes 39 million of them a millisecond with 32 heads
-    of 128 on an H200."""
+    """Which chunks FlashInfer computes rather than the kernel of `hopper`. That kernel reads pages in place, so that
+    gathering keys pays only for many queries a key. Costs are in pairs of a query and a key, of which FlashInfer
+    computes 39 million a millisecond with 32 heads of 128 on an H200."""
 
     shape: Shape
     shared: int = 1 << 25
     slower: float = 1.29
-    """Times that kernel takes for a pair."""
+    """How many times as long as FlashInfer the kernel of `hopper` takes for a pair."""
     edge: int = 250
-    """Keys a query that it computes in vain, where they are masked in part."""
+    """Masked keys that it computes for each query, in blocks that are masked in part."""
     gathered: float = 79.0
-    """What a key costs to gather, with 4 heads a KV head."""
+    """Cost of gathering a key, with 4 heads a KV head."""
     launch: float = 1.6e6
-    """What FlashInfer costs beside."""
+    """Fixed cost of FlashInfer in a step, with 32 heads of 128."""
 
     def long(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """See BesideTriton."""
@@ -68,32 +68,32 @@ class BesideHopper:
 @dataclass(frozen=True, slots=True)
 class BesideAbsorbed:
     """Which chunks of latent attention are computed by full heads (`full_heads`) rather than over pages, in the
-    absorbed form (`latent`). Rates are of one H200 (bench/latent.py), in FLOPs a nanosecond."""
+    absorbed form (`latent`). Rates are those of an H200 (bench/latent.py), in FLOPs a nanosecond."""
 
     heads: int
     latent: LatentSpec
     itemsize: int
-    """Of pages."""
+    """Bytes of a page's element."""
     absorbed: tuple[float, float] = (175e3, 205e3)
-    """Of FP8 pages, of others, where chunks are so short that it matters."""
+    """Rates of the absorbed form over FP8 pages and over others, for chunks so short that the choice is close."""
     full: float = 500e3
     products: float = 550e3
-    """Of keys and values with latents."""
+    """Rate of the products that compute keys and values from latents."""
     rows: int = 128
     """Queries of a tile."""
     key: float = 0.5
     """Nanoseconds that a key takes to gather."""
     launch: float = 15e3
-    """Nanoseconds of what is launched beside."""
+    """Nanoseconds that the additional launches take."""
 
     def long(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Which of N chunks of int64 counts[N] tokens after int64 starts[N]."""
+        """bool[N]: which chunks, of int64 counts[N] tokens after int64 starts[N] others, full heads compute."""
         latent, pairs = self.latent, counts * (starts + counts / 2)
         each = latent.nope_dim + latent.value_dim
         absorbed = 2 * (2 * latent.rank + latent.rope_dim) / self.absorbed[self.itemsize > 1] * pairs
         filled = -(-counts // self.rows) * self.rows / counts
         full = 2 * (each + latent.rope_dim) / self.full * pairs * filled
-        # What is multiplied out of new tokens is saved where these are not absorbed.
+        # Cached keys only: multiplying out the new ones costs as much as not absorbing their queries saves.
         out = 2 * latent.rank * each / self.products * starts
         gain = self.heads * (absorbed - full - out) - self.key * (starts + counts)
         worth = gain > 0
@@ -101,9 +101,9 @@ class BesideAbsorbed:
 
 
 class ChunkPlanner:
-    """`variant` and `cut` are of the kernel over pages; `flashinfer` computes the rest where it is given; `shares`:
-    what chunks have in common is read once. `windows` are those of all layers; `plain` is as of PagedStep. `full`
-    computes long chunks of latent attention, where it is given."""
+    """Plans the attention of each step's chunks. `variant` and `cut` belong to the kernel over pages; `flashinfer`, if
+    given, computes the chunks for which it is faster, and `full`, if given, long chunks of latent attention. `shares`:
+    prefixes that chunks share are read once. `windows` are by layer; `plain` is that of PagedStep."""
 
     def __init__(
         self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
@@ -120,7 +120,7 @@ class ChunkPlanner:
         self._flashinfer = flashinfer
         self._shares = shares
         self.looked_up: dict[int, Path] = {}
-        """The paths that were asked for to plan the last step, by index of the request."""
+        """The paths that were looked up to plan the last step, by index of the request."""
         self._plain = plain
         self._full = full
         self._by_full = None if full is None else BesideAbsorbed(full.heads, full.latent, itemsize)
@@ -129,11 +129,11 @@ class ChunkPlanner:
 
     @property
     def has_full(self) -> bool:
-        """Whether there may be chunks that are computed by full heads."""
+        """Whether chunks may be computed by full heads."""
         return self._full is not None
 
     def by_full_heads(self, plan: Plan, decodes: int) -> np.ndarray:
-        """Which chunks of a step, that come after so many decodes."""
+        """bool[N]: which of a step's N chunks, which follow its `decodes`, are computed by full heads."""
         starts, counts = (x[decodes:].astype(np.int64) for x in (plan.starts, plan.counts))
         if self._full is None or self._by_full is None or not len(starts):
             return np.zeros(len(starts), dtype=bool)
@@ -143,8 +143,8 @@ class ChunkPlanner:
         return long
 
     def plan_full(self, plan: Plan, decodes: int, long: np.ndarray, packer: Packer) -> tuple[FullStep, int]:
-        """(The chunks that are `long`, of which there is one at least; how many of the step's first tokens are
-        absorbed, those of all other chunks among them.)"""
+        """(The attention of the `long` chunks, of which there must be one; how many of the step's first tokens are
+        computed in the absorbed form: all up to the last chunk that is not long.)"""
         assert self._full is not None
         chunks = self._sequences(plan, decodes)
         last = np.flatnonzero(~long).max(initial=-1)
@@ -159,8 +159,9 @@ class ChunkPlanner:
         self, plan: Plan, decodes: int, packer: Packer, late: Packer, parity: int,
         done: np.ndarray | None = None,
     ) -> tuple[list[ChunkStep], LastLayer | None]:  # fmt: skip
-        """(The chunks, which come after so many decodes, but for those that are `done` otherwise; the last
-        layer's, if they differ, which `late` will pack). Of steps with one `parity`, one is under way at most."""
+        """(The attention of the chunks, which follow the step's `decodes`, except those that are `done` another way;
+        that of the last layer's chunks, if it differs, which `late` will pack.) At most one step of each `parity` may
+        be in flight."""
         self.looked_up = {}
         chunks = self._sequences(plan, decodes)
         first = chunks.queries
@@ -181,7 +182,8 @@ class ChunkPlanner:
         return steps, LastLayer(layer, lambda p: [self._over_pages(ends, {window}, p)] if len(ends) else [], late)
 
     def trunks(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:
-        """What FlashInfer computes of decodes, which come first in the plan."""
+        """What FlashInfer computes for decodes, which come first in the plan: parts of trunks. None if there are
+        none."""
         if not len(work.trunks) or self._flashinfer is None:
             return None
         count = len(work.order)
@@ -194,7 +196,7 @@ class ChunkPlanner:
     def _with_flashinfer(
         self, plan: Plan, chunks: Sequences, packer: Packer, parity: int
     ) -> tuple[list[ChunkStep], np.ndarray]:
-        """(Steps; which chunks are left.)"""
+        """(What FlashInfer computes; indices of the chunks that are left.)"""
         flashinfer = self._flashinfer
         assert flashinfer is not None
         steps: list[ChunkStep] = []

@@ -1,8 +1,9 @@
 """Attention of chunks: many new tokens after what is cached.
 
-Two ways. The kernel of `attend` reads pages in place and splits keys over the chip: best for few queries (PagedStep).
-FlashInfer's FA3 (`ragged`, `segments`) wants K and V side by side in the activations' dtype: cached pages are widened
-into a workspace first, which costs their bytes once a layer and gains most of the tensor cores' speed.
+There are two ways. The kernel of `attend` reads pages in place and splits keys over the chip, which is best for few
+queries (PagedStep). FlashInfer's FA3 (`ragged`, `segments`) needs K and V contiguous and in the activations' dtype:
+cached pages are widened into a workspace first, which costs their bytes once a layer and gains most of the tensor
+cores' speed. (Long chunks of latent attention have a way of their own, `full_chunks`.)
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import Tiles, Tiling, make_items, make_merges, sequence_tiles
 
 HELD_BYTES = 1 << 29
-"""Of partial results at a time, where parts are fixed: those of a chunk behind a long context would not fit the GPU."""
+"""Most bytes of partial results at a time, where the length of parts is fixed: those of a chunk after a long context
+would not all fit on the GPU."""
 MOST_ITEMS = (1 << 16) - 1
-"""Of a launch: a grid's second size (CUDA C++ Programming Guide, compute capabilities)."""
+"""Most items of a launch: the limit of a grid's second size (CUDA C++ Programming Guide, compute capabilities)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Chunks of a step, by sequence: int[B] each."""
+    """The chunks of a step, one a sequence; each array is int[B]."""
 
     rows: np.ndarray
     starts: np.ndarray
     """Positions of the first new tokens."""
     counts: np.ndarray
     queries: np.ndarray
-    """Where their new tokens lie among the step's."""
+    """Index of their first new tokens among the step's tokens."""
 
     def take(self, chosen: np.ndarray) -> Sequences:
         return Sequences(self.rows[chosen], self.starts[chosen], self.counts[chosen], self.queries[chosen])
@@ -46,8 +48,8 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """K and V of one layer, [slots, kv_heads, D], the page table int32[rows, pages], and what K and V are times;
-    `sinks` float32[heads], where there are some."""
+    """K and V of one layer, [slots, kv_heads, D], the page table int32[rows, pages], and the scales that K and V are
+    multiplied by; `sinks` float32[heads], if the model has them."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -61,24 +63,24 @@ class ChunkStep(Protocol):
     """The attention of one step's chunks."""
 
     def sent(self, integers: torch.Tensor) -> None:
-        """What was packed is on the device."""
+        """Take what was packed, on the device."""
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         """Write the attention of the chunks' tokens among q[T, heads, D] to out[T, heads, D]."""
 
 
 class LastLayer:
-    """The chunks of the last `layer`, where they are others. They are planned when that layer is launched: the device
-    has all layers before it to compute then, and does not wait for the plan."""
+    """The attention of chunks in the last `layer`, where it differs from that of other layers. It is planned when that
+    layer is launched: the device is still busy with the layers before it, and does not wait for the plan."""
 
     def __init__(self, layer: int, make: Callable[[Packer], list[ChunkStep]], packer: Packer) -> None:
-        """`packer`: of nothing else that is under way."""
+        """`packer` must hold nothing of a step in flight."""
         self.layer = layer
         self._make = make
         self._packer = packer
 
     def steps(self) -> list[ChunkStep]:
-        """Those that are ready to run."""
+        """Plan and send the chunks; returns them ready to run."""
         self._packer.clear()
         steps = self._make(self._packer)
         sent = self._packer.send()
@@ -91,8 +93,9 @@ class LastLayer:
 
 
 class PagedStep:
-    """See the module; by work lists for each kind of layer: one, or where parts are fixed one after the other. `plain`:
-    the kernel of layers without a window, and how its work is cut, where it is another one."""
+    """A ChunkStep that reads pages in place (see the module). Each kind of layer has one work list, or several that run
+    in turn, where the length of parts is fixed. `plain`: the kernel of layers without a window and its tiling, if these
+    are not `variant` and `cut`."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class PagedStep:
 
 
 def _rounds(tiles: Tiles, fixed: int, most: int) -> Iterator[Tiles]:
-    """Runs of tiles with parts of `fixed` keys that have so many partial results at most, or are one tile."""
+    """Split tiles into runs that, in parts of `fixed` keys, have at most `most` partial results, or are one tile."""
     ends = np.cumsum(tiles.size * -(-tiles.end // fixed))
     begin = 0
     while begin < len(tiles):

@@ -1,8 +1,8 @@
-"""Batches of decodes as CUDA graphs, whole steps up to their likeliest tokens, for some sizes.
+"""CUDA graphs of batches of decodes: whole steps up to their likeliest tokens, for some batch sizes.
 
     integers, in one copy -> writes of the page table -> tokens -> model -> likeliest tokens, noted by row
 
-Padding has a row of the page table of its own, behind all others.
+Padding has its own row of the page table, after all others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.plan import Plan
 
 DRAW_INTEGERS = 16
-"""A request, at most, for its sampling."""
+"""Most integers that the sampling of a request takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Where the integers of a batch of decodes lie, padded to `size`; padding has a row of its own."""
+    """Where the integers of a batch of decodes lie, padded to `size`."""
 
     size: int
     tokens: Piece
@@ -44,8 +44,8 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step of decodes: it reads `integers`, and leaves logits [size, own_width] and `answer` (`Drawn.pick`)
-    of `size`."""
+    """A captured step of decodes: reads `integers`, writes logits [size, own_width] and `answer`, what `Drawn.pick`
+    returns for `size` rows."""
 
     inputs: Inputs
     integers: torch.Tensor
@@ -55,14 +55,14 @@ class Graph:
 
 
 class DecodeGraphs:
-    """All sizes, with sharing and without. The room of partial results and of logits has one place, which all share."""
+    """The graphs of all sizes, with sharing and without. All use one buffer for partial results and one for logits."""
 
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
         drawn: Drawn, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
     ) -> None:  # fmt: skip
-        """`table` is the page table, whose last row is that of padding; `packer` is for now; `shown`: a bar says how
-        far it is."""
+        """`table` is the page table, whose last row is for padding; `packer` is used only while capturing; `shown`:
+        show a progress bar."""
         most = max(sizes)
         self._model = model
         self._pages = pages
@@ -73,12 +73,12 @@ class DecodeGraphs:
         self._table = table
         self._sizes = sizes
         room = Room.of(most, cuts)
-        # Graphs hold its address alone.
+        # Kept here, since graphs hold only its address.
         self._scratch = Scratch.make(room.few + room.entries, compiled.shape, model.device)
         logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
         pool = torch.cuda.graph_pool_handle()
         kinds = (False, True) if cuts.cost else (False,)
-        # The largest first: the others live in its memory.
+        # The largest first: the others use its memory.
         wanted = [(size, shared) for size in sorted(sizes, reverse=True) for shared in kinds]
         self._graphs = {
             (size, shared): self._capture(size, shared, logits[:size], pool, packer)
@@ -86,14 +86,14 @@ class DecodeGraphs:
         }
 
     def size_for(self, plan: Plan) -> int:
-        """Of the smallest graph that holds a step of decodes; 0 for other steps."""
+        """The size of the smallest graph that holds a step of decodes; 0 for other steps, and if none does."""
         if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
             return 0
         needed = max(len(plan.tokens), plan.table_writes.shape[1])
         return next((size for size in self._sizes if size >= needed), 0)
 
     def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
-        """The graph of a step, the first of whose integers are packed: all but those of its drawing."""
+        """Pack a step's integers, except those of its sampling, which come after them; returns the step's graph."""
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
         return self._graphs[size, _shared(works)]
 
@@ -106,7 +106,7 @@ class DecodeGraphs:
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
     ) -> Inputs:  # fmt: skip
-        """Every integer lies where the graph of that size, with sharing or without, reads it."""
+        """Pack every integer where the graph of this size, with or without sharing, reads it."""
         row = len(self._table) - 1
         padding = np.array([[row], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
         cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
@@ -129,17 +129,17 @@ class DecodeGraphs:
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
         torch.cuda.synchronize(self._model.device)
-        for _ in range(2):  # kernels are compiled, workspaces made
+        for _ in range(2):  # compiles kernels, makes workspaces
             self._decode(inputs, integers, logits)
         torch.cuda.synchronize(self._model.device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads use the device as well: those of NCCL.
+        # Other threads, those of NCCL, use the device as well.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             answer = self._decode(inputs, integers, logits)
         return Graph(inputs, integers, graph, logits, answer)
 
     def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The step of a graph; what `Drawn.pick` says."""
+        """Launch the step of a graph; returns what `Drawn.pick` does."""
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._drawn.resolve(inputs.tokens.of(integers), rows)

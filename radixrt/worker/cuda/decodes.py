@@ -1,7 +1,7 @@
 """The work of a step's decodes, planned from what they share and kept from step to step.
 
-As long as the batch stays the same, each request's own last part grows by a token a step; its work is cut anew when it
-has grown by GROWTH, or when somebody comes or goes.
+While the batch stays the same, each request's last part grows by a token a step. The work is cut again when it has
+grown by GROWTH, or when a request joins or leaves.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from radixrt.worker.request import Request
 from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, path_before
 
 GROWTH = 64
-"""Tokens."""
+"""Tokens by which requests grow before their work is cut again."""
 DEARER = 4
-"""Times what a partial result costs, where less is to be shared."""
+"""Factor by which the cost of a partial result is raised each time that less is to be shared."""
 GATHER, LAUNCHES, SLOWER = 0.16, 1800, 2.6
-"""What FA3 pays for a segment and the kernel over pages does not, in keys of a round (see `segments.Chip.cut`): to
-gather a key, to launch it; and how much more time that kernel takes for the same product (bench/attention.py)."""
+"""Costs that FA3 has for segments and the kernel over pages has not, in keys of a round (see `segments.Chip.cut`): to
+gather a key, and to launch; and how many times as long that kernel takes for the same product (bench/attention.py)."""
 LARGE = 1 << 19
-"""Pairs of a query and a key of a segment that may be for FA3."""
+"""Pairs of a query and a key from which on a segment may go to FA3."""
 
 
 def sharing_cost(shape: variants.Shape, itemsize: int, many: variants.Variant) -> Cost:
-    """Of pages with so many bytes an element; partial results are float32, written and read."""
+    """The costs of sharing, for pages of `itemsize` bytes an element; partial results are float32, written and read."""
     return Cost(
         key_bytes=shape.key_elements * itemsize,
         partial_bytes=2 * 4 * shape.heads * shape.value_dim,
@@ -49,13 +49,13 @@ def sharing_cost(shape: variants.Shape, itemsize: int, many: variants.Variant) -
 
 @dataclass(frozen=True, slots=True)
 class Trunks:
-    """Large segments may go to FA3, with up to `keys` keys in all."""
+    """Decides whether large segments go to FA3, which takes up to `keys` keys in all."""
 
     chip: Chip
     keys: int
 
     def goal(self, queries: np.ndarray, keys: np.ndarray) -> int:
-        """Keys of a part, or 0 if segments with so many queries and keys, int64[N], had better go elsewhere."""
+        """Keys of a part for segments with int64[N] queries and keys; 0 if FA3 cannot take them or is not faster."""
         total = int(keys.sum())
         if not 0 < total <= self.keys:
             return 0
@@ -66,7 +66,7 @@ class Trunks:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How the kernels want their work: that of tiles of few queries, and that of many. `cost`: what sharing pays; None:
+    """How work is cut for the kernels of tiles with few queries and with many. `cost` decides what sharing pays; None:
     nothing is shared."""
 
     few: Tiling
@@ -77,7 +77,7 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Entries that the lists of a batch have at most, whatever it shares."""
+    """Entries that the lists of a batch may have at most; a batch that would need more shares less."""
 
     few: int
     many: int
@@ -86,7 +86,7 @@ class Room:
 
     @classmethod
     def of(cls, size: int, cuts: Cuts) -> Room:
-        """For so many decodes."""
+        """The room of `size` decodes."""
         few = cuts.few.most_items(2 * size if cuts.cost else size)
         many = cuts.many.most_items(size) if cuts.cost else 0
         return cls(few, many, size, few + (few + many * cuts.many.queries if cuts.cost else 0))
@@ -98,8 +98,8 @@ class Room:
 
 @dataclass(slots=True)
 class DecodeWork:
-    """Of one kind of layer: the items of both kernels, merges and their entries, int32, and the order in which their
-    queries are places."""
+    """The work of decodes in one kind of layer: the items of both kernels, the merges and their entries, int32, and the
+    order, which queries of items are indices into."""
 
     few: Items
     many: Items
@@ -107,12 +107,12 @@ class DecodeWork:
     entries: np.ndarray
     order: np.ndarray
     growing: np.ndarray
-    """Which of `few` end at their query's position, in the order of the batch."""
+    """By request, in the order of the batch: which item of `few` ends at its position."""
     shared: bool
     """Whether some tiles have several sequences."""
     trunks: np.ndarray
-    """Parts of segments for FA3 (see `segments.cut_segments`); their partial results are `attend.MORE` in merges. What
-    has them cannot be a graph."""
+    """Parts of segments for FA3 (see `segments.cut_segments`); entries of merges refer to their partial results from
+    `attend.MORE` on. Work that has trunks cannot run as a graph."""
 
 
 @dataclass(slots=True)
@@ -125,24 +125,24 @@ class _Kept:
 
 
 class DecodePlanner:
-    """Layers with a window share nothing and are planned each step."""
+    """Plans the decodes of each step. Layers with a window share nothing and are planned every time."""
 
     def __init__(self, windows: set[int | None], cuts: Cuts) -> None:
         self._windows = windows
         self._cuts = cuts
         self._kept: _Kept | None = None
         self.looked_up: dict[int, Path] = {}
-        """The paths that were asked for to plan the last step, by index of the request."""
+        """The paths that were looked up to plan the last step, by index of the request."""
         self.read_keys = 0
-        """Keys that decodes have read so far, a layer."""
+        """Keys that decodes have read so far in a layer without a window."""
         self.plain_keys = 0
-        """Keys that they would have read without sharing."""
+        """Keys that they would have read there without sharing."""
 
     def plan(
         self, requests: Sequence[Request], rows: np.ndarray, positions: np.ndarray, room: Room | None
     ) -> dict[int | None, DecodeWork]:
-        """By window, the work of requests whose next tokens are at int32 `positions`, in lists that fit `room`; None:
-        what is shared fits that of so many."""
+        """By window, the work of requests whose next tokens are at int32 `positions`. What they share is limited to
+        what fits `room`, or None: the room of as many decodes. Work with trunks has no such limit."""
         found = {}
         self.looked_up = {}
         for window in self._windows:
@@ -180,8 +180,8 @@ class DecodePlanner:
         return work
 
     def _sharings(self, requests: tuple[Request, ...], positions: np.ndarray) -> Iterator[Sharing | None]:
-        """What they share: all that pays; where that does not fit, since branches leave a path one by one, what saves
-        more; at last nothing."""
+        """What requests may share, to be tried in turn until the lists fit: all that pays, then only what saves more
+        and more, at last nothing. (Lists are too long where branches leave a path one by one.)"""
         cost = self._cuts.cost
         if cost is not None and len(requests) > 1:
             self.looked_up = {index: request.lease.path() for index, request in enumerate(requests)}
@@ -219,7 +219,7 @@ class DecodePlanner:
     def _trunks(
         self, sharing: Sharing, rows: np.ndarray, keys: np.ndarray, count: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(which segments go to FA3, their parts)."""
+        """(bool[N]: which segments go to FA3; their parts.)"""
         chosen = np.zeros(len(count), dtype=bool)
         if self._cuts.trunks is not None:
             large = count * keys >= LARGE
@@ -237,7 +237,7 @@ _NONE = np.zeros((0, 5), dtype=np.int64)
 
 
 def _trunk_items(parts: np.ndarray) -> np.ndarray:
-    """Items that stand for parts of trunks where partial results are merged."""
+    """Items that stand for parts of trunks when merges are made."""
     items = np.zeros((len(parts), FIELDS), dtype=np.int32)
     items[:, 0], items[:, 1] = parts[:, 3], parts[:, 4]
     items[:, 6] = attend.MORE + np.cumsum(parts[:, 4]) - parts[:, 4]
@@ -251,7 +251,7 @@ def _joined(a: Tiles, b: Tiles) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Where the integers of a DecodeWork lie; items and their starts."""
+    """Where the integers of a DecodeWork lie in what is sent; `few` and `many` are items and their starts."""
 
     few: tuple[Piece, Piece | None]
     many: tuple[Piece, Piece | None]
@@ -262,7 +262,7 @@ class Lists:
 
     @classmethod
     def pack(cls, packer: Packer, work: DecodeWork, room: Room | None = None, size: int | None = None) -> Lists:
-        """With `room`, each list takes all of it, and the order `size`."""
+        """With `room`, each list is padded to it, and the order to `size`."""
         few, many = (
             (packer.add(x.items, most), None if x.starts is None else packer.add(x.starts))
             for x, most in ((work.few, room and room.few), (work.many, room and room.many))

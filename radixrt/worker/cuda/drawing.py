@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: masks, what is largest, and draws."""
+"""From logits to tokens on the device: masks, the largest logits, and draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _bits(key, token):
-    """SplitMix64 of a key and a token's counter, as `sample.gumbel` makes them; shifts are of int64, made logical."""
+    """SplitMix64 of a key and a token's counter, as in `sample.gumbel`; shifts of int64 are masked to be logical."""
     x = key + (token + 1) * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -33,8 +33,8 @@ def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, words, vocab, stride, BLOCK: tl
 
 
 def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-    """-inf for every id whose bit is 0, in place: float32 logits[B, vocab], of int64 rows[N], bits int32[N, words], bit
-    i % 32 of word i // 32 for id i."""
+    """Set the logits of every id whose bit is 0 to -inf, in place, in the int64 rows[N] of float32 logits[B, vocab].
+    Bits are int32[N, words]: bit i % 32 of word i // 32 for id i."""
     count, words = bits.shape
     block = 64
     _mask_kernel[(count, triton.cdiv(words, block))](
@@ -66,8 +66,8 @@ def _largest_block_kernel(best_ptr, at_ptr, out_ptr, rows, blocks, BLOCKS: tl.co
 
 
 def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None = None) -> torch.Tensor:
-    """int32[2 S] of float32 logits[S, vocab]: whether the largest of each row is finite, with no NaN in the row; then
-    its id, the smallest of equals. Of a `group` each rank has the logits of its `ids`, the first ones of a row."""
+    """int32[2 S] of float32 logits[S, vocab]: whether each row's largest is finite and the row has no NaN; then the
+    largest's id, the smallest of equals. In a `group`, each rank has the logits of its `ids`, first in each row."""
     rows, width = logits.shape
     ids = range(width) if ids is None else ids
     found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
@@ -97,7 +97,7 @@ def _perturbed_kernel(
     inside = token < vocab
     if KEPT:
         inside = tl.load(kept_ptr + b * vocab + token, mask=inside, other=0.0) > 0
-        if tl.max(inside.to(tl.int32), 0) == 0:  # as in nearly every block: the noise is what takes time
+        if tl.max(inside.to(tl.int32), 0) == 0:  # true of nearly all blocks, and the noise takes most of the time
             tl.store(best_ptr + b * blocks + tl.program_id(1), float("-inf"))
             tl.store(at_ptr + b * blocks + tl.program_id(1), 0)
             return
@@ -106,7 +106,7 @@ def _perturbed_kernel(
     uniform = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
     noise = -tl.log(-tl.log(uniform))
     found = logits / tl.load(temperature_ptr + b) + noise.to(tl.float32)
-    found = tl.where(inside & (found == found), found, float("-inf"))  # a token that there is, of NaN too
+    found = tl.where(inside & (found == found), found, float("-inf"))  # NaN, too, gives a token of the vocabulary
     tl.store(best_ptr + b * blocks + tl.program_id(1), tl.max(found, 0))
     tl.store(at_ptr + b * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(found, 0))
 
@@ -118,8 +118,8 @@ def draw(
     keys: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int64[B]: the largest of logits / temperature + Gumbel noise, of float32 logits[rows[B], vocab]; temperature is
-    float32[B, 1], keys int64[B, 1]. Only where float32 kept[B, vocab] is above 0, if given. As `sample.draw`."""
+    """int64[B]: as `sample.draw`, the tokens of the largest logits / temperature + Gumbel noise, of float32 logits in
+    rows[B]; temperature is float32[B, 1], keys int64[B, 1]. If given, only where float32 kept[B, vocab] is above 0."""
     count, vocab = len(rows), logits.shape[1]
     block = 4096
     blocks = triton.cdiv(vocab, block)

@@ -1,7 +1,7 @@
 """Long chunks of latent attention by full heads (`full_heads`): their workspace, and a step's chunks in it.
 
-The workspace holds latents of a group of sequences, and K and V of some heads: where it does not hold all of them, some
-heads are computed after the others, each with all of its keys, so that there is nothing more to merge.
+The workspace holds the latents of a group of sequences, and K and V of some heads. Where it does not hold all heads,
+they are computed in turns, each head with all of its keys, so that there is nothing more to merge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.spec import ModelSpec
 
 WORKSPACE = 1 << 29
-"""Bytes that K and V of some heads may take; those of one head take more only if the longest context does."""
+"""Bytes that K and V of the heads of a turn may take; more only if a single head of the longest group needs more."""
 
 
 class FullHeads:
@@ -35,7 +35,7 @@ class FullHeads:
         self, spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, tokens: int, variant: Variant,
         programs: int, room: int = WORKSPACE,
     ) -> None:  # fmt: skip
-        """For groups of sequences with so many `tokens` together; `room` is in bytes."""
+        """For groups of sequences with up to `tokens` tokens together; `room` is in bytes."""
         assert spec.latent is not None
         self.latent = spec.latent
         self.heads = spec.num_heads
@@ -49,16 +49,16 @@ class FullHeads:
         size = min(max(room // dtype.itemsize, self.tokens * each), self.tokens * self.heads * each)
         self._keys_values = torch.empty(size, dtype=dtype, device=device)
         self.out_shape = Shape(self.heads, self.heads, spec.latent.value_dim, 1)
-        """Of what is merged."""
+        """The shape of the results that are merged."""
 
     def heads_at_once(self, tokens: int) -> int:
-        """Of a group of so many tokens, as alike as may be."""
+        """How many heads of a group of `tokens` tokens a turn has: as few turns as possible, of about equal size."""
         most = len(self._keys_values) // (tokens * (self.latent.nope_dim + self.latent.value_dim))
         times = -(-self.heads // min(most, self.heads))
         return -(-self.heads // times)
 
     def tiling(self, heads: int) -> Tiling:
-        """Of the work of so many heads at once."""
+        """The tiling of a turn of `heads` heads."""
         variant, programs = self.variant, max(1, self.programs // heads)
         return Tiling(variant.rows, variant.keys, 2 * variant.keys, programs, single=not variant.specialised)
 
@@ -67,7 +67,7 @@ class FullHeads:
         return self._latents[:tokens]
 
     def keys(self, tokens: int, count: int) -> Keys:
-        """Of so many heads, in the workspace."""
+        """K and V of `count` heads, and the latents of all, in the workspace."""
         found, begin = [], 0
         for width in (self.latent.nope_dim, self.latent.value_dim):
             end = begin + tokens * count * width
@@ -76,14 +76,14 @@ class FullHeads:
         return Keys.of(found[0], found[1], self.latents(tokens), self.variant)
 
     def multiply_out(self, ups: Ups, keys: Keys, first: int) -> None:
-        """Fill `keys` of the heads from `first` on, of the latents that are there."""
+        """Compute `keys` of the heads from `first` on, from the latents in the workspace."""
         latents = keys.latents[:, : self.latent.rank]
         for columns, out in zip(ups.columns, (keys.k, keys.v), strict=True):
             count, width = out.shape[1:]
             torch.mm(latents, columns[:, first * width : (first + count) * width], out=out.flatten(1))
 
     def try_out(self, pages: torch.dtype) -> None:
-        """Compile the kernels and run them once. Any exception says that they cannot be used."""
+        """Compile the kernels and run them once. Any exception means that they cannot be used."""
         latent, kinds = self.latent, {"dtype": self._latents.dtype, "device": self._latents.device}
         tokens, none = np.array([3], dtype=np.int32), np.zeros(1, dtype=np.int32)
         packer = Packer(self._latents.device)
@@ -102,7 +102,7 @@ class FullHeads:
             torch.cuda.synchronize(q.device)
 
     def again(self) -> Again | None:
-        """See `Shape.again`: here what lies in the workspace counts as well."""
+        """As `Shape.again`; the alignment of what lies in the workspace matters as well."""
         widths = self.latent.nope_dim, self.latent.rope_dim, self.latent.value_dim, self.latent.rank
         return {} if all(width % 16 == 0 for width in widths) else None
 
@@ -110,8 +110,8 @@ class FullHeads:
 def find(
     spec: ModelSpec, page_size: int, pages: torch.dtype, dtype: torch.dtype, device: torch.device, tokens: int
 ) -> FullHeads | None:
-    """With its kernels compiled; None for what it is not for: pages in another dtype than a model's, or than FP8, which
-    all of them hold exactly."""
+    """FullHeads with its kernels compiled. None where it does not apply: without latent attention, a 16-bit dtype and a
+    CUDA device, or for pages that are neither in that dtype nor in FP8, which it holds exactly."""
     if spec.latent is None or dtype.itemsize != 2 or device.type != "cuda":
         return None
     if pages != dtype and pages.itemsize > 1:
@@ -126,18 +126,18 @@ def find(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences whose latents lie side by side: where (see `full_heads.gather`), and the work of their queries."""
+    """Sequences that the workspace holds together: where (see `full_heads.gather`), and the work of their queries."""
 
     where: Piece
     longest: int
     keys: list[Keys]
-    """Of some heads after the others."""
+    """K and V of each turn's heads."""
     items: Piece
     starts: Piece | None
 
 
 class FullStep:
-    """The chunks of one step that are computed so."""
+    """The chunks of one step that full heads compute."""
 
     def __init__(self, sequences: Sequences, packer: Packer, full: FullHeads) -> None:
         self._full = full
@@ -172,7 +172,7 @@ class FullStep:
         self._merges, self._entries = packer.add(merges.queries), packer.add(entries)
 
     def sent(self, integers: torch.Tensor) -> None:
-        """What was packed is on the device."""
+        """Take what was packed, on the device."""
         self._lists = [
             (group.where.of(integers), (group.items.of(integers), group.starts and group.starts.of(integers)))
             for group in self._groups
@@ -182,9 +182,8 @@ class FullStep:
         self._again = self._full.again()
 
     def run(self, q: torch.Tensor, ups: Ups, pages: Pages, out: torch.Tensor) -> None:
-        """Write what heads give for the chunks' tokens among rotated q[T, heads, nope + rope] to out[T, heads, width of
-        a head's value]. Latents are in their pages already. Launched by the host for every layer, and kept short for
-        it."""
+        """Write the results of the chunks' tokens among rotated q[T, heads, nope + rope] to out[T, heads, width of a
+        head's value]. Latents are in their pages already. Kept short, since the host runs it for every layer."""
         full, again = self._full, self._again
         for group, (where, work) in zip(self._groups, self._lists, strict=True):
             full_heads.gather(pages, full.page_size, where, group.longest, group.keys[0].latents, again)
@@ -199,8 +198,8 @@ class FullStep:
 
 
 def _without_direct(lists: list[np.ndarray], entries: np.ndarray) -> tuple[np.ndarray, int]:
-    """(Entries, how many partial results there are), with places for those alone that are merged: most queries have one
-    result, which is written directly. Items' places are changed to suit."""
+    """(Entries, number of partial results), renumbered so that only results that are merged have places: most queries
+    have one result, which is written directly. The items of `lists` are renumbered in place."""
     before = np.concatenate([items[:, 6] for items in lists])
     size = np.concatenate([np.where(items[:, 7] != 0, 0, items[:, 1]) for items in lists]).astype(np.int64)
     after = np.cumsum(size) - size
@@ -213,7 +212,7 @@ def _without_direct(lists: list[np.ndarray], entries: np.ndarray) -> tuple[np.nd
 
 
 def _groups(keys: np.ndarray, room: int) -> Iterator[np.ndarray]:
-    """Runs of sequences whose keys the room holds, as it does those of each alone."""
+    """Runs of sequences whose keys fit `room`, as each sequence's do alone."""
     begin, total = 0, 0
     for i, count in enumerate(keys.tolist()):
         if total + count > room and i > begin:

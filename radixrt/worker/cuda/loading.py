@@ -1,5 +1,5 @@
-"""The GPU's runner from a configuration: weights, the kernels that can be there, how large a step is, how many pages
-are left."""
+"""Makes a GPU's runner from a configuration: loads weights, finds the kernels that can be used, measures the largest
+step, and gives the memory that is left to pages."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from radixrt.worker.scheduler import Limits, Scheduler
 log = logging.getLogger("radixrt.cuda")
 
 GRAPH_BYTES = 1 << 30
-"""Kept for CUDA graphs, beside their logits and `pieces.kept_bytes`."""
+"""Bytes that are reserved for CUDA graphs, beside their logits and `pieces.kept_bytes`."""
 GROUP_TOKENS = 1024
-"""Of a step of several ranks that has graphs, at most: sums of longer ones are NCCL's, which have not been tried in so
-many graphs."""
+"""Tokens of the longest step of several ranks that has graphs: longer ones are summed by NCCL, which has not been tried
+in so many graphs."""
 GATHERED_TOKENS = 1 << 17
-"""That the workspace of long chunks holds, or the model's context, if that is less."""
+"""Tokens that the workspace of long chunks holds; fewer if the model's context and a step have fewer together."""
 SILENT_SECONDS = 5.0
-"""Until something is said of what takes so long."""
+"""How long kernels are built before that is logged."""
 
 
 def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> CudaRunner:
@@ -53,7 +53,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
     scales = load_scales(config, loaded, model)
     flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
     if group is not None and not group.smallest(int(flashinfer is not None)):
-        flashinfer = None  # ranks that have it would plan otherwise than those that have not
+        flashinfer = None  # ranks with it would plan differently from those without
     full = None if config.deterministic else find_full_heads(config, loaded)
     if group is not None and not group.smallest(int(full is not None)):
         full = None
@@ -61,7 +61,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
     tokens = config.max_total_tokens
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
-        rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of what is penalized; logits of graphs
+        rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         other = rows + (GRAPH_BYTES + rows + kept if graphs else 0)
         tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + other, group)
@@ -94,13 +94,14 @@ def _make(
 
 
 def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
-    """Of the longest step whose kernels between attentions are graphs."""
+    """Tokens of the longest step whose kernels between attentions are graphs."""
     most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
     return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow))
 
 
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
-    """FlashInfer, its kernels built; None without it, with a warning that says why. ValueError if it was asked for."""
+    """FlashInfer with its kernels built; None where it does not apply. If it does not work: None with a warning that
+    says why, or ValueError if the configuration demands it."""
     spec = loaded.spec
     if spec.latent is not None and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for latent attention")
@@ -123,7 +124,8 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
 
 
 def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
-    """What long chunks of latent attention are computed with, its kernels compiled; None for what has none."""
+    """What computes long chunks of latent attention, its kernels compiled. None where it does not apply, or with a
+    warning, if it does not work."""
     if loaded.spec.latent is None:
         return None
     tokens = min(GATHERED_TOKENS, loaded.spec.max_model_len + config.max_num_batched_tokens)
@@ -137,7 +139,8 @@ def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
 
 
 def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
-    """FlashInfer's thresholds for draws, built; None without them, with a warning that says why."""
+    """FlashInfer's thresholds for draws, built. None if the configuration excludes them, or with a warning, if they do
+    not work."""
     if config.attention_backend == "triton" or config.deterministic:
         return None
     try:
@@ -151,7 +154,7 @@ def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
 
 @contextmanager
 def _built(what: str) -> Iterator[None]:
-    """Says that FlashInfer's kernels are built, if they are not there yet."""
+    """Log that FlashInfer's kernels are being built, if it takes long."""
     began = time.monotonic()
     text = "FlashInfer's kernels for %s are built: a minute or more, once on this machine"
     timer = threading.Timer(SILENT_SECONDS, log.info, (text, what))
@@ -169,14 +172,14 @@ def step_bytes(
     config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, full: FullHeads | None,
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
-    """Bytes that the largest step needs beside weights and pages: what is measured, and what else there may be: copies
-    of chunks under shared prefixes, partial results of a chunk behind a long context, and the logits of scored prompts,
-    their softmax, and what is gathered of it."""
+    """Bytes that the largest step needs beside weights and pages: what is measured, and what the measured step does not
+    have: copies of chunks under shared prefixes, partial results of a chunk after a long context, and the logits of
+    scored prompts, their softmax, and what is gathered from it."""
     spec = loaded.spec
     copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
     other += 3 * MOST_SCORED * spec.vocab_size * 4
-    # A step of short chunks is absorbed all the same, and takes more.
+    # Even with full heads, short chunks take the absorbed form, and may take more memory.
     ways = [None] if full is None else [None, full]
     return other + max(_largest_step(config, loaded, model, flashinfer, way, group) for way in ways)
 
@@ -185,7 +188,7 @@ def _largest_step(
     config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, full: FullHeads | None,
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
-    """Bytes that were measured: of a long chunk and as many decodes as may run, their tokens drawn at random."""
+    """Measure the bytes of a step: of a long chunk and as many decodes as may run, with sampling."""
     budget = config.max_num_batched_tokens
     prompt = max(1, min(budget - config.max_num_seqs, loaded.spec.max_model_len - 2))
     length = prompt + 2
@@ -204,7 +207,7 @@ def _largest_step(
     _ask(scheduler, -1, np.arange(prompt) % loaded.spec.vocab_size, sampling)
     while scheduler.has_work:
         _step(scheduler, runner)
-    # Kernels of the other ways that chunks are computed, for they are compiled at first use.
+    # The other ways to compute chunks, since their kernels are compiled at first use.
     for number, new in ((-2, 300), (-3, 20)):
         half = np.arange(prompt // 2) % loaded.spec.vocab_size
         _ask(scheduler, number, np.concatenate([half, np.full(min(new, prompt // 2), 7)]), sampling)

@@ -1,4 +1,4 @@
-"""`Ops` of a GPU."""
+"""The `Ops` of a GPU."""
 
 from radixrt.worker.cuda.experts import add as experts
 from radixrt.worker.cuda.kernels import gate, means, norm

@@ -1,12 +1,13 @@
-"""Steps of up to a few thousand tokens, their attention launched by the host and all between as CUDA graphs.
+"""Steps of up to a few thousand tokens, with CUDA graphs for all that lies between the attentions of their layers.
 
 A small step with chunks takes the device less time than Python needs to launch its three hundred kernels. Attention
-depends on lengths and cannot be captured; what lies between two attentions depends on the number of tokens alone:
+depends on lengths and cannot be captured, so the host launches it; what lies between two attentions depends only on the
+number of tokens:
 
     graph 0: embed, norm, qkv, append | attention 0 | graph 1: output, mlp, qkv, append | attention 1 | ... | finish
 
-Of latent attention, what makes heads' values of sums of latents is launched by the host, too: chunks that are computed
-by full heads need none of it.
+In latent attention, the product that turns sums of latents into heads' values is launched by the host, too: chunks that
+are computed by full heads do not need it.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ SIZES = (
     16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, *range(512, 1024, 64), *range(1024, 2048, 128),
     *range(2048, 4096 + 256, 256),
 )  # fmt: skip
-"""Tokens of a step."""
+"""Tokens of the steps that graphs are captured for."""
 LEAST = 512
-"""Tokens of the longest step that has graphs, at least."""
+"""The longest step that has graphs has at least this many tokens."""
 PRODUCTS = 150 << 30
-"""Multiplications a layer, from which on a step keeps an H200 for longer than its host (bench/results/pieces.json)."""
+"""Multiplications a layer from which on a step takes an H200 longer than its host (bench/results/pieces.json)."""
 
 
 def most_tokens(spec: ModelSpec, narrow: bool) -> int:
-    """Of a step that is worth the memory of graphs: beyond, the device has enough to do. `narrow` weights, in FP8, take
-    it half the time."""
+    """Tokens of the longest step that is worth the memory of graphs: a longer one takes the device longer than the host
+    anyway. `narrow` weights, in FP8, take the device half the time."""
     longest = PRODUCTS // spec.layer_elements * (2 if narrow else 1)
     return next((size for size in SIZES if size >= max(LEAST, longest)), SIZES[-1])
 
 
 def sizes_up_to(tokens: int) -> list[int]:
-    """That many, and all SIZES below."""
+    """`tokens` and all SIZES below; none for 0."""
     return [*(size for size in SIZES if size < tokens), tokens] if tokens else []
 
 
 def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
-    """Of graphs up to so many tokens, without what their kernels share: residual streams, queries, what attention gives
-    (of latent attention also heads' values and full queries)."""
+    """Bytes that graphs of up to `tokens` tokens keep, without the memory that their kernels share: residual streams,
+    queries, results of attention (of latent attention also heads' values and full queries)."""
     sizes = sizes_up_to(tokens)
     heads = spec.head_dim + spec.value_dim
     if latent := spec.latent:
@@ -60,7 +61,8 @@ def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Of a step padded to some size: int32[size] each. Tokens may be FROM_DEVICE, then by row; others' rows are any."""
+    """Inputs of a step padded to some size: int32[size] each. A token that is FROM_DEVICE is looked up by its row; rows
+    of other tokens do not matter."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -78,12 +80,12 @@ class Captured:
 
 
 class Pieces:
-    """All sizes. Queries and what attention gives have one place each, which all graphs share."""
+    """The graphs of all sizes. All use one buffer for queries and one for results of attention."""
 
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], drawn: Drawn, sizes: list[int], full: bool = False
     ) -> None:
-        """`full`: with queries of full heads, beside those that are absorbed."""
+        """`full`: make queries of full heads, too, beside the absorbed ones."""
         spec = model.spec
         most = max(sizes)
         self._model = model
@@ -95,7 +97,7 @@ class Pieces:
         self._out = torch.zeros((*place, spec.value_dim), dtype=model.dtype, device=model.device)
         self._values, self._full = self._out, None
         self._ups: dict[int, Ups] = {}
-        """By layer, of latent attention; then `_values` are apart from `_out`, which sums of latents go to."""
+        """By layer, for latent attention; then sums of latents go to `_out`, and `_values` is a buffer of its own."""
         if spec.latent:
             kinds = {"dtype": model.dtype, "device": model.device}
             self._values = torch.zeros((*place, spec.latent.value_dim), **kinds)
@@ -106,7 +108,7 @@ class Pieces:
         self._captured = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
 
     def size_for(self, tokens: int) -> int:
-        """The smallest size that holds so many tokens; 0 if none does."""
+        """The smallest size that holds `tokens` tokens; 0 if none does."""
         return min((size for size in self._captured if size >= tokens), default=0)
 
     def close(self) -> None:
@@ -123,7 +125,7 @@ class Pieces:
         self._captured[size].graphs[0].replay()
 
     def go_on(self, size: int, attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
-        """After `begin`, as `Decoder.attend_all`."""
+        """Launch the rest after `begin`; returns what `Decoder.attend_all` does."""
         captured = self._captured[size]
         self._attend(0, size, attention)
         for layer, graph in enumerate(captured.graphs[1:], 1):
@@ -141,7 +143,7 @@ class Pieces:
 
     def _capture(self, size: int) -> Captured:
         inputs = Inputs(*(row[:size] for row in self._integers))
-        self._through(inputs, self._append(inputs))  # kernels are compiled, workspaces made
+        self._through(inputs, self._append(inputs))  # compiles kernels, makes workspaces
         torch.cuda.synchronize()
         graphs: list[torch.cuda.CUDAGraph] = []
         writes = self._append(inputs)
@@ -164,7 +166,7 @@ class Pieces:
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _append(self, inputs: Inputs) -> Callable[[int, Projected], torch.Tensor]:
-        """Stands for attention: K and V go to their pages, queries to their place."""
+        """Takes the place of attention: writes K and V to their pages, and queries to their buffer."""
         size = len(inputs.tokens)
 
         def attend(layer: int, heads: Projected) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""FlashInfer's FA3 over K and V that lie side by side, and chunks of which each reads its own.
+"""FlashInfer's FA3 over contiguous K and V, and chunks that each read their own keys.
 
 pages, FP8 or not --gather--> workspace [tokens, kv_heads, D], activations' dtype --FA3--> out
 """
@@ -20,17 +20,18 @@ from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.cuda.work import MERGE_FIELDS
 
 FA3_HEAD_DIMS = (64, 128, 256)
-"""Of others a build fails, after most of a minute."""
+"""For other head sizes the build fails, after most of a minute."""
 
 
 class FlashInfer:
     """FlashInfer's ragged prefill kernels, and the workspace they read K and V from.
 
-    A wrapper keeps what was planned in pinned memory that the device reads later; so each is planned again only in the
-    step after next, when the step that used it has ended. RuntimeError where the kernels cannot be built."""
+    A wrapper keeps its plan in pinned memory that the device reads later. So each is planned again only two steps
+    later, when the step that used it has ended. RuntimeError if FA3 has no kernels for the head size, or FlashInfer
+    cannot be imported."""
 
     WORKSPACE = 256 << 20
-    """Bytes."""
+    """Bytes of the buffer that FlashInfer itself needs."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, tokens: int, backend: str) -> None:
         if backend == "fa3" and shape.head_dim not in FA3_HEAD_DIMS:
@@ -41,14 +42,14 @@ class FlashInfer:
         self._backend = backend
         self._buffer = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=device)
         self.tokens = tokens
-        """That K and V of a group of sequences may have together."""
+        """Tokens whose K and V the workspace holds, at most: those of a group of sequences together."""
         size = (tokens, shape.kv_heads, shape.head_dim)
         self.workspace = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
         self._wrappers: dict[tuple[int, int], object] = {}
         self._planned: dict[object, tuple[object, ...]] = {}
 
     def try_out(self, windows: set[int | None]) -> None:
-        """Build the kernels and run them once. Any exception says that they cannot be used."""
+        """Build the kernels and run them once. Any exception means that they cannot be used."""
         shape = self._shape
         counts = np.array([3, 130])
         q = torch.zeros((133, shape.heads, shape.head_dim), dtype=self._dtype, device=self._buffer.device)
@@ -57,7 +58,7 @@ class FlashInfer:
             wrapper = self.wrapper(0, 0)
             self.plan(wrapper, counts, np.array([100, 300]), window)
             wrapper.run(q, k, v, out=torch.empty_like(q))  # type: ignore[attr-defined]
-        # Parts are seldom (`chunk_plan`): what merges them is compiled here, not when the first are served.
+        # Parts are rare (`chunk_plan`): the kernel that merges them is compiled here, not when the first are served.
         lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
         nothing = torch.zeros((1, MERGE_FIELDS), dtype=torch.int32, device=q.device)
         sinks = torch.zeros(shape.heads, device=q.device) if shape.sinks else None
@@ -67,7 +68,7 @@ class FlashInfer:
         torch.cuda.synchronize(self._buffer.device)
 
     def wrapper(self, parity: int, number: int) -> object:
-        """The `number`-th of a step, of two for even and odd steps."""
+        """The `number`-th wrapper of a step; even and odd steps (`parity`) have their own."""
         key = parity, number
         if key not in self._wrappers:
             self._wrappers[key] = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
@@ -78,13 +79,14 @@ class FlashInfer:
     def plan(
         self, wrapper: object, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool = True
     ) -> None:
-        """Sequences with `counts` queries that are the last of `keys` keys (or see all of them, if not `causal`), from
-        host arrays: nothing is waited for. What a wrapper was planned for last is not planned again."""
+        """Plan a wrapper for sequences with `counts` queries that are the last of `keys` keys (or see all of them, if
+        not `causal`); nothing happens if that is its plan already. These are host arrays: nothing waits for the
+        device."""
         asked = counts.tolist(), keys.tolist(), window, causal
         if self._planned.get(wrapper) == asked:
             return
         shape = self._shape
-        self._planned.pop(wrapper, None)  # should this fail
+        self._planned.pop(wrapper, None)  # in case the plan fails
         wrapper.plan(  # type: ignore[attr-defined]
             qo_indptr=_starts(counts),
             kv_indptr=_starts(keys),
@@ -101,7 +103,7 @@ class FlashInfer:
 
 
 def load_flashinfer() -> ModuleType:
-    """FlashInfer; RuntimeError where it is not installed or does not work."""
+    """Import FlashInfer. RuntimeError if it is not installed or does not work."""
     try:
         import flashinfer
     except Exception as error:  # it looks for compilers and libraries when imported
@@ -116,20 +118,20 @@ def _starts(counts: np.ndarray) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences whose keys the workspace holds, in layers of one kind."""
+    """Sequences whose keys the workspace holds together, for layers of one kind."""
 
     queries: slice
     sequences: Piece
-    """int32[S, 4], as `kernels.gather` has it."""
+    """int32[S, 4], as `kernels.gather` takes it."""
     longest: int
     total: int
-    """Keys that are gathered, of one sequence at most and of all."""
+    """Keys that are gathered: of the longest sequence, and of all."""
     wrapper: object
 
 
 class RaggedStep:
-    """A ChunkStep; the sequences in groups that the workspace holds. Where a layer has a window, keys that no query of
-    a sequence sees stay where they are."""
+    """A ChunkStep that computes sequences in groups that the workspace holds. For layers with a window, keys that no
+    query of a sequence sees are not gathered."""
 
     def __init__(
         self, sequences: Sequences, windows: set[int | None], packer: Packer, flashinfer: FlashInfer, parity: int,
@@ -173,7 +175,7 @@ class RaggedStep:
 
 
 def _groups(keys: np.ndarray, sequences: Sequences, room: int) -> Iterator[np.ndarray]:
-    """Runs of sequences whose queries follow each other and whose keys the room holds."""
+    """Runs of sequences whose queries are contiguous and whose keys fit `room`."""
     begin, total = 0, 0
     for i in range(len(keys)):
         apart = i > begin and sequences.queries[i] != sequences.queries[i - 1] + sequences.counts[i - 1]

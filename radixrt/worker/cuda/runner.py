@@ -3,7 +3,7 @@
     host     pack | copy | launch kernels, or replay the graph of a batch of decodes | ... ask for the result
     device     writes of the page table -> tokens (those of the step before by row) -> model -> draw -> copy back
 
-Nothing in a step waits for the device but the question for its result. Batches of decodes alone are CUDA graphs.
+Only the question for a step's result waits for the device. Batches of decodes alone run as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXACT_PART = 1024
 
 @dataclass(slots=True)
 class Late:
-    """A step that draws when the tokens before are known."""
+    """A step whose tokens are drawn only when the tokens before them are known."""
 
     plan: Plan
     logits: torch.Tensor
@@ -58,14 +58,14 @@ class Late:
 
 
 class CudaRunner(ModelRunner):
-    """On a GPU; for tests it also runs on a CPU, in Triton's interpreter, without graphs.
+    """The Runner of a GPU; for tests it also runs on a CPU, in Triton's interpreter, without graphs.
 
-    At most `rows` requests run at once; `flashinfer` computes long chunks where it is given, `full` those of latent
-    attention; batches of up to `graph_batch` decodes are graphs, and of other steps up to `graph_tokens` tokens what
-    lies between attentions; `processors` is the number of multiprocessors that work is spread over. With
-    `tree_attention` decodes read once what they share (`sharing`); `thresholds` are those of CudaSampler. `exact`:
-    results do not depend on the batch, to the last bit, if the model's do not: one kernel and one cut for all
-    attention, nothing shared, no FlashInfer. The model's `group` is given here, too."""
+    At most `rows` requests run at once. `flashinfer`, if given, computes long chunks, and `full` those of latent
+    attention. Batches of up to `graph_batch` decodes run as graphs, as does what lies between attentions in other steps
+    of up to `graph_tokens` tokens. `processors` is the number of multiprocessors that work is spread over. With
+    `tree_attention`, requests read once what they share (`sharing`). `thresholds` are those of CudaSampler. `exact`:
+    results do not depend on the batch, to the last bit, if the model's do not: one kernel and one tiling for all
+    attention, nothing shared, no FlashInfer, no full heads. `group` is the model's own."""
 
     overlaps = True
 
@@ -103,7 +103,7 @@ class CudaRunner(ModelRunner):
             many = special
             if self._windows == {None}:
                 chunk = special
-            elif None in self._windows:  # it knows no windows
+            elif None in self._windows:  # the special kernel has no windows
                 plain = special, attend.best_tiling(special, shape, *kinds, causal=True)
         chunk_cut = attend.best_tiling(chunk, shape, *kinds, causal=True)
         if exact:
@@ -129,14 +129,14 @@ class CudaRunner(ModelRunner):
         self._sampler = CudaSampler(rows, spec.vocab_size, self._device, thresholds)
         self._steps = 0
         self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
-        # The room for an exact batch's parts would be that of the longest context: it has graphs between attentions.
+        # An exact batch would need room for the parts of the longest context: it has graphs between attentions only.
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._graphs_wanted and not exact else []
         self._graphs: DecodeGraphs | None = None
         self._piece_sizes = sizes_up_to(graph_tokens)
         self._pieces: Pieces | None = None
         self._group = group
         self._leads = group is None or group.shard.rank == 0
-        """What other ranks draw is of no use."""
+        """Only rank 0 draws: what other ranks drew would not be used."""
         self._drawn = Drawn(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
@@ -149,7 +149,7 @@ class CudaRunner(ModelRunner):
                 self._capture()
 
     def close(self) -> None:
-        """Graphs go, by which NCCL's part could not be given up."""
+        """Release the graphs: as long as they exist, NCCL's communicators cannot be given up."""
         for graphs in (self._graphs, self._pieces):
             if graphs is not None:
                 graphs.close()
@@ -198,7 +198,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
-        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order. Of one rank alone."""
+        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order. For one rank only."""
         return self._run(plan, Packer(self._device), Answer(self._device), serial=True).logits
 
     @torch.inference_mode()
@@ -217,7 +217,7 @@ class CudaRunner(ModelRunner):
         return late.picking.read(self._wait(late.answer))
 
     def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
-        """Of the first `count` requests."""
+        """By window, the work of the first `count` requests."""
         return self._decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
 
     def _replay(
@@ -270,7 +270,7 @@ class CudaRunner(ModelRunner):
         answer.begin()
         sent = packer.send()
         kernels.scatter(writes.of(sent), self._table)
-        if pieces:  # the device begins while the host makes the rest ready
+        if pieces:  # the device begins while the host prepares the rest
             pieces.begin(inputs.of(sent))
         for chunk in chunks:
             chunk.sent(sent)
@@ -298,11 +298,11 @@ class CudaRunner(ModelRunner):
     # ------------------------------------------------------------ from logits to tokens
 
     def _gathered(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """float32[S, vocab], where somebody wants them; that, too, all ranks do."""
+        """All ranks' logits, float32[S, vocab], if the plan wants logits; otherwise this rank's. All ranks call it."""
         return self._model.gather(logits) if self._group is not None and plan.wants_logits else logits
 
     def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Draw those that are not greedy, and note them in `tokens` and for their rows."""
+        """Draw the tokens that are not greedy; put them into `tokens` and note them for their rows."""
         draws, rows = drawing.draws(sent), drawing.at.of(sent)
         drawn = self._sampler.draw(logits, rows, draws).int()
         tokens[drawing.to.of(sent).long()] = drawn

@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU: as `sample` says, without a sort of the vocabulary, or a loop over requests."""
+"""From logits to tokens on a GPU, as `sample` defines it, without sorting the vocabulary or looping over requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixrt.worker.sample import Ahead, Draws, Masks, to_device
 
 
 class Thresholds(Protocol):
-    """Of `flashinfer.sampling`, what draws take: probabilities are float32[B, vocab], thresholds [B]."""
+    """The functions of `flashinfer.sampling` that draws use: probabilities are float32[B, vocab], thresholds [B]."""
 
     def softmax(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor: ...
 
@@ -33,7 +33,7 @@ class Thresholds(Protocol):
 
 
 def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
-    """FlashInfer's, built and tried out. Any exception says that they cannot be used."""
+    """FlashInfer's functions, built and run once. Any exception means that they cannot be used."""
     found = load_flashinfer().sampling
     logits = torch.zeros((2, vocab), dtype=torch.float32, device=device)
     ones = torch.ones((2, 1), dtype=torch.float32, device=device)
@@ -44,7 +44,7 @@ def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
 
 
 def _kept(thresholds: Thresholds, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """float32[B, vocab], above 0 for those tokens that min_p, top_k and top_p leave; of equals either all or none."""
+    """float32[B, vocab], above 0 for the tokens that min_p, top_k and top_p leave; equal ones stay or go together."""
     shares = thresholds.softmax(logits, draws.temperature[:, 0])
     if draws.min_p is not None:
         shares = shares.masked_fill_(shares < draws.min_p * shares.amax(-1, keepdim=True), 0.0)
@@ -59,7 +59,8 @@ def _kept(thresholds: Thresholds, logits: torch.Tensor, draws: Draws) -> torch.T
 
 
 class CudaSampler:
-    """A Sampler. `rows` of the page table; without `thresholds` torch sorts the vocabulary for min_p, top_k, top_p."""
+    """A Sampler for a page table of `rows` rows; without `thresholds`, torch sorts the vocabulary for min_p, top_k and
+    top_p."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, thresholds: Thresholds | None = None) -> None:
         self._penalties = Penalties(rows, vocab, device)
@@ -88,9 +89,9 @@ class CudaSampler:
 # ---------------------------------------------------------------- penalties
 
 IN_PROMPT = 1 << 30
-"""Beside how often a token was generated."""
+"""Bit of a count: the token is in the prompt. The bits below count how often it was generated."""
 FIELDS = 5
-"""Of a request that is penalized: row of the logits, of the counts, and the bits of its three penalties."""
+"""Integers of a penalized request: its row of the logits, of the counts, and the bits of its three penalties."""
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -105,7 +106,7 @@ def _note_kernel(entries_ptr, counts_ptr, entries, vocab, IN_PROMPT: tl.constexp
     tl.atomic_add(at, what, mask=inside & (what != IN_PROMPT))
 
 
-@triton.jit(do_not_specialize=["requests"])  # else it is compiled anew for 1, and for multiples of 16
+@triton.jit(do_not_specialize=["requests"])  # else it is compiled again for 1 and multiples of 16
 def _penalize_kernel(
     logits_ptr, who_ptr, counts_ptr, requests, vocab, stride, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -129,10 +130,10 @@ def _penalize_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _More:
-    """Tokens that some requests will have said beyond what is counted: each is penalized anew."""
+    """Tokens between those that are counted of some requests and the one drawn: their penalties are computed again."""
 
     fields: torch.Tensor
-    """int32[7, N]: row of the logits, of the counts, token, how often it is ahead, and FIELDS' last three."""
+    """int32[7, N]: row of the logits, of the counts, token, how often it is ahead, and the last three of FIELDS."""
     raw: torch.Tensor
     """float32[N]: their logits without penalties."""
 
@@ -141,7 +142,7 @@ class _More:
         return cls(fields, logits[fields[0].long(), fields[2].long()])
 
     def apply(self, logits: torch.Tensor, counts: torch.Tensor) -> None:
-        """As `_penalize_kernel`, in float32[B, vocab]."""
+        """Penalize these tokens in float32 logits[B, vocab], as `_penalize_kernel` does."""
         row, held, token = self.fields[:3].long()
         repetition, presence, frequency = self.fields[4:].view(torch.float32)
         times = ((counts[held, token] & (IN_PROMPT - 1)) + self.fields[3]).float()
@@ -150,19 +151,20 @@ class _More:
 
 
 class Penalties:
-    """What each request has said, counted on the device as it goes on: nothing is counted twice, or sent again."""
+    """Counts of each request's tokens, kept on the device and updated as it goes on: no token is sent or counted
+    twice."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self._rows, self._vocab, self._device = rows, vocab, device
         self._counts: torch.Tensor | None = None
-        """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT; made when a
-        request has penalties."""
+        """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT; allocated when
+        the first request with penalties comes."""
         self._counted: dict[int, tuple[array[int], int]] = {}
-        """By row: of which tokens these are the counts, and of how many of them. They tell a request from all others,
-        and nothing else of it is kept when it is over."""
+        """By row: whose tokens are counted, and how many of them. The array of tokens identifies a request, without
+        keeping the rest of it when it is over."""
 
     def apply(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
-        """As `Sampler.penalize`. What is `ahead` is not counted, since it may turn out otherwise."""
+        """As `Sampler.penalize`. Tokens that are `ahead` are not counted, since they may be rejected."""
         penalized = [n for n, request in enumerate(requests) if request.penalized]
         if not penalized:
             return
@@ -184,7 +186,7 @@ class Penalties:
             more.apply(logits, self._counts)
 
     def _more(self, logits: torch.Tensor, who: np.ndarray, ahead: Ahead) -> _More | None:
-        """What is ahead of those who are penalized, before they are."""
+        """The tokens ahead of penalized requests; call it before `logits` are penalized. None if there are none."""
         found = [
             (row, held, token, times, *strengths)
             for row, held, *strengths in who.T.tolist()
@@ -193,7 +195,7 @@ class Penalties:
         return _More.of(logits, to_device(np.array(found, dtype=np.int32).T.copy(), self._device)) if found else None
 
     def _count(self, requests: list[tuple[Request, int]]) -> None:
-        """What they have said since they were counted last, each in its row."""
+        """Count the tokens that requests have gained since they were counted last, each in its row."""
         assert self._counts is not None
         fresh, parts = [], []
         for request, row in requests:

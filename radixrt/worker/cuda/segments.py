@@ -1,12 +1,12 @@
 """FA3 over runs of keys that many queries read: prefixes that sequences share, and long prefixes of few queries.
 
-FA3 computes 128 queries of a head on one multiprocessor and does not split keys. So what requests share is read as one
-sequence with the queries of all, however many requests they are of, and it is cut in parts if that fills the chip:
+FA3 computes 128 queries of a head on one multiprocessor and does not split keys. So a prefix that requests share is
+computed as one sequence that has the queries of all of them, and is cut into parts if that fills the chip:
 
     trunk of 16k, 32 tails of 128:   [   part: 4,096 queries   |   part: 4,096 queries   ]   and each tail, causal
     one prefix of 16k, 128 queries:  [ part | part | part | part | part | part ]             and its tail, causal
 
-Every query has a copy and a partial result in each part that it is in; these are merged by their log-sum-exp.
+A query has a copy and a partial result in each part that it is in; these are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOST_PARTS = 16
 SHORTEST_PART = 512
 """Keys."""
 PART_COST = 300
-"""What a part costs however short it is, in keys."""
+"""Fixed cost of a part, in keys."""
 
 MOST_COPIES = 3
-"""A query, on average."""
+"""Copies of a query, on average."""
 PREFIXES, TAILS, TRUNKS = 1 << 16, 1 << 17, 1 << 18
-"""Numbers of FlashInfer's wrappers."""
+"""Numbers of FlashInfer's wrappers (see `FlashInfer.wrapper`), beyond those that `RaggedStep` takes."""
 
 
 # ---------------------------------------------------------------- what is cut where
@@ -43,14 +43,14 @@ PREFIXES, TAILS, TRUNKS = 1 << 16, 1 << 17, 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What FA3 has to fill: `processors` take a tile of one of `heads` each."""
+    """The chip that FA3 has to fill: each of `processors` computes a tile of one of `heads` at a time."""
 
     heads: int
     processors: int
 
     def cut(self, queries: np.ndarray, keys: np.ndarray) -> tuple[int, float]:
-        """(keys of a part, time) of N segments with so many queries and keys, int[N], cut for the shortest time: that
-        of the rounds in which the chip takes the parts, in keys of one round."""
+        """(Keys of a part, time) with which N segments of int[N] queries and keys take the shortest time. Time is in
+        keys of one round: the chip computes the parts in rounds, and no faster than a whole part."""
         tiles = -(-queries // FA3_QUERIES) * self.heads
         goals = -(-int(keys.max()) // np.arange(1, MOST_PARTS + 1))
         goals = goals[: max(1, int((goals >= SHORTEST_PART).sum()))]
@@ -61,7 +61,8 @@ class Chip:
 
 
 def cut_segments(sharing: Sharing, rows: np.ndarray, goal: int, chosen: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64[P, 5], the parts of some segments: row of the page table, from, to, first place in the order, places."""
+    """The parts of the `chosen` segments, at most `goal` keys long, int64[P, 5]: row of the page table, first key, end
+    of the keys, first place in `sharing.order`, number of places."""
     begin, end, first, count = (sharing.segments[chosen, i] for i in range(4))
     parts = -(-(end - begin) // goal)
     length = -(-(end - begin) // parts)
@@ -73,7 +74,7 @@ def cut_segments(sharing: Sharing, rows: np.ndarray, goal: int, chosen: Sequence
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a SegmentStep computes: some of a step's `chosen` chunks, int64, what these share, the keys of a part."""
+    """What a SegmentStep computes: the `chosen` chunks of a step, int64; what they share; the keys of a part."""
 
     chosen: np.ndarray
     sharing: Sharing
@@ -83,11 +84,12 @@ class Cut:
 def cut_shared(
     paths: Sequence[Path], sequences: Sequences, shape: Shape, itemsize: int, chip: Chip, room: int, fewest: int
 ) -> Cut | None:
-    """Chunks under prefixes that they share, where it pays; `paths` hold what lies before each. `room`: keys that the
-    workspace holds; `itemsize`: bytes of a key's element; `fewest`: pairs of a query and a key that they share."""
+    """The chunks that share prefixes, where that pays; otherwise None. `paths` are of what lies before each chunk.
+    `room`: keys that the workspace holds; `itemsize`: bytes of an element of the pages; `fewest`: pairs of a query and
+    a key that must be shared at least."""
     if len(paths) < 2:
         return None
-    # A key that is shared is gathered once; a query under it has one copy and one partial result more, which pass
+    # A shared key is gathered once; each query under it has one copy and one partial result more, which pass
     # through memory seven times in all (bench/attention.py: 16 tails of 512 tokens on 4,096 do not pay).
     width = shape.kv_heads * shape.head_dim
     each = int(sequences.counts.sum()) // len(paths)
@@ -109,7 +111,7 @@ def cut_shared(
 
 
 def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
-    """Chunks after long prefixes that would leave most of the chip idle, each prefix cut; None if it had better not."""
+    """Chunks whose long prefixes are cut, since they would leave most of the chip idle; None if it is better not to."""
     starts, counts = sequences.starts.astype(np.int64), sequences.counts.astype(np.int64)
     if starts.min() < SHORTEST_PART or int((starts + counts).sum()) > room:
         return None
@@ -125,14 +127,15 @@ def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
 
 
 class SharedKeys:
-    """Parts of prefixes, each with the queries of all sequences under it, no query before a key; and, with `own`, also
-    each sequence's own keys from there on, the last of which are its new ones."""
+    """Attention over parts of prefixes, each with the queries of all sequences under it, which all come after its keys.
+    With `own`, also over each sequence's own keys from there on, which end with its new ones."""
 
     def __init__(
         self, parts: np.ndarray, order: np.ndarray, sequences: Sequences, packer: Packer, flashinfer: FlashInfer,
         parity: int, shape: Shape, own: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """`parts` as `cut_segments` gives them, of `sequences` whose order `order` says; `own` int64[B]."""
+        """`parts` are those of `cut_segments`: their places are indices into `order`, which has indices of `sequences`.
+        `own` is int64[B]."""
         self._flashinfer = flashinfer
         self._shape = shape
         row, begin, end, first, count = parts.T
@@ -153,12 +156,12 @@ class SharedKeys:
         where = np.stack([row, begin, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
         self._where, self._longest, self._keys = packer.add(where), int(keys.max()), int(keys.sum())
         self.queries = np.concatenate(queries)
-        """int64: which query of the step each copy is of."""
+        """int64: by copy, which query of the step it is of."""
         self._copies = packer.add(self.queries.astype(np.int32))
         self._again = shape.again()
 
     def sent(self, integers: torch.Tensor) -> None:
-        """What was packed is on the device."""
+        """Take what was packed, on the device."""
         self._where_there, self._copies_there = self._where.of(integers), self._copies.of(integers)
         size = (len(self.queries), self._shape.heads, self._shape.head_dim)
         values = torch.empty(size, dtype=self._flashinfer.workspace[0].dtype, device=integers.device)
@@ -171,7 +174,7 @@ class SharedKeys:
             copies, keys = copies + run.copies, keys + run.keys
 
     def run(self, q: torch.Tensor, pages: Pages) -> attend.Partials:
-        """Of the copies of q[T, heads, D]. Launched by the host for every layer, and kept short for it."""
+        """The partial results of the copies of q[T, heads, D]. Kept short, since the host runs it for every layer."""
         k, v = (x[: self._keys] for x in self._flashinfer.workspace)
         kernels.gather(
             pages.keys, pages.values, pages.table, self._shape.page_size, self._where_there, self._longest, (k, v),
@@ -187,7 +190,7 @@ class SharedKeys:
 
 
 class _Run:
-    """One of FlashInfer's kernels: so many copies of queries over so many keys, and where they lie."""
+    """One launch of FlashInfer: how many copies of queries and how many keys it has, and where they lie."""
 
     __slots__ = ("copies", "k", "keys", "lse", "out", "v", "wrapper")
 
@@ -198,12 +201,12 @@ class _Run:
 
 
 class SegmentStep:
-    """A ChunkStep: prefixes that are shared, or long, then each sequence's own keys, merged. Without windows."""
+    """A ChunkStep over shared or long prefixes and each sequence's own keys, merged. For layers without windows."""
 
     def __init__(
         self, sequences: Sequences, cut: Cut, packer: Packer, flashinfer: FlashInfer, parity: int, shape: Shape
     ) -> None:
-        """Of those chunks that `cut` chooses."""
+        """For the chunks that `cut` chooses."""
         self._shape = shape
         sequences, sharing = sequences.take(cut.chosen), cut.sharing
         parts = cut_segments(sharing, sequences.rows, cut.goal, np.arange(len(sharing.segments)))
@@ -223,7 +226,8 @@ class SegmentStep:
 
 
 def _merges(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[M, 3], int32 entries), see `work.Merges`: of each query its copies, of which int64 queries[copies]."""
+    """(int32[M, 3], int32 entries) as in `work.Merges`: of each query, all its copies. int64 queries[copies] says which
+    query each copy is of."""
     entries = np.argsort(queries, kind="stable")
     times = np.bincount(queries)
     which = np.flatnonzero(times)

@@ -1,4 +1,4 @@
-"""What a step needs of the host, in one copy: integers packed side by side in pinned memory."""
+"""What a step needs from the host, in one copy: integers packed next to each other in pinned memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 ALIGN = 8
-"""Integers: pieces begin at multiples of 32 bytes, so that kernels are compiled for one alignment."""
+"""In integers. Pieces begin at multiples of 32 bytes, so that kernels are compiled for one alignment."""
 
 
 class Packer:
-    """Collects int32 arrays for one copy. Use it again only when the copy before has been made."""
+    """Collects int32 arrays for one copy. Use it again only when the last copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,9 +37,9 @@ class Packer:
         self._used = 0
 
     def add(self, values: np.ndarray, room: int | None = None, fill: int = 0) -> Piece:
-        """Append an array of integers of any shape, or of float32; with `room`, so many rows, the rest of them `fill`.
+        """Append an array of int32, int64 or float32, of any shape; with `room`, padded with `fill` to that many rows.
 
-        int64 becomes two integers each, of a last dimension of its own."""
+        Each int64 becomes two integers, in a new last dimension."""
         rows = len(values) if room is None else room
         if values.dtype == np.int64:
             values = values.view(np.int32).reshape(*values.shape, 2)
@@ -59,7 +59,7 @@ class Packer:
         return Piece(begin, shape)
 
     def send(self, target: torch.Tensor | None = None) -> torch.Tensor:
-        """The packed integers on the device, in a new tensor or at the beginning of `target`; the host goes on."""
+        """Copy the packed integers to the device, to a new tensor or the beginning of `target`, without waiting."""
         if target is None:
             target = torch.empty(self._used, dtype=torch.int32, device=self._device)
         target[: self._used].copy_(self._host[: self._used], non_blocking=True)
@@ -77,5 +77,5 @@ class Piece:
         self.size = math.prod(shape)
 
     def of(self, sent: torch.Tensor) -> torch.Tensor:
-        """int32, on the device."""
+        """The array in what was sent: int32, on the device."""
         return sent[self.begin : self.begin + self.size].view(self.shape)

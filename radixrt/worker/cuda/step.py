@@ -20,18 +20,18 @@ from radixrt.worker.model.layers import Heads, Projected
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Compilations for tiles of few queries and of many."""
+    """The variants for tiles of few queries and of many."""
 
     shape: Shape
     few: Variant
     many: Variant
     exact: bool = False
-    """Items hold keys that a window hides."""
+    """Items may have keys that a window hides."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLists:
-    """Those of `decodes.Lists` on the device, for one kind of layer."""
+    """The lists of `decodes.Lists` on the device, for one kind of layer."""
 
     few: attend.Work
     many: attend.Work
@@ -50,9 +50,9 @@ class DecodeLists:
 
 
 class StepAttention:
-    """Decodes first, then chunks (see `plan.Plan`). `decodes` are by window, empty if there are none; `last` has the
-    last layer's chunks, where they differ: after it, only tokens whose logits are wanted go on. `full` are chunks
-    beside them that are computed by full heads; tokens after the first `absorbed` ones are all of these."""
+    """The attention of a step's tokens, decodes first, then chunks (see `plan.Plan`). `decodes` is by window, empty
+    without decodes. `last` has the chunks of the last layer, if they differ: after it, only tokens whose logits are
+    wanted go on. `full` are the chunks that full heads compute; all tokens after the first `absorbed` are theirs."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class StepAttention:
         self, layer: int, queries: tuple[torch.Tensor, torch.Tensor | None], ups: Ups, out: torch.Tensor,
         values: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write what heads give to values[T, heads, width of a head's value]. Queries are absorbed ones, whose sums of
-        latents go to `out`, and [T, heads, nope + rope], which a step has that computes some by full heads."""
+        """Write the results of heads to values[T, heads, width of a head's value]. `queries` are the absorbed ones,
+        whose sums of latents go to `out`, and those of full heads, [T, heads, nope + rope], if the step has any."""
         q, by_full = queries
         step = self._by_full(layer)
         absorbed = len(values) if step is None else self._absorbed
@@ -120,7 +120,7 @@ class StepAttention:
         return self._last is not None and self._last.layer == layer
 
     def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Attention of rotated q[T, heads, D] into `out`; K and V are in their pages already."""
+        """Write the attention of rotated q[T, heads, D] to `out`; K and V are in their pages already."""
         pages = self._pages(layer)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
@@ -133,8 +133,8 @@ class StepAttention:
         compiled, scratch = self._compiled, self._scratch
         window = pages.window if compiled.exact else None
         for number, (items, variant) in enumerate(((lists.many, compiled.many), (lists.few, compiled.few))):
-            # Items hold only keys that all their queries see, windows and all: nothing is masked. Exact ones are masked
-            # as those of chunks are, by the same compilation.
+            # Items have only keys that all their queries see, also in layers with a window: nothing is masked. Exact
+            # ones are masked as those of chunks are, by the same compiled kernel.
             attend.attend(
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
                 order=lists.order, window=window, causal=compiled.exact, scales=pages.scales, sinks=pages.sinks,
@@ -152,7 +152,8 @@ def append(
     pages: Pages, heads: Projected, slots: torch.Tensor, out: torch.Tensor | None = None,
     full: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Rotated queries of a layer, in `out` if given; its K and V go to their pages. `full` as of `latent.append`."""
+    """Write a layer's K and V to their pages; returns its rotated queries, in `out` if given. `full` is that of
+    `latent.append`."""
     if isinstance(heads, LatentHeads):
         return latent.append(pages, heads, slots, out, full)
     assert isinstance(heads, Heads)

@@ -13,21 +13,21 @@ from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.model.spec import ModelSpec
 
 MOST_ROWS = 64
-"""Of a tile of latent attention: its results fill half of the registers."""
+"""Most rows of a tile of latent attention: its results fill half of the registers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the heads and pages that a kernel is compiled for."""
+    """The heads and pages that a kernel is compiled for."""
 
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     latent: int | None = None
-    """With it V is the first so many elements of K (see `latent`)."""
+    """For latent attention: V is this many first elements of K (see `latent.py`)."""
     stated_scale: float | None = None
-    """Of the softmax, where it is another than head_dim^-0.5."""
+    """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False
     """See `ModelSpec.sinks`; they are float32[heads]."""
 
@@ -38,33 +38,34 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Heads of a query that are in one tile: those of a KV head, at most MOST_ROWS of a latent's."""
+        """Heads of a query in one tile: those of a KV head; in latent attention, an equal part of all heads, at most
+        MOST_ROWS."""
         if self.latent is None:
             return self.heads // self.kv_heads
         return next(n for n in range(min(self.heads, MOST_ROWS), 0, -1) if self.heads % n == 0)
 
     @property
     def blocks(self) -> int:
-        """Tiles that have the heads of a query."""
+        """Tiles that the heads of a query take."""
         return self.heads // self.group
 
     @property
     def value_dim(self) -> int:
-        """Of what comes out."""
+        """Width of a head's result."""
         return self.head_dim if self.latent is None else self.latent
 
     @property
     def key_elements(self) -> int:
-        """Of K and V, a token."""
+        """Elements of K and V of one token."""
         return self.head_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
 
     @property
     def scale(self) -> float:
-        """Of the softmax."""
+        """Scale of the softmax."""
         return self.head_dim**-0.5 if self.stated_scale is None else self.stated_scale
 
     def again(self) -> Again | None:
-        """For a step's kernels, unless layers' pages are aligned in different ways."""
+        """A new Again for a step's kernels; None if the pages of layers may be aligned differently."""
         return {} if self.kv_heads * self.head_dim % 16 == 0 else None
 
 
@@ -77,14 +78,14 @@ class Variant:
     warps: int
     stages: int
     specialised: bool = False
-    """The kernel of `hopper`."""
+    """It is a kernel of `hopper` or `hopper_full`."""
 
     def queries(self, group: int) -> int:
         return max(1, self.rows // group)
 
 
 def decode_variant(shape: Shape, itemsize: int) -> Variant:
-    """For tiles of one query: one warp each, as many at once as fit (bench/attention.py --sweep)."""
+    """For tiles of one query: few warps each, so that many fit at once (bench/attention.py --sweep)."""
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
@@ -114,8 +115,8 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
 
 
 def latent_variant(rows: int, itemsize: int) -> Variant:
-    """Of so many heads and queries (bench/latent.py --sweep), by the shared memory that there is: 227, 163 or 99 KiB a
-    program."""
+    """For latent attention, in tiles of `rows` heads times queries (bench/latent.py --sweep), by the shared memory that
+    a program may have: 227, 163 or 99 KiB."""
     if rows == 16:
         return Variant(rows, 64, 4, 2) if itemsize > 1 else Variant(rows, 32, 4, 3)
     return Variant(rows, 64 if room() > 200_000 else 32 if room() > 130_000 else 16, 8, 2)
@@ -130,7 +131,7 @@ def room() -> int:
 
 
 def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
-    """That of `hopper`, for tiles of many queries, where it is to be had."""
+    """The variant of `hopper`, for tiles of many queries; None if it cannot be used."""
     if shape.latent is not None:
         return None
     try:
@@ -141,6 +142,7 @@ def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, devic
 
 
 def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) -> Tiling:
-    """Of the work for a variant on a chip that runs so many of its programs, each of one head, at once."""
+    """The tiling for a variant on a chip that runs `programs` of its programs at once, each for one of the `blocks` of
+    heads."""
     programs = max(1, programs // shape.blocks)
     return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, programs, single=single)

@@ -1,9 +1,9 @@
 """Attention as a list of work items, planned on the host. Integers only.
 
-A tile is some queries that read the same keys: neighbours of one sequence, or the sequences under a shared prefix. The
-tiles' keys, one tile after the other, are cut evenly among as many programs as run at once, so that all have the same
-to do and end together, whatever the lengths are (the idea of Stream-K, arXiv 2301.03598, for keys). A query gets a
-partial result of every part of every tile that it is in, and these are merged:
+A tile is some queries that read the same keys: neighbours in one sequence, or the sequences under a shared prefix. The
+tiles' keys, laid end to end, are cut evenly among as many programs as run at once, so that all have equal work and end
+together, whatever the lengths are (the idea of Stream-K, arXiv 2301.03598, applied to keys). A query gets a partial
+result from every part of every tile that it is in, and these are merged:
 
     tile 0, queries 0 1 2 3   |-------------------------------|          shared prefix
     tile 1, query 0                                           |---|      what is its own
@@ -23,28 +23,28 @@ import numpy as np
 from radixrt.worker.sharing import Sharing
 
 FIELDS = 8
-"""Of an item: first query, queries, row of the page table, first key, key after the last, position of the first query,
-first partial result, whether the result is written directly."""
+"""Integers of an item: first query, number of queries, row of the page table, first key, key after the last, position
+of the first query, first partial result, whether the result is written directly."""
 MERGE_FIELDS = 3
-"""Of a query that is merged: itself, where its entries in the list of partial results begin, and how many there are."""
+"""Integers of a merge: the query, where its entries in the list of partial results begin, and how many there are."""
 
 BEGINNING = 1
-"""What it costs to begin with a tile, in blocks of keys."""
+"""Cost of starting a tile, in blocks of keys."""
 ROUNDS = 2
-"""Parts for each program that runs at once, where each has one of its own."""
+"""Parts for each program that runs at once, where each part has its own program."""
 UNEVEN = (1 / 32, 1 / 16, 1 / 8)
-"""By so much a program may have more than its share where no tile is cut then, and nothing is merged: the least that
-does."""
+"""How much more than an equal share a program may have, as a fraction of it, if then no tile need be cut and nothing
+merged. The smallest that suffices is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel wants its work: at most `queries` a tile, parts in multiples of `keys`, evenly for `programs`, each
-    of which gets `shortest` keys at least.
+    """How work is cut for a kernel: at most `queries` a tile, parts in multiples of `keys`, evenly for `programs`, each
+    of which gets at least `shortest` keys.
 
     With `single`, each part has a program of its own, and tiles are cut in parts of about the same length: without the
-    loop over items the kernel has registers to spare, and large chunks take it a sixth less time. With `fixed`, too,
-    and parts are the same whatever the batch is, keys 0 to `fixed` and so on."""
+    loop over items the kernel has registers to spare, and large chunks take it a sixth less time. With `fixed`, each
+    part has its own program, too, and parts do not depend on the batch: keys 0 to `fixed`, and so on."""
 
     queries: int
     keys: int
@@ -54,14 +54,14 @@ class Tiling:
     single: bool = False
 
     def most_items(self, tiles: int) -> int:
-        """No more items come of so many tiles, unless they are `fixed` or `single`."""
+        """Most items that `tiles` tiles are cut into, without `fixed` and `single`."""
         return tiles + self.programs
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """int64 arrays, one entry a tile: `size` queries from `query` on read keys `begin` to `end` of a row of the page
-    table; the first of them is at `position`."""
+    table; the first query is at `position`."""
 
     query: np.ndarray
     size: np.ndarray
@@ -82,12 +82,12 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What a kernel computes."""
+    """The work list of a kernel."""
 
     items: np.ndarray
     """int32[W, FIELDS]."""
     starts: np.ndarray | None
-    """int32[P + 1]: program p computes items starts[p] to starts[p + 1], one after the other; None: its own."""
+    """int32[P + 1]: program p computes items starts[p] to starts[p + 1], one after the other; None: item p."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -108,9 +108,9 @@ class Merges:
     queries: np.ndarray
     """int32[M, MERGE_FIELDS]."""
     entries: np.ndarray
-    """int32: partial results, those of a query side by side."""
+    """int32: indices of partial results, those of a query next to each other."""
     partials: int
-    """Partial results there are."""
+    """How many partial results there are."""
 
 
 # ---------------------------------------------------------------- tiles
@@ -119,9 +119,9 @@ class Merges:
 def sequence_tiles(
     rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, queries: np.ndarray, window: int | None, most: int
 ) -> Tiles:
-    """Of B sequences, in tiles of at most `most` queries: their rows of the page table, positions starts .. starts +
-    counts - 1 of their queries, and which query of the step is the first of each, all int[B]. `window`: a query sees so
-    many keys, itself the last; None: all before it."""
+    """Tiles of at most `most` queries, of B sequences. By sequence, int[B]: its row of the page table, the position of
+    its first query, its number of queries, and the first query's index in the step. `window`: how many keys a query
+    sees, its own the last of them; None: all up to its own."""
     counts = counts.astype(np.int64)
     tiles = -(-counts // most)
     of = np.repeat(np.arange(len(counts)), tiles)
@@ -134,7 +134,8 @@ def sequence_tiles(
 
 
 def segment_tiles(sharing: Sharing, rows: np.ndarray, most: int, chosen: np.ndarray) -> Tiles:
-    """Of shared segments, by number; queries are places in `sharing.order`, any row under a segment shows its pages."""
+    """Tiles of at most `most` queries, of the `chosen` segments. Queries are indices into `sharing.order`. A tile takes
+    the row of its first request: all rows under a segment have its pages."""
     begin, end, first, count = (sharing.segments[chosen, i] for i in range(4))
     tiles = -(-count // most)
     of = np.repeat(np.arange(len(chosen)), tiles)
@@ -148,8 +149,8 @@ def segment_tiles(sharing: Sharing, rows: np.ndarray, most: int, chosen: np.ndar
 
 
 def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[Items, np.ndarray]:
-    """(The parts of tiles, none direct; the last item of each tile)."""
-    # Fixed parts are counted from key 0 also where a window begins later: a result is merged from the same places.
+    """(Items for the parts of tiles, none marked direct; the index of each tile's last item.)"""
+    # Fixed parts are counted from key 0 even where a window begins later, so that their boundaries are always the same.
     first = np.zeros_like(tiles.begin) if tiling.fixed else tiles.begin
     cut = _fixed if tiling.fixed else _equal if tiling.single else _even
     tile, begin, end, starts = cut(tiles.end - first, tiling)
@@ -167,8 +168,8 @@ def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[It
 
 
 def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Merges:
-    """Of all items of a step, int32[W, FIELDS], which may be several launches; marks those that are direct. `order`:
-    queries are places in it."""
+    """The merges for all items of a step, lists of int32[W, FIELDS], one a launch; marks the items that are written
+    directly. With `order`, queries of items are indices into it."""
     items = np.concatenate(lists) if len(lists) > 1 else lists[0]
     size = items[:, 1].astype(np.int64)
     of = np.repeat(np.arange(len(items)), size)
@@ -193,16 +194,17 @@ def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Mer
 
 
 _Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
-"""Of tiles: which tile each is of, its first key and the one after the last, of the tile's; `Items.starts`."""
+"""Parts of tiles: by part its tile, its first key and the key after its last, counted within the tile; and
+`Items.starts`."""
 
 
 def _fixed(keys: np.ndarray, tiling: Tiling) -> _Parts:
-    """Of tiles with so many keys, int64[T]."""
+    """Parts of `tiling.fixed` keys, for tiles of int64[T] keys."""
     return _of_length(np.full_like(keys, tiling.fixed), keys)
 
 
 def _equal(keys: np.ndarray, tiling: Tiling) -> _Parts:
-    """Of tiles with so many keys, int64[T], in parts of about the same length everywhere."""
+    """Parts of about the same length in all tiles, for tiles of int64[T] keys."""
     goal = max(tiling.shortest, -(-int(keys.sum()) // (ROUNDS * tiling.programs)))
     parts = -(-keys // goal)
     return _of_length(-(-keys // (parts * tiling.keys)) * tiling.keys, keys)
@@ -216,7 +218,8 @@ def _of_length(length: np.ndarray, keys: np.ndarray) -> _Parts:
 
 
 def _even(keys: np.ndarray, tiling: Tiling) -> _Parts:
-    """Of tiles with so many keys, int64[T]: programs differ by one block of keys at most, BEGINNING included."""
+    """Parts for tiles of int64[T] keys: no program has more than UNEVEN allows if that spares all cuts; otherwise
+    programs differ by at most one block of keys, BEGINNING included."""
     blocks = -(-keys // tiling.keys)
     end = np.cumsum(blocks + BEGINNING)
     begin = end - blocks
@@ -236,13 +239,14 @@ def _even(keys: np.ndarray, tiling: Tiling) -> _Parts:
 
 
 def _between(ends: np.ndarray, total: int, programs: int) -> np.ndarray | None:
-    """int64[P + 1] of the `ends` of tiles that leave no program more than UNEVEN allows; None if there are none."""
+    """Cuts between tiles, int64 [programs + 1] or fewer, 0 and some of `ends`, that leave no program more than UNEVEN
+    allows; None if there are none."""
     tiles = ends.tolist()
     for more in UNEVEN:
         most, found = int((1 + more) * total / programs), [0]
         while found[-1] < total and len(found) <= programs:
             last = bisect_right(tiles, found[-1] + most) - 1
-            if last < 0 or tiles[last] == found[-1]:  # a tile is longer
+            if last < 0 or tiles[last] == found[-1]:  # the next tile alone is too long
                 break
             found.append(tiles[last])
         if found[-1] == total:
