@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.logprobs import Tokens
+from radixrt.frontend.logprobs import Offsets, Tokens
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.output import Output
 from radixrt.frontend.parsing import Content, Piece
@@ -19,20 +19,20 @@ class Choice:
     """What it says so far, and how it ended."""
 
     __slots__ = (
-        "_hidden_ids", "_ids", "_parser", "_stream", "chars", "echo", "finish", "index", "logprobs", "message", "said",
-        "stop", "stopping", "tokens", "unsaid", "usage",
+        "_hidden_ids", "_ids", "_parser", "_stream", "echo", "finish", "index", "logprobs", "message", "offsets",
+        "said", "stop", "stopping", "tokens", "unsaid", "usage",
     )  # fmt: skip
 
     def __init__(self, index: int, service: TextService, sampling: Sampling, output: Output) -> None:
         self.index = index
         self.message = AssistantMessage()
-        self.chars = 0
-        """Of its content, told in a stream."""
         self.echo: tuple[str, int] | None = None
         """The prompt and its first token, until they are told."""
         self.tokens = 0
         """Taken before a stop string was complete: what the worker adds until it hears of that is nobody's."""
         self.logprobs: list[TokenLogprob] | None = None
+        self.offsets: Offsets | None = None
+        """Where in its text the tokens begin, if that is told."""
         self.said: Tokens | None = None
         """Finds those of its content, where no others are told."""
         self.unsaid: frozenset[int] = frozenset()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.logprobs import Tokens
+from radixrt.frontend.logprobs import Offsets, Tokens
 from radixrt.frontend.mailbox import Mailbox
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Content, Piece
@@ -56,8 +56,8 @@ class Exchange(Mailbox):
             self.choices.append(choice)
             if self._streams and (opening := self.reply.opening(index)):
                 self.put(opening)
-            if self.reply.of_content and request.sampling.logprobs is not None:
-                self._tell_of_content(choice, output, request.sampling)
+            if request.sampling.logprobs is not None:
+                self._tell_logprobs(choice, output, request.sampling)
             if request.prompt_logprobs:
                 choice.echo = echo, memoryview(request.prompt.ids).cast("i")[0]
             elif echo:
@@ -137,13 +137,19 @@ class Exchange(Mailbox):
                 if not self._open:
                     self._end()
 
-    def _tell_of_content(self, choice: Choice, output: Output, sampling: Sampling) -> None:
-        """Log-probabilities, of the tokens that say its content."""
-        choice.logprobs, tokenizer = [], self._service.tokenizer
+    def _tell_logprobs(self, choice: Choice, output: Output, sampling: Sampling) -> None:
+        """Of all tokens, and where they begin, or of those that say its content."""
+        tokenizer = self._service.tokenizer
+        skips = tokenizer is not None and sampling.skip_special_tokens
+        hidden = tokenizer.special_ids if skips else frozenset()
+        if not self.reply.of_content:
+            choice.offsets = Offsets(tokenizer, hidden)
+            return
+        choice.logprobs = []
         if output.parses or sampling.stop:
-            choice.said = Tokens(tokenizer)
-        elif tokenizer is not None and sampling.skip_special_tokens:
-            choice.unsaid = tokenizer.special_ids
+            choice.said = Tokens(tokenizer, hidden)
+        else:
+            choice.unsaid = hidden
 
     def _echo(self, choice: Choice, text: str, logprobs: list[TokenLogprob] | None) -> None:
         """The prompt, as if it had been said."""
@@ -157,12 +163,11 @@ class Exchange(Mailbox):
             if logprobs:
                 choice.logprobs = (choice.logprobs or []) + logprobs
             return
-        found = self.reply.logprobs(logprobs, choice.chars)
+        found = self.reply.logprobs(logprobs, choice.offsets)
         for piece in pieces[:-1]:
             self.put(self.reply.chunk(choice.index, piece, found))
             found = None
         piece = pieces[-1] if pieces else None
-        choice.chars += sum(len(piece.text) for piece in pieces if type(piece) is Content)
         if last:
             self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
         else:
@@ -181,7 +186,7 @@ class Exchange(Mailbox):
         """The body of the answer, when all choices have ended. ApiError, Disconnected."""
         await self.complete()
         choices = [
-            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, 0), c.finish, c.stop)
+            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)
             for c in self.choices
         ]
         return self.reply.body(choices, self.usages, self.prompts, self.reasoning_tokens)

@@ -1,7 +1,8 @@
-"""Whose log-probabilities go with a text: the tokens that say it."""
+"""Whose log-probabilities go with a text: the tokens that say it, and where in it they begin."""
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Iterable
 
@@ -20,8 +21,10 @@ class Tokens:
     texts    |Yes.   |\\n\\nThe cat|                    and marks not at all
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
+        """Tokens that never become text."""
         self._waiting: deque[tuple[int, int, TokenLogprob]] = deque()
         """Where the bytes of each begin and end in all that was said."""
         self._said = b""
@@ -35,6 +38,8 @@ class Tokens:
         texts = []
         begin = self._at + len(self._said)
         for token in tokens:
+            if token.token in self._hidden:
+                continue
             texts.append(self._tokenizer.token_bytes(token.token))
             self._waiting.append((begin, begin + len(texts[-1]), token))
             begin += len(texts[-1])
@@ -76,3 +81,22 @@ class Tokens:
             if place < 0:
                 break
         return first
+
+
+class Offsets:
+    """Where in a text, in characters, the tokens begin that say it, one after the other. Those `hidden` have no text,
+    and the parts of a character begin where it does."""
+
+    def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take(self, token: int, text: str) -> int:
+        """Of the next token; `text` is its own, which counts without a tokenizer."""
+        begin = self._at
+        if token not in self._hidden:
+            said = self._tokenizer.token_bytes(token) if self._tokenizer else text.encode()
+            self._at += len(self._decoder.decode(said))
+        return begin

@@ -60,14 +60,16 @@ class Output:
 
     @property
     def ends_early(self) -> bool:
-        """The parser may end an answer before the worker does."""
-        return self.tools is not None and not self.use.parallel
+        """The parser may end an answer before the worker does: Harmony's ends with a call."""
+        if self.tools is None or not self.use.tools:
+            return False
+        return not self.use.parallel or isinstance(self.tools, Harmony)
 
     def parser(self) -> OutputParser | None:
         """A parser for one choice; None where all is content."""
         if not self.parses:
             return None
-        most_calls = 1 if self.ends_early else None
+        most_calls = None if self.use.parallel else 1
         functions, hidden = self.use.functions, self.hidden_marks
         return OutputParser(self.tools, functions, self.reasoning, self.thinking, hidden, most_calls)
 

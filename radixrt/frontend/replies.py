@@ -5,7 +5,6 @@ A chunk is glued from bytes made once a request and the text of the moment: a st
 
 from __future__ import annotations
 
-import codecs
 import random
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from radixrt.frontend.logprobs import Offsets
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob, Usage
@@ -21,7 +21,6 @@ from radixrt.router.tokens import Encoded, Tokenizer
 _random = random.Random()  # not the module's own, which a program in this process may seed
 
 encode = msgspec.json.Encoder().encode
-_characters = codecs.getincrementaldecoder("utf-8")
 DONE = b"data: [DONE]\n\n"
 Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 
@@ -143,26 +142,18 @@ class Reply:
 
     # ------------------------------------------------------------ log-probabilities
 
-    def logprobs(self, found: list[TokenLogprob] | None, offset: int) -> Any:
-        """OpenAI's legacy shape; `offset` is where the text of the first token begins, in characters. Special tokens
-        have no text, and the parts of a character begin where it does."""
-        if found is None:
+    def logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets | None) -> Any:
+        """OpenAI's legacy shape; `offsets` knows where the text of the first token begins."""
+        if found is None or offsets is None:
             return None
         texts = [self._text(t.token) for t in found]
-        hidden = self._tokenizer.special_ids if self._tokenizer else frozenset()
-        offsets, decoder = [], _characters(errors="replace")
-        for one, text in zip(found, texts, strict=True):
-            offsets.append(offset)
-            if one.token not in hidden:
-                said = self._tokenizer.token_bytes(one.token) if self._tokenizer else text.encode()
-                offset += len(decoder.decode(said))
         # Of two tokens with the same text the likelier counts: it is written last.
         tops = [{self._text(token): _finite(logprob) for token, logprob in t.top[::-1]} or None for t in found]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(t.logprob) for t in found],
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": [offsets.take(t.token, text) for t, text in zip(found, texts, strict=True)],
         }
 
     def _text(self, token: int) -> str:
@@ -196,7 +187,7 @@ class ChatReply(Reply):
         about = {"logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
         return {"index": index, "message": message.to_openai() | {"refusal": None}} | about
 
-    def logprobs(self, found: list[TokenLogprob] | None, offset: int) -> Any:
+    def logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets | None) -> Any:
         if found is None:
             return None
         return {"content": [token_json(self._tokenizer, one) for one in found], "refusal": None}

@@ -325,11 +325,13 @@ def test_a_loop_of_tools_hits_to_the_last_token(model):
 def test_a_call_ends_an_answer_also_where_the_checkpoint_forgets_it(model):
     model.script.eos_ids -= {model.tokenizer.token_id("<|call|>")}
     try:
-        choice = model.chat(f"{THOUGHT}{CALL}{'<|start|>functions.weather and so on ' * 9}", tools=[WEATHER]).choices[0]
+        answer = model.chat(f"{THOUGHT}{CALL}{'<|start|>functions.weather and so on ' * 999}", tools=[WEATHER])
     finally:
         model.script.eos_ids |= {model.tokenizer.token_id("<|call|>")}
+    (choice,) = answer.choices
     assert len(choice.message.tool_calls) == 1 and choice.message.content is None
     assert choice.finish_reason == "tool_calls"
+    assert answer.usage.completion_tokens == len(model.tokenizer.encode(THOUGHT + CALL, False)), "the work ends, too"
 
 
 # ---------------------------------------------------------------- sessions

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from radixrt.frontend.logprobs import Offsets
 from radixrt.frontend.replies import Reply
 from radixrt.messages import TokenLogprob
 from tests.frontend.conftest import serving
@@ -350,9 +351,16 @@ def test_every_answer_has_the_id_of_its_request(client):
 def test_where_tokens_begin_in_a_text():
     """Special tokens are not in it; a character of several tokens is one."""
     said = [b"<s>", b"a", b"\xf0\x9f", b"\x98\x80", b"b", b"<end>", b"\xff", b"c"]
-    tokenizer = SimpleNamespace(
-        special_ids={0, 5}, token_bytes=said.__getitem__, token_text=lambda i: said[i].decode("utf-8", "replace")
-    )
-    found = Reply("m", tokenizer).logprobs([TokenLogprob(i, -1.0) for i in range(len(said))], 7)
-    assert found["text_offset"] == [7, 7, 8, 8, 9, 10, 10, 11]
-    assert Reply("m", None).logprobs([TokenLogprob(3, -1.0), TokenLogprob(4, -1.0)], 0)["text_offset"] == [0, 10]
+    tokenizer = SimpleNamespace(token_bytes=said.__getitem__, token_text=lambda i: said[i].decode("utf-8", "replace"))
+    tokens = [TokenLogprob(i, -1.0) for i in range(len(said))]
+
+    def found(offsets: Offsets, *parts: list[TokenLogprob]) -> list[int]:
+        return [place for part in parts for place in Reply("m", tokenizer).logprobs(part, offsets)["text_offset"]]
+
+    whole = [0, 0, 1, 1, 2, 3, 3, 4]
+    assert found(Offsets(tokenizer, {0, 5}), tokens) == whole
+    for cut in range(len(said)):
+        assert found(Offsets(tokenizer, {0, 5}), tokens[:cut], tokens[cut:]) == whole
+    assert found(Offsets(tokenizer, frozenset()), tokens) == [0, 3, 4, 4, 5, 6, 11, 12]
+    untold = Reply("m", None).logprobs([TokenLogprob(3, -1.0), TokenLogprob(4, -1.0)], Offsets(None, frozenset()))
+    assert untold["text_offset"] == [0, 10]

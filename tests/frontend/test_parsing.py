@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 from array import array
 
 import pytest
@@ -775,3 +776,18 @@ def test_arguments_nested_too_deeply_are_no_object():
     deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep)}}}</tool_call>'
     assert parse("hermes", text) == [Content(text)]
+
+
+@pytest.mark.parametrize(("kind", "write"), [("qwen_coder", tagged), ("glm", glm)])
+@pytest.mark.parametrize("value", ["NaN", "[1, -Infinity]", "[" * 100_000, "[" * 9_000 + "]" * 9_000])
+def test_arguments_that_are_no_json_for_others_are_strings(kind, write, value):
+    _, found = parse(kind, write("f", list=value))
+    assert json.loads(found.text) == {"list": value}
+
+
+def test_white_space_without_end_costs_what_it_is():
+    parser, began = OutputParser(FORMATS["hermes"], FUNCTIONS), time.process_time()
+    for _ in range(200_000):
+        assert not parser.push("\n")
+    assert parser.finish() == [Content("\n" * 200_000)]
+    assert time.process_time() - began < 3

@@ -885,6 +885,13 @@ def test_log_probabilities_of_a_long_message(model):
     assert b"".join(bytes(one.bytes) for one in whole.logprobs).strip() == whole.text.encode()
 
 
+def test_log_probabilities_around_what_is_not_shown(thinking):
+    """A special token within a text is none of it."""
+    thinking.says("One, <|endoftext|>two.")
+    whole = thinking.client.responses.create(model="m", input="hello", include=INCLUDE).output[0].content[0]
+    assert whole.text == "One, two." and b"".join(bytes(one.bytes) for one in whole.logprobs) == b"One, two."
+
+
 def tokens_of(*texts: bytes) -> tuple[Tokens, list[TokenLogprob]]:
     return Tokens(SimpleNamespace(token_bytes=texts.__getitem__)), [TokenLogprob(i, 0.0) for i in range(len(texts))]
 
@@ -931,7 +938,8 @@ def test_tokens_are_told_with_the_text_that_they_say():
     texts = {1: b"</think>", 2: b"h", 3: b"\xc3", 4: b"\xaf", 5: b" they", 6: b"<", 7: b"b", 8: b"<end>"}
     asked = Asked(Create(input="x"))
     asked.sampling({})
-    reply = ResponseReply("m", SimpleNamespace(token_bytes=texts.get, token_text=repr), asked)
+    tokenizer = SimpleNamespace(token_bytes=texts.get, token_text=repr, special_ids=frozenset())
+    reply = ResponseReply("m", tokenizer, asked)
 
     def told(pieces: list[str], *tokens: int) -> list[list[str]]:
         found = [TokenLogprob(token, -1.0, []) for token in tokens]

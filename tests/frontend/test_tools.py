@@ -295,6 +295,24 @@ def test_log_probabilities_end_where_a_stop_string_begins(hermes, tools):
     assert choice.message.content == "One, two, " and said.rstrip("S") == "One, two, "
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS}])
+def test_log_probabilities_around_what_is_not_shown(hermes, tools):
+    """A special token within a text is none of it."""
+    choice = hermes.chat("One, <|endoftext|>two.", stop="STOP", logprobs=True, **tools).choices[0]
+    said = b"".join(bytes(one.bytes) for one in choice.logprobs.content)
+    assert choice.message.content == "One, two." and said == b"One, two."
+
+
+def test_tokens_begin_where_they_do_also_while_their_text_is_held(hermes):
+    """For it may be a part of a stop string."""
+    fields = {"model": "m", "prompt": "hello", "logprobs": 0, "stop": "the", "max_tokens": 99}
+    hermes.says("stop at most, or not")
+    whole = hermes.client.completions.create(**fields).choices[0].logprobs.text_offset
+    hermes.says("stop at most, or not")
+    chunks = [c.choices[0].logprobs for c in hermes.client.completions.create(stream=True, **fields)]
+    assert [place for found in chunks if found for place in found.text_offset] == whole
+
+
 def test_what_the_session_is_told(hermes):
     for stream in (False, True):
         answer = hermes.chat(CALLS["hermes"], tools=TOOLS, stream=stream)

@@ -3,8 +3,9 @@ written."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
@@ -58,6 +59,18 @@ def read_section(
         else:
             reader.at = start
             sink.content("" if mark in hidden else mark)
+
+
+def read_json(text: str) -> Any:
+    """ValueError for what is no JSON: NaN and Infinity are none, which Python would read."""
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:

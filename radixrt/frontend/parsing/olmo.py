@@ -26,6 +26,7 @@ from radixrt.frontend.parsing.formats import (
     constant,
     json_schema,
     one_after_another,
+    read_json,
     read_section,
     sequence,
     tag,
@@ -126,7 +127,7 @@ def _as_json(written: str) -> str:
     """The JSON that a value stands for; a string where it is neither JSON nor Python."""
     plain = written.strip()
     with contextlib.suppress(*_UNREADABLE):
-        json.loads(plain, parse_constant=_refused)
+        read_json(plain)
         return plain
     lines = plain.replace("\n", "\\n")  # as they may stand within quotes
     for read, text in ((json.loads, lines), (_of_python, plain), (_of_python, lines)):
@@ -139,10 +140,6 @@ def _of_python(text: str) -> Any:
     with warnings.catch_warnings(action="ignore"):  # of what is no escape of Python's
         tree = ast.parse(text, mode="eval")
     return ast.literal_eval(_Constants().visit(tree))
-
-
-def _refused(_constant: str) -> None:
-    raise ValueError("NaN and Infinity are no JSON")
 
 
 class _Constants(ast.NodeTransformer):

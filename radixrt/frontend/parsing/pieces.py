@@ -51,7 +51,7 @@ class Sink:
         self._pieces: list[Piece] = []
         self._calls = 0
         self._ids: set[str] = set()
-        self._space = ""
+        self._space: list[str] = []
         self._kind: type[Content] | type[Reasoning] = Content
         self._bounded = False
 
@@ -67,17 +67,18 @@ class Sink:
         self._say(Reasoning, text)
 
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        text = self._space + text
         said = text.rstrip()
-        self._space = text[len(said) :]
         self._kind = kind
-        if said and not self.full:
-            self._pieces.append(kind(said))
-            self._bounded = False
+        if said:
+            if not self.full:
+                self._pieces.append(kind("".join([*self._space, said])))
+                self._bounded = False
+            self._space.clear()
+        self._space.append(text[len(said) :])
 
     def bound(self) -> None:
         """Here a call or a thought begins or ends."""
-        self._space = ""
+        self._space.clear()
         self._bounded = True
 
     def call(self, name: str, id: str = "") -> None:
@@ -102,6 +103,7 @@ class Sink:
 
     def finish(self) -> None:
         """No more comes."""
-        if self._space and not self._bounded and not self.full:
-            self._pieces.append(self._kind(self._space))
-        self._space = ""
+        space = "".join(self._space)
+        if space and not self._bounded and not self.full:
+            self._pieces.append(self._kind(space))
+        self._space.clear()

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Schema
+from radixrt.frontend.parsing.formats import Function, Schema, read_json
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -150,7 +150,7 @@ def _as_json(text: str, schema: Schema) -> str:
     if "null" in kinds and plain in ("None", "null"):
         return "null"
     try:
-        value = json.loads(plain)
+        value = read_json(plain)
     except ValueError:
         return _of_python(plain, kinds) or json.dumps(text, ensure_ascii=False)
     if isinstance(value, str) or ("string" in kinds and not isinstance(value, (dict, list))):

@@ -129,7 +129,7 @@ class ResponseReply:
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
         self._sequence = 0
-        self._tokens = Tokens(tokenizer)
+        self._tokens = Tokens(tokenizer, tokenizer.special_ids if tokenizer else frozenset())
 
     # ------------------------------------------------------------ pieces
 
