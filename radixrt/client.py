@@ -10,10 +10,11 @@ All three carry the same messages; what differs is the `Transport`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from radixrt.messages import (
     Ask,
@@ -41,12 +42,33 @@ from radixrt.portal import Portal
 from radixrt.prompts import Completion, PromptLike, as_prompt, token_bytes, token_list
 from radixrt.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 
+if TYPE_CHECKING:
+    from radixrt.local import LocalStack
+
 T = TypeVar("T")
 TELL_SECONDS = 1.0
 """A client that is closed waits so long for the server to read what it was told last."""
 
 
 # ---------------------------------------------------------------- the async client
+
+
+async def _entered(stack: LocalStack) -> LocalStack:
+    """`stack`, entered in a thread, which cannot be stopped: if the task is cancelled, the stack ends as soon as it has
+    begun."""
+
+    def leave(entering: concurrent.futures.Future[LocalStack]) -> None:
+        if not entering.cancelled() and not entering.exception():
+            stack.__exit__()
+
+    threads = concurrent.futures.ThreadPoolExecutor(1)
+    entering = threads.submit(stack.__enter__)
+    threads.shutdown(wait=False)
+    try:
+        return await asyncio.wrap_future(entering)
+    except asyncio.CancelledError:
+        entering.add_done_callback(leave)
+        raise
 
 
 class AsyncClient:
@@ -78,7 +100,7 @@ class AsyncClient:
         if url.startswith("local:"):
             from radixrt.local import local_stack
 
-            stack = await asyncio.to_thread(local_stack(url.removeprefix("local:")).__enter__)
+            stack = await _entered(local_stack(url.removeprefix("local:")))
             return cls(ZmqTransport(stack.address), local=stack)
         web = url.startswith(("http://", "https://"))
         client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url, timeout), api_key, timeout=timeout)

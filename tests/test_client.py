@@ -20,7 +20,7 @@ from radixrt import Branch, gen, program
 from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_bytes, token_list
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
+from radixrt.local import LocalStack, local_stack
 from radixrt.messages import ChatPrompt, Forget, Sampling, TextPrompt, TokenPrompt
 from radixrt.ports import free_tcp_address
 from radixrt.router.process import RouterThread
@@ -359,6 +359,24 @@ def test_in_process(tmp_path):
             return (await client.generate("The quick brown fox", Sampling(max_tokens=8, temperature=0.0))).text
 
     assert asyncio.run(one()) == text
+
+
+def test_in_process_cancelled_while_it_begins(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    make_tokenizer(tmp_path)
+    stack, before = local_stack(str(tmp_path)), threading.active_count()
+    monkeypatch.setattr("radixrt.local.local_stack", lambda _: stack)
+
+    async def impatient():
+        async with asyncio.timeout(0.001):
+            await AsyncClient.connect(f"local:{tmp_path}")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before or not stack._threads:
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.05)
 
 
 def test_the_router_does_not_answer():
