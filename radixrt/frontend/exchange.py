@@ -16,7 +16,7 @@ from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Content, Piece
 from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import Reply
-from radixrt.messages import Cancel, Delta, Error, Generate, Sampling, TokenLogprob, Usage
+from radixrt.messages import TOKEN_BYTES, Cancel, Delta, Error, Generate, TokenLogprob, Usage
 from radixrt.router.tokens import TextService
 from radixrt.transports import Answer, RouterTransport
 
@@ -57,7 +57,7 @@ class Exchange(Mailbox):
             if self._streams and (opening := self.reply.opening(index)):
                 self.put(opening)
             if request.sampling.logprobs is not None:
-                self._tell_logprobs(choice, output, request.sampling)
+                self._tell_logprobs(choice, output, request)
             if request.prompt_logprobs:
                 choice.echo = echo, memoryview(request.prompt.ids).cast("i")[0]
             elif echo:
@@ -137,13 +137,14 @@ class Exchange(Mailbox):
                 if not self._open:
                     self._end()
 
-    def _tell_logprobs(self, choice: Choice, output: Output, sampling: Sampling) -> None:
+    def _tell_logprobs(self, choice: Choice, output: Output, request: Generate) -> None:
         """Of all tokens, and where they begin, or of those that say its content."""
-        tokenizer = self._service.tokenizer
+        tokenizer, sampling = self._service.tokenizer, request.sampling
         skips = tokenizer is not None and sampling.skip_special_tokens
         hidden = tokenizer.special_ids if skips else frozenset()
         if not self.reply.of_content:
-            choice.offsets = Offsets(tokenizer, hidden)
+            echoed = len(request.prompt.ids) // TOKEN_BYTES if request.prompt_logprobs else 0
+            choice.offsets = Offsets(tokenizer, hidden, echoed)
             return
         choice.logprobs = []
         if output.parses or sampling.stop:

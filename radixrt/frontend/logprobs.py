@@ -85,18 +85,24 @@ class Tokens:
 
 class Offsets:
     """Where in a text, in characters, the tokens begin that say it, one after the other. Those `hidden` have no text,
-    and the parts of a character begin where it does."""
+    nor have special ones among the first `echoed` tokens, those of a prompt; the parts of a character begin where it
+    does."""
 
-    def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int], echoed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
+        self._echoed = echoed
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, token: int, text: str) -> int:
         """Of the next token; `text` is its own, which counts without a tokenizer."""
         begin = self._at
-        if token not in self._hidden:
+        hidden = self._hidden
+        if self._echoed and self._tokenizer:
+            self._echoed -= 1
+            hidden = self._tokenizer.special_ids
+        if token not in hidden:
             said = self._tokenizer.token_bytes(token) if self._tokenizer else text.encode()
             self._at += len(self._decoder.decode(said))
         return begin

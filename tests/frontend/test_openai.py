@@ -220,6 +220,16 @@ def test_echo_with_log_probabilities(client, prompt, max_tokens):
     assert [c.logprobs.token_logprobs[:size] for c in many.choices] == [found.token_logprobs[:size]] * len(many.choices)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_echo_shows_no_special_tokens(client, skips):
+    """Whatever becomes of those that are generated."""
+    fields = {"echo": True, "logprobs": 0, "extra_body": {"skip_special_tokens": skips}}
+    echo = complete(client, [0, 5, 6, 7], max_tokens=0, **fields).choices[0].text
+    found = complete(client, [0, 5, 6, 7], max_tokens=3, **fields).choices[0]
+    assert found.text.startswith(echo) and found.logprobs.text_offset[1] == 0
+    assert found.logprobs.text_offset[4] == len(echo)
+
+
 def test_sampling_parameters_travel(client):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     extra |= {"stop_token_ids": [9], "cache_salt": "s", "skip_special_tokens": False, "unknown_field": 1}
