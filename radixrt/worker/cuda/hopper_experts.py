@@ -38,7 +38,7 @@ MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
 
 
 @gluon.jit
-def _place(index, tiles, blocks, GROUP: gl.constexpr):
+def place(index, tiles, blocks, GROUP: gl.constexpr):
     """(Tile of rows, block of columns) of a number: column after column of GROUP tiles."""
     first = index // (GROUP * blocks) * GROUP
     within = index - first * blocks
@@ -53,7 +53,7 @@ def _feed(
 ):  # fmt: skip
     count = 0
     for index in range(gl.program_id(0), tiles * blocks, gl.num_programs(0)):
-        tile, block = _place(index, tiles, blocks, GROUP)
+        tile, block = place(index, tiles, blocks, GROUP)
         at = tiles_ptr + tile * FIELDS
         if gl.load(at + 2) > 0:
             row = gl.load(at + 1)
@@ -103,7 +103,7 @@ def _multiply(
     steps = (depth + DEPTH - 1) // DEPTH
     count = 0
     for index in range(gl.program_id(0), tiles * blocks, gl.num_programs(0)):
-        tile, block = _place(index, tiles, blocks, GROUP)
+        tile, block = place(index, tiles, blocks, GROUP)
         at = tiles_ptr + tile * FIELDS
         size = gl.load(at + 2)
         if size > HALF * 64:

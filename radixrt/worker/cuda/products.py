@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Tile:
 
 
 SCALES = {None: 0, Rounding.ROWS: 1, Rounding.BLOCKS: 2}
+WHOLE = 8
+"""Elements of 16 bytes: the copy engine takes rows that are whole ones."""
 AHEAD = 256
 """Bytes of each row of a weight that are asked for early."""
 AT_ONCE = 4
@@ -250,3 +253,47 @@ def few(
         out = x.new_empty((len(x), len(weight)))
     multiply(x, weight, out, tile, bias=bias, add=add)
     return out
+
+
+# ---------------------------------------------------------------- many rows that are gated
+
+MANY = 512
+"""Rows from which on it is looked at whether one kernel is faster for a product and its gate (bench/gated.py)."""
+TILE = 128, 128
+"""Rows and inner features of its tiles."""
+GATE = 240
+"""Depth of a product that takes as long as its gate: three values of 2 bytes at the bandwidth of an H200, for two
+products at its rate."""
+WORTH = 0.975
+
+
+def gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
+    """See `Ops.gated`."""
+    if len(x) < MANY or x.dim() != 2 or not (x.dtype == weight.dtype == torch.bfloat16):
+        return None
+    if x.shape[1] % WHOLE or len(weight) // 2 % WHOLE or not (x.is_contiguous() and weight.is_contiguous()):
+        return None
+    if not of_hopper(x.device) or not gates(len(x), len(weight) // 2, x.shape[1], processors(x.device)):
+        return None
+    kernel = _hopper_gated(x.device)
+    return None if kernel is None else kernel.product(x, weight, activation)
+
+
+def gates(rows: int, inner: int, depth: int, programs: int) -> bool:
+    """Whether one kernel is faster for the product of x[rows, depth] and weight[2 inner, depth], and its gate. So many
+    programs run at once, and where the last ones have nothing to do they may take more than the gate does: worth it is
+
+        tiles / (programs * ceil(tiles / programs)) * (1 + GATE / depth) >= WORTH
+    """
+    tiles = triton.cdiv(rows, TILE[0]) * triton.cdiv(inner, TILE[1])
+    return tiles / (programs * triton.cdiv(tiles, programs)) * (1 + GATE / depth) >= WORTH
+
+
+@functools.cache
+def _hopper_gated(device: torch.device) -> ModuleType | None:
+    """`hopper_gated`, where it is to be had."""
+    try:
+        from radixrt.worker.cuda import hopper_gated
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+        return None
+    return hopper_gated if hopper_gated.there(device) else None

@@ -25,7 +25,8 @@ from radixrt.worker.cuda.attend import LOG2_E
 log = logging.getLogger("radixrt.cuda")
 
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""By the copy engine. As from Triton 3.9 on; before, it had another name."""
+copy_back = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+"""By the copy engine, into shared memory and from there. As from Triton 3.9 on; before, they had other names."""
 ROWS = 128
 """Of a program: two warpgroups of 64."""
 KEYS = 128

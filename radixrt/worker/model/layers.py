@@ -76,6 +76,10 @@ class Ops(Protocol):
         """x[T, K] times weight[N, K] transposed, plus bias[N], of few rows: a tensor of its own, or written to
         out[T, N], or added there. None, and nothing done, where torch's product is for them."""
 
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """`gate` of x[T, K] times weight[2 I, K] transposed, of many rows, by one kernel: [T, I]. None, and nothing
+        done, where a product and a gate are faster."""
+
     def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add what a mixture of experts makes of x[T, hidden] to residual[T, hidden], in place."""
 
@@ -123,6 +127,10 @@ class TorchOps:
     @staticmethod
     def few(*_: object) -> None:
         """All rows are for torch's products."""
+
+    @staticmethod
+    def gated(*_: object) -> None:
+        """A product, and a gate."""
 
     @staticmethod
     def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:

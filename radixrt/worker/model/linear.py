@@ -58,6 +58,12 @@ class Linear:
         else:
             residual.addmm_(x, self.weight.t(), alpha=factor)
 
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """`Ops.gate` of the result, by one kernel; None, and nothing done, where a product and a gate are faster."""
+        if self.batch_invariant or self.ops is None or self.bias is not None:
+            return None
+        return self.ops.gated(x, self.weight, activation)
+
     def _few(self, x: torch.Tensor, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor | None:
         """See `Ops.few`."""
         none = self.batch_invariant or self.ops is None

@@ -30,8 +30,7 @@ class Mlp:
         self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
         """Add what it makes of x[T, hidden] to residual[T, hidden], in place; the norm of that."""
-        inner = ops.gate(self.gate_up(x), self.activation, self.down.rounding)
-        return self.down.add(inner, residual, norm, ops)
+        return self.down.add(_inner(self, x, ops), residual, norm, ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,21 @@ class Shared:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add what it makes of x[T, hidden] to residual[T, hidden], in place."""
-        inner = ops.gate(self.gate_up(x), self.activation, self.down.rounding)
+        inner = _inner(self, x, ops)
         if self.gate is None:
             self.down.add(inner, residual)
         else:
             residual.add_(self.down(inner).mul_(sigmoid(self.gate(x))))
+
+
+def _inner(mlp: Mlp | Shared, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:
+    """What `down` multiplies, of normalized x[T, hidden]."""
+    rounding = mlp.down.rounding
+    if rounding is None and isinstance(mlp.gate_up, Linear):
+        inner = mlp.gate_up.gated(x, mlp.activation)
+        if inner is not None:
+            return inner
+    return ops.gate(mlp.gate_up(x), mlp.activation, rounding)
 
 
 @dataclass(frozen=True, slots=True)

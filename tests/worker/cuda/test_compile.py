@@ -194,7 +194,7 @@ if int(sys.argv[1]) == 90:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from radixrt.worker.cuda import hopper, hopper_experts
+    from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated
     from radixrt.worker.cuda import hopper_full as full
 
     def build_specialised(kernel, types, constants):
@@ -236,6 +236,15 @@ if int(sys.argv[1]) == 90:
     constants = {name: getattr(hopper_experts, name) for name in names} | {"ACTIVATION": 3, "FIELDS": 3, "EARLY": True}
     for gated in (False, True) if every else (True,):
         build_specialised(hopper_experts._product_specialised, types, constants | {"GATED": gated, "BIAS": gated})
+
+    def box(rows, columns):
+        return f"tensordesc<bf16[{rows}, {columns}],{gl.NVMMASharedLayout(128, 16)!r}>"
+
+    names = "ROWS", "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"
+    constants = {name: getattr(hopper_gated, name) for name in names} | {"ACTIVATION": 0, "EARLY": True}
+    types = dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
+    types |= {"x_there": box(128, 64), "w_there": box(128, 64), "out_there": box(64, 128)}
+    build_specialised(hopper_gated._gated_specialised, types, constants)
 """
 
 MEMORY = """

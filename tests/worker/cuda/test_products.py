@@ -242,3 +242,62 @@ def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
     scaled.product(known, weight, None, out, scaled.tile_for(rows, weight))
     ours, torchs = error(out, expected), error(scaled._by_torch(known, weight, None, torch.bfloat16), expected)
     assert ours < 1.2 * torchs + 1e-4, (ours, torchs)
+
+
+@ON_GPU
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("rows", "inner", "hidden"), [(8448, 256, 128), (8400, 264, 200), (5000, 1096, 520)])
+def test_gated_on_hopper(rows, inner, hidden, activation, device):
+    """Whole tiles and parts of them; more tiles than multiprocessors; nothing is written beside what is asked for."""
+    if not products.of_hopper(device):
+        pytest.skip("no GPU of Hopper")
+    x = torch.randn(rows, hidden, device=device).bfloat16()
+    weight = torch.randn(2 * inner, hidden, device=device).bfloat16()
+    found = ops.gated(x, weight, activation)
+    assert found is not None, "choose sizes that are worth it"
+    assert found.shape == (rows, inner)
+    exact = TorchOps.gate(x.float() @ weight.float().t(), activation)
+    assert error(found, exact) < 8e-3
+    assert torch.equal(found, ops.gated(x, weight, activation))
+
+
+def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
+    """Each condition alone leaves the product and the gate to two kernels."""
+
+    class Kernel:
+        @staticmethod
+        def product(x, weight, activation):
+            return activation
+
+    monkeypatch.setattr(products, "of_hopper", lambda device: True)
+    monkeypatch.setattr(products, "_hopper_gated", lambda device: Kernel)
+    x, weight = torch.zeros(products.MANY, 64).bfloat16(), torch.zeros(2 * 4224, 64).bfloat16()
+    assert products.gated(x, weight, "silu") == "silu"
+    assert products.gated(x[1:], weight, "silu") is None
+    assert products.gated(x.half(), weight.half(), "silu") is None
+    assert products.gated(x.float(), weight, "silu") is None
+    assert products.gated(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu") is None
+    assert products.gated(x, weight[8:], "silu") is None
+    assert products.gated(x, weight.t().contiguous().t(), "silu") is None
+    monkeypatch.setattr(products, "gates", lambda *sizes: False)
+    assert products.gated(x, weight, "silu") is None
+    monkeypatch.undo()
+    assert products.gated(x, weight, "silu") is None, "no GPU of Hopper"
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "depth", "worth"),
+    [
+        (8192, 14336, 4096, True),
+        (1536, 14336, 4096, True),
+        (512, 14336, 4096, False),  # 448 tiles are 3.4 turns of 132 programs
+        (1024, 7168, 8192, False),
+        (2048, 7168, 8192, True),
+        (1536, 13824, 5120, True),
+        (2048, 4864, 896, True),  # 4.6 turns, but little depth: the gate takes a fifth
+        (512, 4864, 896, False),
+    ],
+)
+def test_where_one_kernel_is_worth_it(rows, inner, depth, worth):
+    """As measured: bench/results/gated.json."""
+    assert products.gates(rows, inner, depth, 132) is worth

@@ -1,0 +1,91 @@
+"""The product of gate and up, and the gate: one kernel beside torch's product with a kernel for the gate.
+
+    python -m bench.gated
+
+In the shapes of several models, random weights in bfloat16. Sustained: both take turns of 60 ms, for the power cap
+slows the clock after some milliseconds of products, and what reads and writes less is slowed less. Results are compared
+before anything is timed: with float32, and one with the other, bit by bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.common import save, table
+from radixrt.worker.cuda import products
+from radixrt.worker.cuda.kernels import gate
+
+SHAPES = {
+    "Llama 3.1 8B": (14336, 4096),
+    "Llama 70B, one of four ranks": (7168, 8192),
+    "Llama 3.2 3B": (8192, 3072),
+    "Llama 3.2 1B": (8192, 2048),
+    "Qwen2.5 0.5B": (4864, 896),
+    "Qwen2.5 7B": (18944, 3584),
+    "Qwen2.5 14B": (13824, 5120),
+    "Qwen3 32B": (25600, 5120),
+}
+"""Inner features and hidden size."""
+TOKENS = (512, 1024, 1536, 2048, 4096, 8192)
+ROUNDS, TURN_MS = 5, 60.0
+
+
+def milliseconds(run: Callable[[], object], times: int) -> float:
+    """Of each of so many calls, by events."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of a call of each, medians of ROUNDS after the first."""
+    times = {name: max(1, round(TURN_MS / milliseconds(run, 3))) for name, run in ways.items()}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, run in ways.items():
+            found[name].append(1e3 * milliseconds(run, times[name]))
+    return {f"{name}_us": statistics.median(us[1:]) for name, us in found.items()}
+
+
+def measure(model: str, tokens: int) -> dict[str, Any]:
+    inner, hidden = SHAPES[model]
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    weight = (0.02 * torch.randn(2 * inner, hidden, device="cuda")).bfloat16()
+    room = torch.empty(tokens, 2 * inner, device="cuda", dtype=torch.bfloat16)
+    kernel = products._hopper_gated(x.device)
+    assert kernel is not None, "there is no such kernel here"
+
+    def apart() -> torch.Tensor:
+        torch.mm(x, weight.t(), out=room)
+        return gate(room, "silu")
+
+    def together() -> torch.Tensor:
+        return kernel.product(x, weight, "silu")
+
+    one, other = together(), apart()
+    exact = gate((x[:256].float() @ weight.float().t()).bfloat16(), "silu").float()
+    error = float((one[:256].float() - exact).norm() / exact.norm())
+    assert error < 1e-2, error
+    row = {"model": model, "tokens": tokens, "same_bits": torch.equal(one, other)}
+    row |= in_turns({"product_and_gate": apart, "gated": together})
+    taken = products.gated(x, weight, "silu") is not None
+    return row | {"ratio": row["gated_us"] / row["product_and_gate_us"], "taken": taken}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    rows = [measure(model, tokens) for model in SHAPES for tokens in TOKENS]
+    print(table(rows), flush=True)
+    save("gated", rows, device=torch.cuda.get_device_name())
+
+
+if __name__ == "__main__":
+    main()
