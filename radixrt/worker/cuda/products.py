@@ -257,7 +257,7 @@ def few(
 
 # ---------------------------------------------------------------- many rows that are gated
 
-MANY = 512
+MANY = 1024
 """Rows from which on it is looked at whether one kernel is faster for a product and its gate (bench/gated.py)."""
 TILE = 128, 128
 """Rows and inner features of its tiles."""
