@@ -1,10 +1,13 @@
-"""The collector of a process that serves."""
+"""The collector, and the heap, of a process that serves."""
 
 from __future__ import annotations
 
 import gc
+import platform
 import subprocess
 import sys
+
+import pytest
 
 from radixrt.garbage import held
 
@@ -33,6 +36,27 @@ assert Node.dead, "what comes later is collected"
 
 def test_what_lives_at_the_start_is_never_looked_at_again():
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)
+
+
+BLOCKS = """
+import resource
+from radixrt.garbage import keep_heap
+
+def step():
+    blocks = [b"." * (4 << 20) for _ in range(6)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+keep_heap()
+step()
+before = step()
+after = [step() for _ in range(5)][-1]
+assert after - before < 1000, "24 MB are some 6,000 pages"
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have no such setting")
+def test_what_is_freed_is_there_for_the_next_step():
+    subprocess.run([sys.executable, "-c", BLOCKS], check=True, timeout=60)
 
 
 class Node:
