@@ -166,7 +166,7 @@ class AsyncClient:
     ) -> list[Completion]:
         """`n` continuations of one prompt, which is computed once; choice i draws with seed + i."""
         request = self._generate(prompt, n, sampling, False, model=model, origin=origin, cache_salt=cache_salt)
-        completions: list[Completion | None] = [None] * n
+        completions: list[Completion | None] = [None] * max(n, 1)  # of less than one choice the answer is an error
         async with self._answers(request) as answers:
             while None in completions:
                 delta = _expect(Delta, await answers.get())
@@ -186,7 +186,7 @@ class AsyncClient:
         cache_salt: str = "",
     ) -> AsyncIterator[Delta]:
         """Deltas as they come; the last one of a choice has `finish` and `usage`. Closing the iterator cancels."""
-        open_choices = n
+        open_choices = max(n, 1)  # see generate_n
         request = self._generate(prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt)
         async with self._answers(request) as answers:
             while open_choices:

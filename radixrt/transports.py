@@ -295,7 +295,7 @@ class HttpTransport:
     _encode = msgspec.json.Encoder().encode
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         base = httpx.URL(url)

@@ -132,6 +132,16 @@ def test_a_task_that_is_cancelled_cancels_its_request(scheme):
 
 
 @both
+@pytest.mark.parametrize("n", [0, -1])
+def test_less_than_one_choice_is_an_error(scheme, n):
+    with serving(scheme) as address, Client(address) as client:
+        for ask in (lambda: client.generate_n([1, 2], n), lambda: list(client.stream([1, 2], n=n))):
+            with pytest.raises(ServerError) as caught:
+                ask()
+            assert (caught.value.code, caught.value.field) == (400, "n")
+
+
+@both
 def test_leaving_a_stream_cancels_it(scheme):
     with serving(scheme) as address, Client(address) as client:
         for _ in client.stream([1, 2], ENDLESS):

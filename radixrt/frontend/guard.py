@@ -33,10 +33,14 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def header(request: Request, name: bytes) -> str:
-    """The first value of a header, whose name is in small letters; "" without one."""
+    """The first value of a header, whose name is in small letters; "" without one. Clients write UTF-8 or, as the
+    protocol once had it, Latin-1."""
     for key, value in request.scope["headers"]:
         if key == name:
-            return value.decode("latin-1")
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                return value.decode("latin-1")
     return ""
 
 

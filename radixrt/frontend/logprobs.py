@@ -51,6 +51,9 @@ class Tokens:
             return []
         sure = max(text.split("\ufffd"), key=len).encode()  # U+FFFD stands for bytes that are no character
         place = self._place(sure)
+        if place < 0:  # it may begin with white space that a format puts between messages, which no token says
+            sure = sure.lstrip()
+            place = self._place(sure)
         if place < 0:
             return []
         begin, end = self._at + place, self._at + place + len(sure)

@@ -116,12 +116,14 @@ class History:
 
     def add_answer(self, done: Completion, sampling: Sampling, state: int) -> None:
         """What was generated; the server keeps it as `state`."""
+        self._roles = self._open
         self._said.append(SaidAnswer(done.ids, done.text, done.stop, sampling))
         self.keep(state)
 
     def add_choice(self, text: str, state: int) -> None:
         """A text that was selected; the server keeps what was said before it as `state`."""
         self.keep(state)
+        self._roles = self._open
         self._said.append(SaidChoice(text))
 
     # ------------------------------------------------------------ as a prompt

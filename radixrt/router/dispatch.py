@@ -89,7 +89,8 @@ class Dispatcher:
         """The worker, the hit expected there, and the best hit of any worker, in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
         held = self._index.match(run.request.namespace, ids)
-        hits = {n: min(held.get(n, 0), limit) // m.info.page_size * m.info.page_size for n, m in fits.items()}
+        # Whole pages are shared; of the one with the last token a worker computes that token alone.
+        hits = {n: min(held.get(n, 0) // m.info.page_size * m.info.page_size, limit) for n, m in fits.items()}
         group = run.request.group
         if len(fits) == 1 and group is None:  # there is nothing to choose
             ((number, hit),) = hits.items()

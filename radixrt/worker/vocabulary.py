@@ -7,6 +7,7 @@ of the rest. Their libraries are imported when a grammar is first asked for.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +74,27 @@ def _collect(
 def _of_tokenizer(tokenizer: Any, config: dict[str, Any], size: int) -> Vocabulary:
     to_bytes = _decoder(tokenizer.decoder)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    added = _declared(config)
-    added |= {i: (token.content, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    declared = _declared(config)
+    own = {i: (token.content, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
+    added = declared | own
+    beside = {text: i for i, (text, _) in declared.items() if i not in own}
+    encode = _finding(beside, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     return _collect(((i, to_bytes(token)) for token, i in vocabulary.items()), added, _named(config), size, encode)
+
+
+def _finding(beside: dict[str, int], encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """`encode`, which does not know the tokens `beside` it: these are found in a text first, the longest where several
+    begin."""
+    texts = sorted(filter(None, beside), key=len, reverse=True)
+    if not texts:
+        return encode
+    token = re.compile("(" + "|".join(map(re.escape, texts)) + ")")
+
+    def find(text: str) -> list[int]:
+        parts = [part for part in token.split(text) if part]
+        return [i for part in parts for i in ([beside[part]] if part in beside else encode(part))]
+
+    return find
 
 
 def _decoder(decoder: Any) -> Callable[[str], bytes]:
@@ -108,9 +126,10 @@ def _of_sentencepiece(path: Path, listed: dict[str, int], config: dict[str, Any]
     model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = range(model.vocab_size())
     own = {i: (model.id_to_piece(i), True) for i in ids if model.is_control(i) or model.is_unknown(i)}
-    added = own | {i: (token, False) for token, i in listed.items()} | _declared(config)
+    beside = {i: (token, False) for token, i in listed.items()} | _declared(config)
+    encode = _finding({text: i for i, (text, _) in beside.items()}, model.encode)
     to_bytes = _spelled(SPACE)
-    return _collect(((i, to_bytes(model.id_to_piece(i))) for i in ids), added, _named(config), size, model.encode)
+    return _collect(((i, to_bytes(model.id_to_piece(i))) for i in ids), own | beside, _named(config), size, encode)
 
 
 # ---------------------------------------------------------------- the JSON files beside it

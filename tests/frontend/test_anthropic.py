@@ -138,6 +138,15 @@ def test_a_stream_as_bytes(hermes):
     assert names[:2] == ["message_start", "ping"] and names[-1] == "message_stop"
 
 
+def test_no_more_room_within_the_front_ends_own_length(tmp_path):
+    """Which is not as many tokens as were asked for, whoever has set the limit."""
+    with scripted("hermes", tmp_path, max_model_len=40) as model, Speaker(model) as speaker:
+        size = total(speaker.ask("Hi.").usage)
+        message = speaker.both("It is sunny in Paris, and it is sunny in Rome.")
+        assert (message.stop_reason, message.usage.output_tokens) == ("model_context_window_exceeded", 40 - size)
+        assert speaker.both("It is sunny in Paris.", max_tokens=3).stop_reason == "max_tokens"
+
+
 def test_max_tokens(hermes):
     message = hermes.both("It is sunny in Paris.", max_tokens=3)
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)

@@ -322,6 +322,16 @@ def test_a_loop_of_tools_hits_to_the_last_token(model):
                      {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]  # fmt: skip
 
 
+def test_log_probabilities_of_two_messages(model):
+    """The empty line between them is said by no token."""
+    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + ANSWER
+    (choice,) = model.chat(told, tools=[WEATHER], logprobs=True).choices
+    assert choice.message.content == "I look.\n\nIt is sunny."
+    assert b"".join(bytes(one.bytes) for one in choice.logprobs.content) == b"I look.It is sunny."
+    parts = [part for chunk in model.chat(told, tools=[WEATHER], logprobs=True, stream=True) for part in chunk.choices]
+    assert [one for part in parts if part.logprobs for one in part.logprobs.content] == choice.logprobs.content
+
+
 def test_a_call_ends_an_answer_also_where_the_checkpoint_forgets_it(model):
     model.script.eos_ids -= {model.tokenizer.token_id("<|call|>")}
     try:

@@ -98,6 +98,20 @@ def test_the_native_client_sees_the_errors_of_the_front_end(folder):
             assert http.get("/health").status_code == 200
 
 
+def test_a_key_beyond_ascii(folder):
+    """In a header as UTF-8, as our client and most write it, or as Latin-1."""
+    with serving(folder, api_key=("t:schlüssel",)) as frontend:
+        with Client(frontend.url, api_key="schlüssel") as client:
+            client.generate("x", SHORT, origin=Origin("größe"))
+        with httpx.Client(base_url=frontend.url) as http:
+            for coding in ("utf-8", "latin-1"):
+                assert http.get("/v1/models", headers={"x-api-key": "schlüssel".encode(coding)}).status_code == 200
+            headers = {"authorization": "Bearer schlüssel".encode(), "x-radixrt-program": "größe".encode()}
+            assert http.post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 200
+            programs = http.get("/v1/report", headers=headers).json()["programs"]
+        assert [(row["program"], row["requests"]) for row in programs] == [("größe", 2)]
+
+
 def test_a_native_message_without_a_key_is_not_read(folder):
     """Beyond some KiB, in which it may have its key itself; where no keys are configured all of it is."""
     ask = {"type": "tokenize", "id": 1, "prompt": {"type": "text", "text": "x"}}

@@ -1049,6 +1049,24 @@ def test_custom_tools(model, tools):
     assert last.response.output[0].input == 'ls "a b"'
 
 
+def test_input_items_of_custom_tools_and_namespaces(model):
+    """As the client has them, so that they can be sent again."""
+    tools = [SH, FILES]
+    first = ask(model, READS + LINE, tools=tools)
+    outputs = [
+        {"type": kind, "call_id": call.call_id, "output": "none"}
+        for kind, call in zip(("function_call_output", "custom_tool_call_output"), first.output, strict=True)
+    ]
+    last = ask(model, "Fine.", input=outputs, previous_response_id=first.id, tools=tools)
+    prompt = rendered(model)
+    items = model.client.with_options(api_key="key-a").responses.input_items
+    _, *found = [item.to_dict() for item in items.list(last.id, order="asc")]
+    for item, given in zip(found, [*(call.to_dict() for call in first.output), *outputs], strict=True):
+        assert item | {"id": given.get("id"), "status": given.get("status")} == {"id": None, "status": None} | given
+    ask(model, "Fine.", input=[{"role": "user", "content": "hello"}, *found], tools=tools)
+    assert rendered(model) == prompt
+
+
 def test_a_custom_tool_whose_input_is_cut(model):
     response = ask(model, LINE[: LINE.index(" b")], tools=[SH])
     assert response.output[0].type == "custom_tool_call" and "ls" in response.output[0].input

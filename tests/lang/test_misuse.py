@@ -27,9 +27,11 @@ from radixrt import (
     trace,
     user,
 )
-from radixrt.client import ServerError
+from radixrt.client import Completion, ServerError
 from radixrt.lang.errors import Site, Spent
+from radixrt.lang.history import History
 from radixrt.lang.values import Text
+from radixrt.messages import Usage
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -348,3 +350,18 @@ def test_errors_may_go_to_another_process(error):
     other = pickle.loads(pickle.dumps(error))
     assert type(other) is type(error) and str(other) == str(error)
     assert {name: str(value) for name, value in vars(other).items()} == {n: str(v) for n, v in vars(error).items()}
+
+
+@pytest.mark.parametrize("begins", [
+    lambda history: history.add_answer(Completion("so", b"", "stop", None, Usage()), SHORT, 1),
+    lambda history: history.add_choice("so", 1),
+])  # fmt: skip
+def test_what_begins_with_an_answer_has_no_roles(begins):
+    """As a program may whose tokenizer puts a token before any text."""
+    history = History("scope")
+    begins(history)
+    assert history.text() == "so"
+    with pytest.raises(ValueError, match="without roles"):
+        history.messages()
+    with pytest.raises(ValueError, match="began with text outside of roles"):
+        history.add_message("user", "hello")

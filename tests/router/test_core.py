@@ -234,6 +234,16 @@ def test_a_prompt_may_fill_the_context_only_where_nothing_follows():
     only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=0)), 1.0))
 
 
+@pytest.mark.parametrize(("prompt", "hit"), [(PROMPT, 3), (PROMPT + ids(9), 4), (PROMPT[:-4], 2)])
+def test_whole_pages_are_expected_to_be_hit(prompt, hit):
+    """And of a prompt that ends with a page all but its last token, which is what a worker computes."""
+    core = core_with(register("w0", page_size=2))
+    core.step("w0", step(events=[Stored("default\nm\n", 1, 0, 0, 0, PROMPT)]), 1.0)
+    _, run = only_run(core.submit(b"c", generate(prompt=prompt), 1.0))
+    core.step("w0", step(Output(run.id, [9], "length", hit)), 1.1)
+    assert (core.counters.predicted_tokens, core.counters.drift_tokens) == (hit, 0)
+
+
 def test_a_prompt_that_no_pool_can_hold_is_refused():
     core = core_with(register("w0", total_pages=2, page_size=2))
     assert error(core.submit(b"c", generate(prompt=PROMPT + PROMPT), 1.0)).field == "prompt"

@@ -58,6 +58,19 @@ def test_it_is_spelled_as_the_tokenizer_does_and_what_could_go_on_is_left(vocabu
     assert some > 12
 
 
+def test_tokens_that_the_configuration_alone_declares_are_written(tmp_path):
+    """A mark that opens a call is one token, as in a prompt, and not its letters."""
+    path = make_tokenizer(tmp_path) / "tokenizer_config.json"
+    marks = {512: "[CALL]", 513: "[CALLS]"}
+    declared = {str(i): {"content": text, "special": True} for i, text in marks.items()}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": declared}))
+    vocabulary = read_vocabulary(tmp_path, 514)
+    tokens = [vocabulary.special.get(i, token) for i, token in enumerate(vocabulary.tokens)]
+    letters = vocabulary.encode('{"name": "f"}')
+    assert Spelling(tokens, vocabulary.encode).before('[CALLS]{"name": "f"}')[: len(letters)] == (513, *letters[:-1])
+    assert vocabulary.encode("a[CALL]") == [*vocabulary.encode("a"), 512]
+
+
 def test_words_are_not_cut_where_the_tokenizer_does_not(vocabulary):
     """As a model has seen them: also where the tokenizer would put a space before the first word."""
     spelling = Spelling(vocabulary.tokens, vocabulary.encode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.replies import MessageReply, event
 from radixrt.frontend.choice import Choice
@@ -15,16 +17,20 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageExchange(Exchange):
-    """The one choice of a message, in blocks. An error after the stream has begun is an event of it."""
+    """The one choice of a message, in blocks. An error after the stream has begun is an event of it. `max_tokens` is
+    what was asked for, which may be more than there is room for."""
 
     reply: MessageReply
+
+    def __init__(self, *args: Any, max_tokens: int) -> None:
+        super().__init__(*args)
+        self._max_tokens = max_tokens
 
     def submit(
         self, request: Generate, echo: str = "", output: Output = TEXT, on_answer: OnAnswer | None = None
     ) -> None:
         """See Exchange."""
         assert isinstance(request.prompt, TokenPrompt)
-        self._max_tokens = request.sampling.max_tokens
         self.reply.breakpoints = request.pin
         self.reply.prompt_tokens = len(request.prompt.ids) // TOKEN_BYTES
         super().submit(request, echo, output, on_answer)
@@ -59,5 +65,5 @@ class MessageExchange(Exchange):
         choice = self.choices[0]
         if isinstance(choice.stop, str):
             return "stop_sequence", choice.stop
-        full = choice.finish == "length" and choice.usage.completion_tokens < (self._max_tokens or 0)
+        full = choice.finish == "length" and choice.usage.completion_tokens < self._max_tokens
         return "model_context_window_exceeded" if full else _STOP_REASONS.get(choice.finish, "end_turn"), None

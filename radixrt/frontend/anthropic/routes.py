@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -44,7 +45,8 @@ class MessageRoutes:
 
     async def create(self, request: Request, key: str) -> Identified:
         body = parse(_messages, await self._read(request))
-        return Identified(await self._generation.answer(request, key, body, MessageReply, MessageExchange, self._pins))
+        exchange_of = functools.partial(MessageExchange, max_tokens=body.max_tokens)
+        return Identified(await self._generation.answer(request, key, body, MessageReply, exchange_of, self._pins))
 
     async def count(self, request: Request, key: str) -> Response:
         body = parse(_counted, await self._read(request))

@@ -1,5 +1,5 @@
-"""What a response answered to, as items of the Responses API: the way back from `history`. Calls of all kinds are those
-of functions."""
+"""What a response answered to, as items of the Responses API: the way back from `history`. Calls are those of
+functions; where a response has custom tools and namespaces, theirs are as the client knows them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from radixrt.frontend.errors import refuse
+from radixrt.frontend.responses.replies import custom_input
+from radixrt.frontend.responses.tools import Listed
 
 Item = dict[str, Any]
 Message = dict[str, Any]
 MOST_ITEMS, DEFAULT_ITEMS = 100, 20
 """Of a page."""
 COMPLETED = {"status": "completed"}
-PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+}
 PLACES = uuid.UUID("b5d7f9ae-3a44-4c0f-9d2d-6f2f7d1c8e01")
 """Of which ids are made: an item has the same one each time."""
 
 
-def page(response_id: str, messages: Sequence[Message], asked: Mapping[str, str]) -> dict[str, Any]:
+def page(
+    response_id: str, messages: Sequence[Message], asked: Mapping[str, str], tools: Sequence[Listed] = ()
+) -> dict[str, Any]:
     """A page of the items of chat messages, as `limit`, `order` and `after` of a query ask for it. ApiError (400)
     names what is wrong."""
-    items = [item for message in messages for item in _items(message)]
+    known = {tool.name: tool for tool in tools}
+    custom: set[str] = set()
+    items = [item for message in messages for item in _items(message, known, custom)]
     for number, item in enumerate(items):
         item["id"] = PREFIXES[item["type"]] + uuid.uuid5(PLACES, f"{response_id} {number}").hex
     if (order := asked.get("order", "desc")) not in ("asc", "desc"):
@@ -42,11 +55,13 @@ def page(response_id: str, messages: Sequence[Message], asked: Mapping[str, str]
     return {"object": "list", "data": found, "has_more": first + len(found) < len(items)} | ends
 
 
-def _items(message: Message) -> Iterator[Item]:
+def _items(message: Message, tools: Mapping[str, Listed], custom: set[str]) -> Iterator[Item]:
+    """`tools` by the names that the model knows; `custom`: ids of calls of custom ones up to now."""
     role, content = message["role"], message.get("content")
     if role == "tool":
         output = content if isinstance(content, str) else _parts("input_text", content)
-        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": output} | COMPLETED
+        kind = "custom_tool_call" if message["tool_call_id"] in custom else "function_call"
+        yield {"type": f"{kind}_output", "call_id": message["tool_call_id"], "output": output} | COMPLETED
         return
     if thoughts := message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": thoughts}
@@ -55,7 +70,19 @@ def _items(message: Message) -> Iterator[Item]:
         kind = "output_text" if role == "assistant" else "input_text"
         yield {"type": "message", "role": role, "content": _parts(kind, content)} | COMPLETED
     for call in message.get("tool_calls") or ():
-        yield {"type": "function_call", "call_id": call["id"], **call["function"]} | COMPLETED
+        item = _call(call, tools.get(call["function"]["name"]))
+        if item["type"] == "custom_tool_call":
+            custom.add(call["id"])
+        yield item
+
+
+def _call(call: dict[str, Any], tool: Listed | None) -> Item:
+    """A call, as the client knows it."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    custom = tool is not None and tool.custom
+    kind = "custom_tool_call" if custom else "function_call"
+    given = {"input": custom_input(arguments)} if custom else {"arguments": arguments}
+    return {"type": kind, "call_id": call["id"]} | (tool.own if tool else {"name": name}) | given | COMPLETED
 
 
 def _parts(kind: str, content: Any) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ class Item:
         self.text = "".join(self._texts)
         done = {"type": "response.output_item.done", "output_index": self.index, "item": self.json(status)}
         if self.kind == "custom_tool_call":
-            given = _input(self.text)
+            given = custom_input(self.text)
             return [
                 self._event("response.custom_tool_call_input.delta", {"delta": given}),
                 self._event("response.custom_tool_call_input.done", {"input": given}),
@@ -87,7 +87,7 @@ class Item:
         about = {"id": self.id, "type": self.kind, "status": status}
         if self._call is not None:
             custom = self.kind == "custom_tool_call"
-            given = {"input": _input(self.text)} if custom else {"arguments": self.text}
+            given = {"input": custom_input(self.text)} if custom else {"arguments": self.text}
             return about | {"call_id": self._call.id} | self._called | given
         content = [self._part()] if status != "in_progress" else []
         if self.kind == "reasoning":
@@ -104,7 +104,7 @@ class Item:
         return {"type": kind, "item_id": self.id, "output_index": self.index} | place | more
 
 
-def _input(arguments: str) -> str:
+def custom_input(arguments: str) -> str:
     """What a custom tool is given, by the arguments that the model wrote; these themselves where they were cut."""
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any]).get("input")

@@ -23,6 +23,7 @@ from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.frontend.responses.schema import Asked, Create
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
+from radixrt.frontend.responses.tools import listed
 
 RESPONSES_PATH = "/v1/responses"
 _create = msgspec.json.Decoder(Create)
@@ -91,7 +92,10 @@ class Responses:
         if found is None:
             raise _unknown(response_id)
         *messages, _ = found[1]
-        return Response(encode(page(response_id, messages, request.query_params)), media_type="application/json")
+        body = await self._store.body(namespace, response_id, key)
+        tools = listed(msgspec.json.decode(body)["tools"]) if body else []
+        items = page(response_id, messages, request.query_params, tools)
+        return Response(encode(items), media_type="application/json")
 
     async def delete(self, request: Request, key: str) -> Response:
         namespace, response_id = self._asked_for(request, key)
