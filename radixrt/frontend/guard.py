@@ -45,9 +45,10 @@ def header(request: Request, name: bytes) -> str:
 
 
 def key_of(request: Request) -> str:
-    """The caller's API key; "" without one."""
+    """The caller's API key; "" without one. Clients of Anthropic's may send both headers, one of them empty."""
     scheme, _, key = header(request, b"authorization").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else header(request, b"x-api-key")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return bearer or header(request, b"x-api-key")
 
 
 def origin_of(request: Request) -> Origin:

@@ -95,6 +95,8 @@ def test_the_native_client_sees_the_errors_of_the_front_end(folder):
             for path in ("/metrics", "/v1/report", "/v1/models"):
                 assert http.get(path).status_code == 401
                 assert http.get(path, headers={"x-api-key": "key"}).status_code == 200
+                empty = {"authorization": "Bearer", "x-api-key": "key"}
+                assert http.get(path, headers=empty).status_code == 200
             assert http.get("/health").status_code == 200
 
 
