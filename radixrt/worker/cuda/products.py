@@ -273,10 +273,11 @@ def gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tenso
         return None
     if x.shape[1] % WHOLE or len(weight) // 2 % WHOLE or not (x.is_contiguous() and weight.is_contiguous()):
         return None
-    if not of_hopper(x.device) or not gates(len(x), len(weight) // 2, x.shape[1], processors(x.device)):
+    # Looked for by the first step of many rows, whatever comes of it: it is tried out, which no graph may capture.
+    kernel = _hopper_gated(x.device) if of_hopper(x.device) else None
+    if kernel is None or not gates(len(x), len(weight) // 2, x.shape[1], processors(x.device)):
         return None
-    kernel = _hopper_gated(x.device)
-    return None if kernel is None else kernel.product(x, weight, activation)
+    return kernel.product(x, weight, activation)
 
 
 def gates(rows: int, inner: int, depth: int, programs: int) -> bool:
