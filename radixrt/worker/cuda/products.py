@@ -8,6 +8,8 @@ widened, by more instructions than there is time for.
     64 and more                     out[T, n] = x[T, K] weight[n, K]'
 
 Where a weight begins is asked for while the kernel ahead still runs: no kernel writes weights.
+
+At the end: which products of many rows are gated by the kernel that multiplies (`hopper_gated`).
 """
 
 from __future__ import annotations
