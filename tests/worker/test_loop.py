@@ -195,6 +195,15 @@ def test_while_it_only_decodes_it_tells_its_load_now_and_then(monkeypatch):
     assert ends[-1].load.running == 0
 
 
+def test_while_it_only_decodes_its_load_is_no_older_than_that(monkeypatch):
+    monkeypatch.setattr(loop, "LOAD_SECONDS", 0.0)
+    with worker() as (router, _):
+        prompt, sampling = array("i", [5, 1]).tobytes(), Sampling(max_tokens=20, temperature=0.0)
+        router.tell(Run(id=1, namespace="n", ids=prompt, prompt_len=2, sampling=sampling))
+        router.finished(1)
+        assert all(m.load for m in router.messages if isinstance(m, StepDone))
+
+
 def test_its_load_has_what_is_kept():
     """Of requests that end while others wait."""
     with worker(FakeRunner(num_pages=100, check=True)) as (router, serving):

@@ -8,6 +8,7 @@ import torch
 from radixrt.worker.model.layers import NoNorm, Output, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mlp import Mlp, Shared
+from radixrt.worker.model.scaled import Scaled, ScaledLinear
 
 
 class Fused(TorchOps):
@@ -58,3 +59,11 @@ def test_product_and_gate_by_one_kernel(kind, ops):
 )
 def test_what_one_kernel_does_not_do(gate_up):
     assert gate_up.gated(torch.randn(5, 8), "silu") is None
+
+
+def test_what_is_rounded_next_is_gated_by_the_kernel_that_rounds():
+    ops = Fused()
+    down = ScaledLinear(Scaled.of(torch.randn(8, 16)), None, torch.float32, ops)
+    x, residual = torch.randn(2, 5, 8)
+    Mlp(linear(32, 8, ops), Output(down, None, 0), "silu").add(x, residual, NoNorm(), ops)
+    assert ops.asked == 0
