@@ -248,7 +248,7 @@ def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize(("rows", "inner", "hidden"), [(8448, 256, 128), (8400, 264, 200), (5000, 1096, 520)])
 def test_gated_on_hopper(rows, inner, hidden, activation, device):
-    """Whole tiles and parts of them; more tiles than multiprocessors; nothing is written beside what is asked for."""
+    """Whole tiles and parts of them, as many as there are multiprocessors and more; the same each time."""
     if not products.of_hopper(device):
         pytest.skip("no GPU of Hopper")
     x = torch.randn(rows, hidden, device=device).bfloat16()
@@ -299,5 +299,5 @@ def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
     ],
 )
 def test_where_one_kernel_is_worth_it(rows, inner, depth, worth):
-    """As measured: bench/results/gated.json."""
+    """By how full the last turn of the programs is, and how much of a product the gate takes."""
     assert products.gates(rows, inner, depth, 132) is worth
