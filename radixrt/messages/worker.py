@@ -173,11 +173,10 @@ class Output(msgspec.Struct, array_like=True):
 class StepDone(msgspec.Struct, tag="step"):
     """One worker step. `seq` is the number of `events[0]` counted over the worker's life, so that
     the next message must begin at seq + len(events); a gap asks for a Snapshot. `snapshot` marks the
-    answer to one: `events` start from nothing, and seq is where counting goes on. `load` is None where it is about what
-    it was: a worker that only decodes tells it now and then."""
+    answer to one: `events` start from nothing, and seq is where counting goes on."""
 
     outputs: list[Output]
-    load: Load | None = None
+    load: Load
     seq: int = 0
     events: list[CacheEvent] = []
     snapshot: bool = False

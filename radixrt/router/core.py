@@ -244,9 +244,8 @@ class RouterCore:
                 deltas.setdefault(request.client, []).append(delta)
             else:
                 self._take(run, output, deltas, others, now)
-        if message.load is not None:
-            member.update(message.load, now)
-            self._recorder.load(name, message.load)
+        member.update(message.load, now)
+        self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
         return effects + others
 

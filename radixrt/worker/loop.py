@@ -33,9 +33,6 @@ from radixrt.worker.status import Identity, Rates
 log = logging.getLogger("radixrt.worker")
 
 HEARTBEAT_SECONDS = 1.0
-LOAD_SECONDS = 0.05
-"""A worker that only decodes tells its load so often: pages come and go slowly then, and a Load is a tenth of what such
-a step costs on both sides."""
 BUSY_SECONDS = 0.02
 """Between two steps, at most, where there was always something to compute."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -102,9 +99,6 @@ class Worker:
         self._newest_run = 0
         self._stopped = stopped or threading.Event()
         self._last_report = 0.0
-        self._last_load = 0.0
-        self._told: tuple[int, int] | None = None
-        """What was the case when its load was told."""
         self._refused: list[m.Output] = []
         self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))
         self._snapshot_wanted = False
@@ -325,7 +319,7 @@ class Worker:
         if not outputs and not events and not self._snapshot_wanted and now - self._last_report < HEARTBEAT_SECONDS:
             return
         self._last_report = now
-        done = m.StepDone(outputs, self._news(now), self._seq, events)
+        done = m.StepDone(outputs, self._load(), self._seq, events)
         self._seq += len(events)
         self._send(done)
         if self._snapshot_wanted:
@@ -335,15 +329,6 @@ class Worker:
         self._snapshot_wanted = False
         events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.snapshot()]
         self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
-
-    def _news(self, now: float) -> m.Load | None:
-        """Its load; None while nothing but the decodes of the same requests goes on, for a moment."""
-        decodes = self.scheduler.only_decodes and not self._compiling
-        found = (self.scheduler.num_running, self._newest_run) if decodes else None
-        if found is not None and found == self._told and now - self._last_load < LOAD_SECONDS:
-            return None
-        self._told, self._last_load = found, now
-        return self._load()
 
     def _load(self) -> m.Load:
         return status.load(

@@ -105,11 +105,6 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def only_decodes(self) -> bool:
-        """Whether every request decodes, with more to come."""
-        return self.running.generating == len(self._requests)
-
-    @property
     def queued_tokens(self) -> int:
         """Tokens still to be computed before the requests that do not decode yet can decode."""
         return self._waiting.tokens + sum(r.behind for r in self.running.behind)
