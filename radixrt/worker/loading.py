@@ -233,7 +233,8 @@ def load_model(
     """The weights, with progress on stderr, and a warning of those that the model has no place for. `ops`: of a GPU."""
     products = choose_products(config.quantization, loaded, exact, ops is not None)
     follows = group is not None and group.shard.rank > 0
-    weights = open_weights(config, loaded, progress=not follows, products=products)
+    packed = keeps_mxfp4(config.quantization, loaded, ops is not None)
+    weights = open_weights(config, loaded, progress=not follows, products=products, packed=packed)
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
         wide = "weights" if products is Products.NONE else "experts" if model.wide_experts else ""
@@ -341,16 +342,33 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
     return Products.STORED if rounds_activations(loaded.hf_config) else Products.NONE
 
 
+def keeps_mxfp4(name: str, loaded: Loaded, kernels: bool) -> bool:
+    """Whether experts that are stored in MXFP4 stay so: with `kernels` that multiply with them, unless `name` is
+    none."""
+    stored = (loaded.hf_config.get("quantization_config") or {}).get("quant_method") == MXFP4
+    if not stored or name == "none" or not kernels or loaded.device.type != "cuda" or loaded.dtype != torch.bfloat16:
+        return False
+    from radixrt.worker.cuda import packed_experts
+
+    return packed_experts.there(loaded.device)
+
+
 def open_weights(
-    config: WorkerConfig, loaded: Loaded, progress: bool = True, products: Products = Products.NONE
+    config: WorkerConfig,
+    loaded: Loaded,
+    progress: bool = True,
+    products: Products = Products.NONE,
+    packed: bool = False,
 ) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
     """By `load_format`. ValueError for no known one."""
     match config.load_format:
         case "auto" | "safetensors":
             block = block_size(loaded.hf_config)
-            return checkpoint.SafetensorsWeights(loaded.folder, loaded.dtype, loaded.device, progress, block, products)
+            return checkpoint.SafetensorsWeights(
+                loaded.folder, loaded.dtype, loaded.device, progress, block, products, packed
+            )
         case "dummy":
-            return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device, products)
+            return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixrt.worker.model.alternating import multiplied_out
+from radixrt.worker.model.mxfp4 import multiplied_out
 
 
 def test_mxfp4_is_multiplied_out_as_on_a_cpu():

@@ -17,9 +17,9 @@ from radixrt.worker import loading
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend_with_sinks
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.alternating import multiplied_out
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.mxfp4 import LARGEST, PackedStack, fits, multiplied_out
 from tests.checkpoints import make_model
 from tests.worker.engine import Engine, prompts
 from tests.worker.pages import make_plan
@@ -77,18 +77,73 @@ def test_logits_of_a_checkpoint_in_mxfp4(packed, caplog):
     assert "not used" not in caplog.text
 
 
-@pytest.mark.parametrize("stored", ["mxfp4", "plain"])
+@pytest.mark.parametrize(("before", "columns"), [(0, 2880), (16, 720), (8, 360), (0, 96), (0, 128), (31, 1)])
+def test_what_is_packed_is_what_was_stored(before, columns):
+    """Also a part of it that begins within a block."""
+    blocks = torch.randint(0, 256, (2, 5, -(-(before + columns) // 32), 16), dtype=torch.uint8)
+    scales = torch.randint(2, LARGEST + 1, blocks.shape[:3], dtype=torch.uint8)
+    stack = PackedStack.empty(2, 5, columns, before)
+    for number in range(2):
+        stack.put(number, blocks[number], scales[number])
+    for number in range(2):
+        whole = multiplied_out(blocks[number], scales[number], torch.float32)
+        assert torch.equal(stack.multiplied_out(number, torch.float32), whole[:, before : before + columns])
+    assert len(stack) == 2 and stack.numel() == 2 * 5 * columns
+    assert stack.nbytes == 2 * 5 * 68 * -(-(before + columns) // 128)
+    assert fits(scales) and not fits(torch.tensor([LARGEST + 1]))
+
+
+def test_experts_stay_packed_where_they_are_to(packed, caplog):
+    """The same model, to the last bit; a scale that is too large for kernels is multiplied out."""
+    spec = read_spec(read_json(packed[0] / "config.json"))
+    tokens, positions = torch.arange(1, 40), torch.arange(39)
+    logits, kinds = [], []
+    for keep in (False, True):
+        weights = SafetensorsWeights(packed[0], torch.float32, CPU, progress=False, packed=keep)
+        model = Decoder(spec, weights)
+        assert not weights.unused()
+        kinds.append((model.wide_experts, model.narrow))
+        with torch.inference_mode():
+            logits.append(model.forward(tokens, positions, lambda layer, heads: mix(layer, heads)))
+    assert torch.equal(*logits) and kinds == [(True, False), (False, False)]
+
+
+def test_scales_that_kernels_cannot_have_are_multiplied_out(packed, tmp_path):
+    folder = tmp_path / "large"
+    shutil.copytree(packed[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = LARGEST + 1
+    save_file(tensors, folder / "model.safetensors")
+    weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, packed=True)
+    model = Decoder(read_spec(read_json(folder / "config.json")), weights)
+    assert [layer.mlp.experts.packed for layer in model._layers] == [True, False]
+    assert model.wide_experts
+
+
+def test_random_weights_are_packed_as_a_checkpoint_is(packed):
+    config = read_json(packed[0] / "config.json")
+    spec = read_spec(config)
+    models = [Decoder(spec, RandomWeights(0, torch.float32, CPU, packed=keep)) for keep in (True, False, True)]
+    assert [model.wide_experts for model in models] == [False, True, False]
+    kept, wide, again = (model._layers[1].mlp.experts.down for model in models)
+    values = kept.multiplied_out(3, torch.float32)
+    assert values.shape == wide[3].shape and 0.01 < values.std() < 0.04
+    assert torch.equal(kept.values, again.values) and not torch.equal(kept.values[0], kept.values[1])
+
+
+@pytest.mark.parametrize("stored", ["mxfp4", "packed", "plain"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_ranks_together_are_the_model(packed, checkpoint, stored, size):
     """Also where a rank's features begin within a block; biases are added once, sinks go with their heads."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    folder = packed[0] if stored == "mxfp4" else checkpoint("gpt_oss", **SIZES, **heads)[0]
+    folder = checkpoint("gpt_oss", **SIZES, **heads)[0] if stored == "plain" else packed[0]
     spec = read_spec(read_json(folder / "config.json"))
     tokens, positions = torch.arange(1, 40), torch.arange(39)
 
     def run(group=None):
-        weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False)
+        weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, packed=stored == "packed")
         model = Decoder(spec, weights, group=group)
+        assert model.wide_experts == (stored != "packed")
         assert not weights.unused()
         with torch.inference_mode():
             return model.forward(tokens, positions, with_sinks(model)), torch.stack(model.sinks)

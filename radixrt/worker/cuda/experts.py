@@ -10,7 +10,7 @@ well (`hopper_experts`), or by torch's grouped product.
 Biases, where there are some, are added where gate and up become one, and where a token's rows do.
 
 Experts in FP8 (`scaled_experts`) take x rounded, by the launch that routes, and the inner rows rounded by one launch
-more, which gates. All their products are kernels of our own.
+more, which gates. All their products are kernels of our own. So are those of experts in MXFP4 (`packed_experts`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from radixrt.worker.cuda import kernels, routing, scaled_experts
+from radixrt.worker.cuda import kernels, packed_experts, routing, scaled_experts
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.products import Tile, stages
@@ -243,6 +243,8 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     rows = len(x) * experts.chosen / count
     if experts.narrow:
         return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
+    if experts.packed:
+        return _add_packed(experts, logits, x, residual, rows)
     tile = MANY if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
     by_expert = aligned and x.is_cuda and x.dtype == torch.bfloat16 and not experts.batch_invariant
@@ -297,3 +299,12 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
     inner = kernels.gate(inner, experts.activation, down.rounding)
     combine(scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
+
+
+def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
+    """Of experts in MXFP4, with so many rows each, on average."""
+    first, second = packed_experts.MANY if experts.batch_invariant else packed_experts.tiles_for(rows)
+    weights, order, _ = _begin(experts, logits, first.rows, x, None)
+    inner = packed_experts.product(x, order, experts.gate_up, first, experts.activation, experts.gate_up_bias)
+    made = packed_experts.product(inner, order, experts.down, second, None)
+    combine(made, weights, order, residual, experts.down_bias)

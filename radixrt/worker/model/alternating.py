@@ -4,8 +4,8 @@
     gate_up_proj_blocks [E, 2 I, hidden / 32, 16], ..._scales [E, 2 I, hidden / 32]   MXFP4, outputs first
     down_proj_blocks    [E, hidden, I / 32, 16],   ..._scales [E, hidden, I / 32]
 
-MXFP4 (OCP Microscaling Formats 1.0, section 5.3): 32 values of 4 bits share a power of two. It is multiplied out when
-it is read; bfloat16 holds every value exactly.
+MXFP4 stays as it is where kernels multiply with it (`Weights.packed`); elsewhere it is multiplied out when it is read:
+bfloat16 holds every value exactly.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.mxfp4 import BLOCK, PackedStack, fits, multiplied_out
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.spec import ExpertsSpec, ModelSpec
 
-BLOCK = 32
-"""Values that share a scale; two of them are a byte, the first one its low half."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By the lower three bits; the fourth is the sign."""
-
+NAMES = "gate_up_proj", "down_proj"
 Matrices = Callable[[int], torch.Tensor]
 """An expert's matrix [out, in], those of this rank's inner features."""
+Blocks = tuple[torch.Tensor, torch.Tensor]
+"""Of MXFP4: uint8[E, out, in / 32, 16], scales uint8[E, out, in / 32]."""
 
 
 def read_alternating(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:
@@ -40,13 +39,7 @@ def read_alternating(spec: ModelSpec, weights: Weights, layer: int, batch_invari
     router = Linear(
         weights.load(f"{at}router.weight", (count, hidden)), weights.load(f"{at}router.bias", (count,)), batch_invariant
     )
-    read = _packed if f"{at}experts.gate_up_proj_blocks" in weights else _plain
-    pairs = read(weights, f"{at}experts.gate_up_proj", (count, 2 * inner, hidden), rows)
-    downs = read(weights, f"{at}experts.down_proj", (count, hidden, inner), Part(1, own.start, own.stop))
-    gate_up = router.weight.new_empty((count, 2 * own.count, hidden))
-    down = router.weight.new_empty((count, hidden, own.count))
-    for expert in range(count):
-        gate_up[expert], down[expert] = apart(pairs(expert)), downs(expert)
+    gate_up, down = _matrices(weights, f"{at}experts.", moe, hidden, (rows, Part(1, own.start, own.stop)))
     bias = weights.load(f"{at}experts.gate_up_proj_bias", (count, 2 * inner), Part(1, rows.start, rows.stop))
     down_bias = weights.load(f"{at}experts.down_proj_bias", (count, hidden))
     return Experts(
@@ -54,6 +47,21 @@ def read_alternating(spec: ModelSpec, weights: Weights, layer: int, batch_invari
         gate_up_bias=apart(bias, 1),
         down_bias=None if shard.rank else down_bias,  # one of the ranks adds it
     )  # fmt: skip
+
+
+def _matrices(
+    weights: Weights, at: str, moe: ExpertsSpec, hidden: int, parts: tuple[Part, Part]
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[PackedStack, PackedStack]:
+    """`gate_up` and `down`, of each the part that is this rank's."""
+    names, inner = [f"{at}{name}" for name in NAMES], moe.intermediate_size
+    shapes = (moe.count, 2 * inner, hidden), (moe.count, hidden, inner)
+    if f"{names[0]}_blocks" not in weights:
+        each = zip(names, shapes, parts, strict=True)
+        return _stacked(*(_plain(weights, name, shape, part) for name, shape, part in each), moe.count)
+    blocks = [_blocks(weights, name, shape) for name, shape in zip(names, shapes, strict=True)]
+    if weights.packed and all(fits(scales) for _, scales in blocks):
+        return _packed_rows(blocks[0], parts[0]), _packed_columns(blocks[1], parts[1])
+    return _stacked(*(_wide(one, part, weights.dtype) for one, part in zip(blocks, parts, strict=True)), moe.count)
 
 
 def apart(alternating: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -70,38 +78,54 @@ def _plain(weights: Weights, name: str, shape: tuple[int, int, int], part: Part)
     return lambda expert: tensor[expert].t()
 
 
-def _packed(weights: Weights, name: str, shape: tuple[int, int, int], part: Part) -> Matrices:
-    """Of MXFP4, for a `part` of matrices [out, in] of that `shape`."""
-    count, rows, columns = shape
-    blocks = _stored(weights, f"{name}_blocks", (count, rows, columns // BLOCK, BLOCK // 2))
-    scales = _stored(weights, f"{name}_scales", (count, rows, columns // BLOCK))
+def _stacked(pairs: Matrices, downs: Matrices, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gate_up` and `down`, expert by expert, so that no more than one is held twice."""
+    first, last = pairs(0), downs(0)
+    gate_up, down = first.new_empty((count, *first.shape)), last.new_empty((count, *last.shape))
+    for expert in range(count):
+        gate_up[expert], down[expert] = apart(pairs(expert)), downs(expert)
+    return gate_up, down
+
+
+def _blocks(weights: Weights, name: str, shape: tuple[int, int, int]) -> Blocks:
+    *most, columns = shape
+    count = columns // BLOCK
+    return weights.bytes(f"{name}_blocks", (*most, count, BLOCK // 2)), weights.bytes(f"{name}_scales", (*most, count))
+
+
+def _packed_rows(of: Blocks, part: Part) -> PackedStack:
+    """`gate_up` of pairs of rows."""
+    (count, _, each), own = of[1].shape, slice(part.start, part.stop)
+    stack = PackedStack.empty(count, part.count, each * BLOCK, device=of[0].device)
+    for expert, (blocks, scales) in enumerate(zip(*of, strict=True)):
+        stack.put(expert, apart(blocks[own]), apart(scales[own]))
+    return stack
+
+
+def _packed_columns(of: Blocks, part: Part) -> PackedStack:
+    count, rows, _ = of[1].shape
+    first, last = _around(part)
+    stack = PackedStack.empty(count, rows, part.count, part.start - first * BLOCK, of[0].device)
+    for expert, (blocks, scales) in enumerate(zip(*of, strict=True)):
+        stack.put(expert, blocks[:, first:last], scales[:, first:last])
+    return stack
+
+
+def _around(part: Part) -> tuple[int, int]:
+    """The blocks that have columns of a part, which may begin and end within one."""
+    return part.start // BLOCK, -(-part.stop // BLOCK)
+
+
+def _wide(of: Blocks, part: Part, dtype: torch.dtype) -> Matrices:
+    """For a `part` of matrices [out, in]."""
+    blocks, scales = of
 
     def matrix(expert: int) -> torch.Tensor:
         if part.dim == 0:
             own = slice(part.start, part.stop)
-            return multiplied_out(blocks[expert, own], scales[expert, own], weights.dtype)
-        # A rank's columns may begin within a block.
-        first, last = part.start // BLOCK, -(-part.stop // BLOCK)
-        found = multiplied_out(blocks[expert, :, first:last], scales[expert, :, first:last], weights.dtype)
+            return multiplied_out(blocks[expert, own], scales[expert, own], dtype)
+        first, last = _around(part)
+        found = multiplied_out(blocks[expert, :, first:last], scales[expert, :, first:last], dtype)
         return found.narrow(1, part.start - first * BLOCK, part.count)
 
     return matrix
-
-
-def _stored(weights: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """ValueError unless there are bytes of that shape."""
-    tensor = weights.get(name)
-    if tensor is None:
-        raise ValueError(f"the checkpoint has no tensor {name}")
-    if tuple(tensor.shape) != shape or tensor.dtype != torch.uint8:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} is {kind} {list(tensor.shape)}, by config.json it is uint8 {list(shape)}")
-    return tensor
-
-
-def multiplied_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[R, C] of uint8 blocks [R, C / 32, 16] of MXFP4 and their scales, uint8[R, C / 32] of E8M0."""
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
-    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    powers = scales.contiguous().view(torch.float8_e8m0fnu).float()
-    return (values[halves.int()] * powers[..., None]).flatten(1).to(dtype)

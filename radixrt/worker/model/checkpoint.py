@@ -40,6 +40,10 @@ class Weights(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def packed(self) -> bool:
+        """Experts in MXFP4 are to stay so."""
+
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         """A tensor of that `shape`, or only a part of it."""
 
@@ -51,6 +55,9 @@ class Weights(Protocol):
 
     def get(self, name: str) -> torch.Tensor | None:
         """As it is stored, whatever its shape and dtype; None if there is no such tensor."""
+
+    def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of uint8 of that `shape`."""
 
 
 def find(model: str) -> Path:
@@ -99,8 +106,8 @@ class SafetensorsWeights:
     """The weights of a folder. Each tensor is read when it is asked for; a progress bar counts bytes on stderr.
 
     What is loaded of FP8 is multiplied with its scales, by row, or one for each `block` of rows and columns; `products`
-    are in FP8. ValueError for a folder without safetensors, a shard that is missing or broken, a tensor that is
-    missing, of another shape, or quantized in another way.
+    are in FP8, experts in MXFP4 stay so if `packed`. ValueError for a folder without safetensors, a shard that is
+    missing or broken, a tensor that is missing, of another shape, or quantized in another way.
     """
 
     def __init__(
@@ -111,8 +118,10 @@ class SafetensorsWeights:
         progress: bool = True,
         block: tuple[int, int] = (BLOCK, BLOCK),
         products: Products = Products.NONE,
+        packed: bool = False,
     ) -> None:
         self.dtype = dtype
+        self.packed = packed
         self._products = products
         self._block = block
         self._device = device
@@ -226,6 +235,15 @@ class SafetensorsWeights:
         self._unread.discard(name)
         return tensor
 
+    def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        tensor = self.get(name)
+        if tensor is None:
+            raise ValueError(f"the checkpoint has no tensor {name}")
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch.uint8:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} is {kind} {list(tensor.shape)}, by config.json it is uint8 {list(shape)}")
+        return tensor
+
     def unused(self) -> list[str]:
         """Tensors that nobody asked for, but for those that say nothing of their own, or of text: the model may be
         another one."""
@@ -253,11 +271,19 @@ def _begins_with(path: Path, start: bytes) -> bool:
 
 class RandomWeights:
     """Weights for measuring speed without a checkpoint: normal with deviation 0.02, norms 1, biases 0; the same for
-    the same seed, whatever the order of loading."""
+    the same seed, whatever the order of loading. Of experts that are `packed`, any 4 bits of the same deviation."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, products: Products = Products.NONE) -> None:
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        products: Products = Products.NONE,
+        packed: bool = False,
+    ) -> None:
         self._seed = seed
         self.dtype = dtype
+        self.packed = packed
         self._device = device
         self._products = products
 
@@ -268,15 +294,22 @@ class RandomWeights:
             return torch.zeros(shape, dtype=self.dtype, device=self._device)
         if "norm" in name:
             return torch.ones(shape, dtype=self.dtype, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(self._seed + zlib.crc32(name.encode()))
         values = torch.empty(shape, dtype=self.dtype, device=self._device)
-        return values.normal_(0, 0.02, generator=generator)
+        return values.normal_(0, 0.02, generator=self._generator(name))
 
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         return Scaled.of(self.load(name, shape, part)) if self._products is Products.ALL else None
 
     def __contains__(self, name: str) -> bool:
-        return False
+        return self.packed and name.endswith("_blocks")
+
+    def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """4 bits as they come deviate by 2.8 from 0, times 2**-7."""
+        values = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        return values.fill_(120) if name.endswith("_scales") else values.random_(generator=self._generator(name))
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(self._seed + zlib.crc32(name.encode()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         raise KeyError(name)

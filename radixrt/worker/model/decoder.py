@@ -61,8 +61,9 @@ class Decoder:
 
     @property
     def wide_experts(self) -> bool:
-        """Whether a layer has experts that are not in FP8."""
-        return any(isinstance(layer.mlp, Mixture) and not layer.mlp.experts.narrow for layer in self._layers)
+        """Whether a layer has experts of 16 bits or more."""
+        mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, Mixture))
+        return any(not (experts.narrow or experts.packed) for experts in mixtures)
 
     @property
     def narrow(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.linear import Linear, stack
+from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, stack_scaled
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing
@@ -60,12 +61,12 @@ class ScaledStack:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`gate_up` [E, 2 I, hidden] (the rows of the gate first) and `down` [E, hidden, I] of all E experts of a layer:
-    both in FP8, or neither."""
+    """`gate_up` [E, 2 I, hidden] (the rows of the gate first) and `down` [E, hidden, I] of all E experts of a layer,
+    both of the same kind."""
 
     router: Linear
-    gate_up: torch.Tensor | ScaledStack
-    down: torch.Tensor | ScaledStack
+    gate_up: torch.Tensor | ScaledStack | PackedStack
+    down: torch.Tensor | ScaledStack | PackedStack
     chosen: int
     """Experts a token."""
     normalized: bool
@@ -87,6 +88,11 @@ class Experts:
     def narrow(self) -> bool:
         """In FP8."""
         return isinstance(self.down, ScaledStack)
+
+    @property
+    def packed(self) -> bool:
+        """In MXFP4."""
+        return isinstance(self.down, PackedStack)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add what they make of x[T, hidden] to residual[T, hidden], in place."""
@@ -142,10 +148,11 @@ class Experts:
         residual.add_((torch.cat(parts)[back].unflatten(0, (-1, self.chosen)) * weights[..., None]).sum(1))
 
     def _product(
-        self, weights: torch.Tensor | ScaledStack, biases: torch.Tensor | None, expert: int, dtype: torch.dtype,
-        ops: Ops,
+        self, weights: torch.Tensor | ScaledStack | PackedStack, biases: torch.Tensor | None, expert: int,
+        dtype: torch.dtype, ops: Ops,
     ) -> Linear | ScaledLinear:  # fmt: skip
-        weight, bias = weights[expert], None if biases is None else biases[expert]
+        bias = None if biases is None else biases[expert]
+        weight = weights.multiplied_out(expert, dtype) if isinstance(weights, PackedStack) else weights[expert]
         if isinstance(weight, Scaled):
             return ScaledLinear(weight, bias, dtype, ops)
         return Linear(weight, bias, self.batch_invariant)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import routing, sampler, scaled, sinks, variants
+from radixrt.worker.cuda import packed_experts, routing, sampler, scaled, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -136,6 +136,13 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
+for t, gated in [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]:
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": 16, "FIELDS": 3, "GROUP": 8}
+    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True}
+    numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
+    pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
+    build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 """
 
 ATTENTION = """

@@ -1,0 +1,138 @@
+"""A layer of gpt-oss' experts: kept in MXFP4, multiplied out to bfloat16, and the limits of both.
+
+    python -m bench.packed_experts [--sweep] [--tokens N ...]
+
+In the shapes of gpt-oss 20b and 120b, random weights, tokens that choose at random, each layer in turn one of several,
+under a graph. Limits: the bytes of the experts that are chosen over the copy bandwidth, FLOPs over the matrix rate, of
+the same run. The error is relative to float32. With --sweep, every tile that is worth a try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+
+from bench.common import save, table
+from bench.experts import Way, layer_ms, limit_ms, make
+from bench.worker import ceilings
+from radixrt.worker.cuda import experts as ours
+from radixrt.worker.cuda import packed_experts, routing
+from radixrt.worker.cuda.products import Tile
+from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.mxfp4 import BLOCK, WIDTH, PackedStack
+
+SHAPES = {"gpt-oss 20b": (32, 4, 2880, 2880), "gpt-oss 120b": (128, 4, 2880, 2880)}
+"""Experts, those of a token, hidden size, intermediate size."""
+LAYERS = {32: 4, 128: 2}
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
+MXFP4_BYTES = 0.5 + 1 / BLOCK
+"""Of a weight."""
+
+
+def in_mxfp4(experts: Experts) -> Experts:
+    """Any 4 bits, which deviate by 2.8, and one scale, so that results are as large as those of `experts`."""
+
+    def stacked(weight: torch.Tensor) -> PackedStack:
+        count, rows, columns = weight.shape
+        stack = PackedStack.empty(count, rows, columns, device=weight.device)
+        for number in range(count):
+            blocks = torch.randint(256, (rows, columns // BLOCK, 16), dtype=torch.uint8, device=weight.device)
+            stack.put(number, blocks, torch.full((rows, columns // BLOCK), 120, dtype=torch.uint8, device="cuda"))
+        return stack
+
+    return dataclasses.replace(experts, gate_up=stacked(experts.gate_up), down=stacked(experts.down))
+
+
+def error(experts: Experts, x: torch.Tensor) -> float:
+    """Of a few tokens."""
+    found, exact = torch.zeros_like(x), torch.zeros_like(x[:8], dtype=torch.float32)
+    ours.add(experts, x, found)
+    experts.one_by_one(x[:8], exact, TorchOps())
+    return float((found[:8].float() - exact).norm() / exact.norm())
+
+
+# ---------------------------------------------------------------- tiles
+
+ROWS = {
+    16: ([(64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 8, 4)], [(64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 8, 4)]),
+    32: ([(64, 4, 4), (128, 8, 3), (128, 4, 3)], [(64, 4, 5), (128, 4, 4), (128, 8, 4)]),
+    64: ([(64, 4, 3), (128, 8, 3), (128, 8, 2)], [(128, 4, 3), (128, 8, 3), (64, 4, 4)]),
+    128: ([(128, 8, 2), (128, 8, 3), (64, 4, 3)], [(128, 8, 3), (128, 8, 2), (128, 4, 3)]),
+    256: ([(64, 8, 2)], [(128, 8, 2)]),
+}
+"""Columns, warps and stages that are worth a try, for gate and up, and for down, by rows."""
+
+
+def worth(rows: float) -> list[int]:
+    """Rows of a tile, for so many an expert on average."""
+    return [tile for tile in ROWS if tile <= max(16, 4 * rows) and tile >= min(64, rows / 4)]
+
+
+def swept(layers: list[Experts], x: torch.Tensor) -> dict[str, list[tuple[float, Tile]]]:
+    """The best tiles of each product: milliseconds of a layer."""
+    experts = layers[0]
+    count = len(experts.down)
+    chosen = experts.route(x)[1].int()
+    inner = torch.randn((chosen.numel(), experts.down.columns), device=x.device).to(x.dtype)
+    found: dict[str, list[tuple[float, Tile]]] = {"gate and up": [], "down": []}
+    for rows in worth(chosen.numel() / count):
+        order = routing.sort(chosen, count, rows)
+        for name, kinds in zip(found, ROWS[rows], strict=True):
+            for columns, warps, stages in kinds:
+                tile = Tile(rows, columns, WIDTH, warps, stages)
+                ways: dict[str, Way] = {
+                    "gate and up": lambda e, x, _, t=tile, o=order: packed_experts.product(x, o, e.gate_up, t, "silu"),
+                    "down": lambda e, x, _, t=tile, o=order: packed_experts.product(inner, o, e.down, t, None),
+                }
+                try:
+                    found[name].append((layer_ms(ways[name], layers, x), tile))
+                except Exception as problem:  # too much shared memory, or too many registers
+                    print(f"    {tile}: {str(problem)[:80]}", flush=True)
+    return {name: sorted(ways, key=lambda one: one[0])[:5] for name, ways in found.items()}
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def measure(wide: list[Experts], packed: list[Experts], x: torch.Tensor, limits: dict[str, float]) -> dict[str, Any]:
+    """Milliseconds of one layer."""
+    wrong = error(packed[0], x)
+    assert wrong < 2e-2, wrong
+    row = {"bf16_ms": layer_ms(ours.add, wide, x), "mxfp4_ms": layer_ms(ours.add, packed, x)}
+    flops = 2 * (wide[0].gate_up[0].numel() + wide[0].down[0].numel()) * len(x) * wide[0].chosen
+    least = {"bf16_limit_ms": limit_ms(wide[0], x, limits)}
+    moved = len(wide[0].route(x)[1].unique()) * packed[0].down.nbytes * 3 / len(packed[0].down)
+    least["mxfp4_limit_ms"] = max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+    return row | least | {"of_limit": row["mxfp4_ms"] / least["mxfp4_limit_ms"], "error": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    args = parser.parse_args()
+    limits = ceilings()
+    print(limits, flush=True)
+    rows: list[dict[str, Any]] = []
+    for name, shape in SHAPES.items():
+        wide = [make(shape) for _ in range(LAYERS[shape[0]])]
+        packed = [in_mxfp4(experts) for experts in wide]
+        for tokens in args.tokens:
+            x = torch.randn((tokens, shape[2]), dtype=torch.bfloat16, device="cuda")
+            if args.sweep:
+                for kind, best in swept(packed, x).items():
+                    print(name, tokens, kind, *(f"{ms:.4f} {t}" for ms, t in best), sep="\n    ", flush=True)
+            rows.append({"experts": name, "tokens": tokens} | measure(wide, packed, x, limits))
+            print(rows[-1], flush=True)
+        del wide, packed
+    print(table(rows))
+    if not args.sweep:
+        save("packed_experts", rows, device=torch.cuda.get_device_name(), **limits)
+
+
+if __name__ == "__main__":
+    main()

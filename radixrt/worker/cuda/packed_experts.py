@@ -1,0 +1,229 @@
+"""Products of experts in MXFP4 (`model.mxfp4.PackedStack`), by tiles of rows of one expert (see `experts`).
+
+The 8 values of a word are columns of 8 slices of x, 16 wide, so that a thread's words become what tensor cores take of
+the left side of a product, without another word being looked at:
+
+    w [N, 16] --8 values--> [N, 16] * scale, of columns 0-15   times x[:, 0:16]
+                            [N, 16] * scale, of columns 16-31  times x[:, 16:32], ...
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.invariant import GROUP
+from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
+from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.products import Tile
+from radixrt.worker.cuda.routing import TILE_FIELDS, sort
+from radixrt.worker.model.mxfp4 import WIDTH, WORDS, PackedStack
+
+if TYPE_CHECKING:
+    from radixrt.worker.cuda.routing import Order
+
+log = logging.getLogger("radixrt.cuda")
+
+Pair = tuple[Tile, Tile]
+"""Of an expert's rows and of its matrix's, for gate and up, of each of which it has so many, and for down."""
+FEW = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)
+SOME = Tile(32, 64, WIDTH, 4, 4), Tile(32, 128, WIDTH, 4, 4)
+MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
+MOST = Tile(128, 128, WIDTH, 8, 2), Tile(128, 128, WIDTH, 8, 3)
+ALIKE = 2e-2
+
+
+def tiles_for(rows: float) -> Pair:
+    """For so many rows an expert, on average (bench/packed_experts.py --sweep)."""
+    return FEW if rows <= 8 else SOME if rows <= 24 else MANY if rows <= 64 else MOST
+
+
+SPLIT: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 low, high, size, sign;
+    prmt.b32 low, $8, $9, 0x5410;
+    prmt.b32 high, $8, $9, 0x7632;
+"""
+    + "".join(
+        f"""
+    {size} size, {half}, {abs(place)};
+    {f"shl.b32 sign, {half}, {left}" if left else f"mov.b32 sign, {half}"};
+    and.b32 size, size, 0x01C001C0;
+    lop3.b32 ${number}, sign, 0x80008000, size, 0xEA;"""
+        for number, (half, size, place, left) in enumerate(
+            (half, "shl.b32" if 6 > 4 * n else "shr.b32", 6 - 4 * n, 12 - 4 * n)
+            for half in ("low", "high")
+            for n in range(4)
+        )
+    )
+    + "\n}"
+)
+"""Two words of two threads' worth of columns: 8 pairs of bfloat16, each 2**-126 of its value. A value's exponent and
+mantissa (bits 0 to 2) become the lowest ones of the exponent and the highest one of the mantissa (bits 6 to 8), its
+sign (bit 3) the sign."""
+
+
+@triton.jit
+def _factor(scales, number: tl.constexpr):
+    """2**126 times the scale of 32 columns: bfloat16[N, 1]."""
+    return ((((scales >> (8 * number)) & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+
+
+@triton.jit
+def _value(w, scales, number: tl.constexpr, dtype: tl.constexpr):
+    """What SPLIT and the product with the factor make, by plain arithmetic."""
+    bits = (w >> (4 * number)) & 15
+    bits = ((bits & 7) << 22) | ((bits & 8) << 28)
+    factor = ((((scales >> (8 * (number // 2))) & 255) + 126) << 23).to(tl.float32, bitcast=True)
+    return (bits.to(tl.float32, bitcast=True) * factor[:, None]).to(dtype)
+
+
+@triton.jit
+def _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, acc, BITS: tl.constexpr):
+    """acc[N, ROWS] plus w[N, 16] times 8 slices of x, [16, ROWS]."""
+    dtype: tl.constexpr = x0.dtype
+    if BITS:
+        w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
+            SPLIT, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [w], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )
+        s0, s1, s2, s3 = _factor(scales, 0), _factor(scales, 1), _factor(scales, 2), _factor(scales, 3)
+        w0, w1, w2, w3, w4, w5, w6, w7 = w0 * s0, w1 * s0, w2 * s1, w3 * s1, w4 * s2, w5 * s2, w6 * s3, w7 * s3
+    else:
+        w0, w1 = _value(w, scales, 0, dtype), _value(w, scales, 1, dtype)
+        w2, w3 = _value(w, scales, 2, dtype), _value(w, scales, 3, dtype)
+        w4, w5 = _value(w, scales, 4, dtype), _value(w, scales, 5, dtype)
+        w6, w7 = _value(w, scales, 6, dtype), _value(w, scales, 7, dtype)
+    acc = tl.dot(w0, x0, acc, input_precision="ieee")
+    acc = tl.dot(w1, x1, acc, input_precision="ieee")
+    acc = tl.dot(w2, x2, acc, input_precision="ieee")
+    acc = tl.dot(w3, x3, acc, input_precision="ieee")
+    acc = tl.dot(w4, x4, acc, input_precision="ieee")
+    acc = tl.dot(w5, x5, acc, input_precision="ieee")
+    acc = tl.dot(w6, x6, acc, input_precision="ieee")
+    return tl.dot(w7, x7, acc, input_precision="ieee")
+
+
+@triton.jit
+def _slice(x_at, real, k, depth):
+    """x[ROWS, 16] from column k on, turned; 0 outside of it."""
+    return tl.trans(tl.load(x_at, mask=real[:, None] & ((k >= 0) & (k < depth))[None, :], other=0.0))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _product_kernel(
+    x_ptr, rows_ptr, tiles_ptr, values_ptr, scales_ptr, bias_ptr, out_ptr, tiles, columns, depth, blocks, before,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    across = tl.cdiv(columns, COLUMNS)
+    group = tl.program_id(0) // (GROUP * across)
+    within = tl.program_id(0) % (GROUP * across)
+    high = tl.minimum(tiles - group * GROUP, GROUP)
+    tile = tiles_ptr + (group * GROUP + within % high) * FIELDS
+    count = tl.load(tile + 2)
+    if count == 0:
+        return
+    expert = tl.load(tile).to(tl.int64)
+    m = tl.arange(0, ROWS)
+    n = within // high * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, WORDS)
+    real = m < count
+    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    row = tl.load(tile + 1) + tl.where(real, m, 0)
+    source = tl.load(rows_ptr + row) if GATED else row
+    x_at = x_ptr + source.to(tl.int64)[:, None] * depth + (i - before)[None, :]
+    height = columns * 2 if GATED else columns
+    at = expert * blocks * height + n % columns
+    w_at = values_ptr + at[:, None] * WORDS + i[None, :]
+    s_at = scales_ptr + at
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in range(0, blocks):
+        begin = block * WORDS * 8
+        k = begin + i - before
+        w, scales = tl.load(w_at), tl.load(s_at)
+        x0 = _slice(x_at + begin, real, k, depth)
+        x1 = _slice(x_at + begin + WORDS, real, k + WORDS, depth)
+        x2 = _slice(x_at + begin + WORDS * 2, real, k + WORDS * 2, depth)
+        x3 = _slice(x_at + begin + WORDS * 3, real, k + WORDS * 3, depth)
+        x4 = _slice(x_at + begin + WORDS * 4, real, k + WORDS * 4, depth)
+        x5 = _slice(x_at + begin + WORDS * 5, real, k + WORDS * 5, depth)
+        x6 = _slice(x_at + begin + WORDS * 6, real, k + WORDS * 6, depth)
+        x7 = _slice(x_at + begin + WORDS * 7, real, k + WORDS * 7, depth)
+        acc = _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, acc, BITS)
+        if GATED:
+            w, scales = tl.load(w_at + columns * WORDS), tl.load(s_at + columns)
+            up = _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, up, BITS)
+        w_at += height * WORDS
+        s_at += height
+    acc, up = tl.trans(acc), tl.trans(up)
+    dtype = out_ptr.dtype.element_ty
+    if GATED:  # rounded where the model rounds
+        if BIAS:
+            of_gate = bias_ptr + expert * 2 * columns + n % columns
+            acc += tl.load(of_gate).to(tl.float32)[None, :]
+            up += tl.load(of_gate + columns).to(tl.float32)[None, :]
+        acc = gated(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
+    to = out_ptr + row.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(to, acc.to(dtype), mask=real[:, None] & (n < columns)[None, :])
+
+
+def product(
+    x: torch.Tensor, order: Order, weight: PackedStack, tile: Tile, activation: str | None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `experts._product`. In bfloat16 on a GPU, values are taken out of words by few instructions."""
+    few = x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+    _, blocks, height = weight.scales.shape
+    columns = height if activation is None else height // 2
+    out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
+    launch(
+        _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
+        x, order.tokens, order.tiles, weight.values, weight.scales, x if bias is None else bias, out, len(order.tiles),
+        columns, weight.columns, blocks, weight.before, ACTIVATIONS.get(activation or "", 0), activation is not None,
+        bias is not None, few, tile.rows, tile.columns, WORDS, TILE_FIELDS, GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- where it is used
+
+
+@functools.cache
+def there(device: torch.device) -> bool:
+    """Whether the kernel is what it should be on this device."""
+    try:
+        error = max(_apart(device, tiles[1]) for tiles in (FEW, MOST))
+    except Exception as problem:  # another version of the compiler
+        log.warning("experts do not stay in MXFP4: %s: %s", type(problem).__name__, str(problem)[:300])
+        return False
+    if not error < ALIKE:
+        log.warning("experts do not stay in MXFP4: products are %.1e from what they should be", error)
+        return False
+    return True
+
+
+def _apart(device: torch.device, tile: Tile, dtype: torch.dtype = torch.bfloat16) -> float:
+    """The relative error to float32, of all values and many scales, of few experts."""
+    generator = torch.Generator(device).manual_seed(0)
+    counts, rows, blocks, before = (40, 0, 150, 1), 200, 9, 8
+    columns = blocks * 32 - before
+    stack = PackedStack.empty(len(counts), rows, columns, before, device)
+    for number in range(len(counts)):
+        bits = torch.randint(256, (rows, blocks, 16), generator=generator, device=device, dtype=torch.uint8)
+        scales = torch.randint(110, 121, (rows, blocks), generator=generator, device=device, dtype=torch.uint8)
+        stack.put(number, bits, scales)
+    chosen = torch.cat([torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(counts)]).to(device)
+    order = sort(chosen, len(counts), tile.rows)
+    x = torch.randn((len(chosen), columns), generator=generator, device=device).to(dtype)
+    found = product(x, order, stack, tile, None).float()
+    each = zip(x.float().split(counts), range(len(counts)), strict=True)
+    exact = torch.cat([a @ stack.multiplied_out(number, torch.float32).T for a, number in each])
+    return float((found - exact).norm() / exact.norm())

@@ -1,0 +1,102 @@
+"""Experts in MXFP4 against `Experts.one_by_one`; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixrt.worker.cuda import experts as fused
+from radixrt.worker.cuda import packed_experts, routing
+from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.mxfp4 import BLOCK, PackedStack
+
+TILES = packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST
+
+
+def stack_of(count: int, rows: int, columns: int, before: int, device: torch.device) -> PackedStack:
+    generator = torch.Generator().manual_seed(columns + rows)
+    stack = PackedStack.empty(count, rows, columns, before, device)
+    for number in range(count):
+        blocks = torch.randint(256, (rows, -(-(before + columns) // BLOCK), 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 125, blocks.shape[:2], generator=generator, dtype=torch.uint8)
+        stack.put(number, blocks.to(device), scales.to(device))
+    return stack
+
+
+def make(count: int, hidden: int, inner: int, before: int, device: torch.device, **changes) -> Experts:
+    """As gpt-oss has them. On a GPU in bfloat16, whose words are taken apart by instructions of their own."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(hidden)
+    router, bias, down_bias = torch.randn(count, hidden), 4 * torch.randn(count, 2 * inner), torch.randn(count, hidden)
+    router, bias, down_bias = (x.to(device, dtype) for x in (router, bias, down_bias))
+    kind = {"normalized": True, "activation": "clamped_swiglu", "batch_invariant": False, "down_bias": down_bias}
+    kind |= {"gate_up_bias": bias} | changes
+    gate_up, down = stack_of(count, 2 * inner, hidden, 0, device), stack_of(count, hidden, inner, before, device)
+    return Experts(Linear(router, None, kind["batch_invariant"]), gate_up, down, 2, **kind)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"gate_up_bias": None, "down_bias": None, "activation": "silu"}, {"batch_invariant": True}]
+)
+@pytest.mark.parametrize(
+    ("tokens", "count", "hidden", "inner", "before"),
+    [(1, 4, 64, 96, 0), (7, 3, 160, 40, 24), (40, 4, 32, 72, 8), (80, 3, 64, 136, 0), (150, 2, 32, 16, 16)],
+)
+def test_all_of_it(tokens, count, hidden, inner, before, changes, device):
+    """Added to the residual stream: all kinds of tiles; a rank's part of down that begins within a block."""
+    experts = make(count, hidden, inner, before, device, **changes)
+    x, residual = torch.randn(2, tokens, hidden, device=device).to(experts.router.weight.dtype)
+    expected, found = residual.float().clone(), residual.clone()
+    experts.one_by_one(x, expected, TorchOps())
+    fused.add(experts, x, found)
+    most = 1e-5 if device.type == "cpu" else 1e-2
+    assert error(found.float() - residual.float(), expected - residual.float()) < most
+
+
+def test_all_kinds_of_tiles_are_tried():
+    rows = [tokens * 2 / count for tokens, count in ((1, 4), (7, 3), (40, 4), (80, 3), (150, 2))]
+    assert {packed_experts.tiles_for(n) for n in rows} == set(TILES)
+    assert all(first.rows == second.rows for first, second in TILES)
+
+
+@pytest.mark.parametrize("tile", [tile for pair in TILES for tile in pair])
+def test_products_are_exact_sums(tile, device):
+    """What is asked of a kernel before it is used."""
+    dtype, most = (torch.float32, 1e-6) if device.type == "cpu" else (torch.bfloat16, packed_experts.ALIKE)
+    assert packed_experts._apart(device, tile, dtype) < most
+
+
+@pytest.mark.usefixtures("steady_products")
+def test_exact_results_do_not_depend_on_the_batch(device):
+    experts = make(4, 64, 96, 0, device, batch_invariant=True)
+    x = torch.randn(50, 64, device=device).to(experts.router.weight.dtype)
+    together = torch.zeros_like(x)
+    fused.add(experts, x, together)
+    for some in (slice(0, 1), slice(3, 20)):
+        alone = torch.zeros_like(x[some])
+        fused.add(experts, x[some].contiguous(), alone)
+        assert torch.equal(alone, together[some])
+
+
+def test_tiles_that_are_left_over_are_not_computed(device):
+    stack, x = stack_of(3, 64, 32, 0, device), torch.randn(3, 32, device=device)
+    order = routing.sort(torch.ones(3, 1, dtype=torch.int32, device=device), 3, 16)
+    assert sorted(order.tiles[:, 2].tolist())[:2] == [0, 0]
+    found = packed_experts.product(x, order, stack, packed_experts.FEW[1], None)
+    assert error(found, x @ stack.multiplied_out(1, torch.float32).T) < 1e-5
+
+
+def test_a_kernel_that_is_not_what_it_should_be_is_not_used(device, monkeypatch, caplog):
+    monkeypatch.setattr(packed_experts, "_apart", lambda *_: 0.5)
+    packed_experts.there.cache_clear()
+    assert not packed_experts.there(device) and "5.0e-01 from what they should be" in caplog.text
+    monkeypatch.setattr(packed_experts, "_apart", lambda *_: 1 / 0)
+    packed_experts.there.cache_clear()
+    assert not packed_experts.there(device) and "ZeroDivisionError" in caplog.text
+    packed_experts.there.cache_clear()
