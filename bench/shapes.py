@@ -103,6 +103,7 @@ DEEPSEEK_V2_LITE = {
 """DeepSeek V2 Lite, by its sizes."""
 GPT_OSS_20B = {
     "model_type": "gpt_oss",
+    "quantization_config": {"quant_method": "mxfp4"},
     "hidden_size": 2880,
     "intermediate_size": 2880,
     "num_local_experts": 32,
@@ -130,7 +131,7 @@ GPT_OSS_20B = {
     "tie_word_embeddings": False,
     "eos_token_id": 200002,
 }
-"""gpt-oss 20b, its experts multiplied out."""
+"""gpt-oss 20b; `--quantization none` multiplies its experts out."""
 
 GEMMA3_12B = {
     "model_type": "gemma3_text",

@@ -458,7 +458,10 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument(
-        "--quantization", default="auto", choices=("auto", "fp8"), help="fp8 goes into a file of its own"
+        "--quantization",
+        default="auto",
+        choices=("auto", "fp8", "none"),
+        help="fp8 and none go into files of their own",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="more than 1 goes into a file of its own")
     parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
@@ -504,7 +507,7 @@ def main() -> None:
     if not args.quick and not args.model:
         kinds = {"deterministic": args.deterministic, "grammars": args.grammars, "sampling": args.sampling}
         kinds["drafts"] = args.drafts
-        kinds["fp8"] = args.quantization == "fp8"
+        kinds[args.quantization] = args.quantization != "auto"
         kinds[f"tp{args.tensor_parallel_size}"] = args.tensor_parallel_size > 1
         kinds[args.shape.replace("-", "_")] = args.shape != "llama-8b"
         save(

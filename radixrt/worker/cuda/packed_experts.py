@@ -31,16 +31,18 @@ log = logging.getLogger("radixrt.cuda")
 
 Pair = tuple[Tile, Tile]
 """Of an expert's rows and of its matrix's, for gate and up, of each of which it has so many, and for down."""
-FEW = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)
-SOME = Tile(32, 64, WIDTH, 4, 4), Tile(32, 128, WIDTH, 4, 4)
+FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)
+FEW = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
+SOME = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
 MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
-MOST = Tile(128, 128, WIDTH, 8, 2), Tile(128, 128, WIDTH, 8, 3)
+MOST = Tile(128, 128, WIDTH, 8, 3), Tile(128, 128, WIDTH, 4, 3)
 ALIKE = 2e-2
 
 
 def tiles_for(rows: float) -> Pair:
     """For so many rows an expert, on average (bench/packed_experts.py --sweep)."""
-    return FEW if rows <= 8 else SOME if rows <= 24 else MANY if rows <= 64 else MOST
+    kinds = (0.25, FEWEST), (8, FEW), (24, SOME), (96, MANY)
+    return next((pair for most, pair in kinds if rows <= most), MOST)
 
 
 SPLIT: tl.constexpr = tl.constexpr(
