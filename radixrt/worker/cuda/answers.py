@@ -41,7 +41,7 @@ class Drawing:
         """`logit_rows`[n] are those of the n requests for which `plan.samples`; `rows` are by request. None if all are
         greedy."""
         chosen = np.flatnonzero(plan.samples)
-        drawn = [i for i, b in enumerate(chosen.tolist()) if plan.requests[b].draws]
+        drawn = [i for i, b in enumerate(chosen.tolist()) if not plan.requests[b].greedy]
         if not drawn:
             return None
         who = chosen[drawn]

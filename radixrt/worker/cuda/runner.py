@@ -226,8 +226,8 @@ class CudaRunner(ModelRunner):
         count = len(plan.requests)
         graph = self._graphs.packed(packer, plan, size, works)
         drawing = Drawing.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
-        if self.planned:
-            self.planned(plan, self._decodes.looked_up)
+        if self.on_planned:
+            self.on_planned(plan, self._decodes.looked_up)
         answer.begin()
         sent = packer.send(graph.integers)
         graph.graph.replay()
@@ -264,8 +264,8 @@ class CudaRunner(ModelRunner):
         sampled = packer.add(sampled_at.astype(np.int32))
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = Drawing.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
-        if self.planned:
-            self.planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
+        if self.on_planned:
+            self.on_planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
 
         answer.begin()
         sent = packer.send()

@@ -18,7 +18,7 @@ from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.model.sharding import Shard
-from radixrt.worker.ranks import Bind, Book, Leader, Step
+from radixrt.worker.ranks import Bind, Leader, StandIns, Step
 from tests.checkpoints import make_model
 from tests.worker import test_drafting as drafting
 from tests.worker.cuda.ragged import PlainFlashInfer
@@ -103,7 +103,7 @@ class Told:
 
 
 def follower(runner, told, meeting, problems) -> None:
-    book, before = Book(), None
+    book, before = StandIns(), None
     try:
         while (payload := told.messages.get(timeout=WAIT)) is not None:
             message = ranks._decode(payload)
