@@ -96,7 +96,7 @@ class Told:
         self.messages: queue.Queue[bytes | None] = queue.Queue()
         self.paths: list[int] = []
 
-    def tell(self, message) -> None:
+    def send(self, message) -> None:
         if isinstance(message, Step):
             self.paths.append(len(message.paths))
         self.messages.put(ranks._encode(message))
