@@ -242,7 +242,7 @@ class SomeByFullHeads:
 def test_latent_attention_by_full_heads(folder, monkeypatch):
     """Long chunks so, short ones and decodes of the same step absorbed: the same tokens and scores as plainly computed,
     cold and warm; not where results are exact."""
-    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.BesideAbsorbed", SomeByFullHeads)
+    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.FullOrAbsorbed", SomeByFullHeads)
     steps: list[tuple[int, int]] = []
     run = FullStep.run
 
