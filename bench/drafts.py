@@ -111,7 +111,7 @@ def cost(known: dict[int, float], drafted: int) -> float:
 
 
 def row(name: str, found: list[tuple[list[int], list[int]]], known: dict[int, float]) -> dict[str, Any]:
-    plain, drafter = replay(found, None), Drafter(MOST, rests=True)
+    plain, drafter = replay(found, None), Drafter(MOST, overlaps=True)
     steps = replay(found, drafter).steps
     spent = sum(cost(known, drafted) for _, drafted in steps) if known else 0.0
     return {
@@ -208,7 +208,7 @@ def by_schema(data: Path, count: int, folder: Path, drafter: Drafter | None) -> 
 
 def schema_row(data: Path, count: int, known: dict[int, float]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        path, drafter = tokenizer_folder("falcon-tokenizer", Path(folder)), Drafter(MOST, rests=True)
+        path, drafter = tokenizer_folder("falcon-tokenizer", Path(folder)), Drafter(MOST, overlaps=True)
         plain, steps = (len(by_schema(data, count, path, None)), by_schema(data, count, path, drafter))
     spent = sum(cost(known, drafted) for _, drafted in steps) if known else 0.0
     return {

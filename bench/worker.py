@@ -397,7 +397,7 @@ class Guesses(Drafter):
     """Drafts of `size` tokens that are hardly ever right."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(size, rests=True)
+        super().__init__(size, overlaps=True)
 
     def begins(self, request: Request, requests: int) -> bool:
         return request.total + 2 <= request.limit
@@ -414,7 +414,7 @@ def draft_rows(bench: Bench) -> list[dict[str, Any]]:
     scheduler = bench.worker.scheduler
     for batch in (1, 4, 16, 32):
         plain, asked = 0.0, [bench.ids(1024) for _ in range(batch)]
-        served = Drafter(8, rests=True)
+        served = Drafter(8, overlaps=True)
         ways = [("none", None), *(("wrong", Guesses(size)) for size in (1, 3, 7)), ("new", served), ("again", served)]
         for what, drafter in ways:
             scheduler.drafter = drafter

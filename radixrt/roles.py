@@ -169,7 +169,7 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
     if config.speculative_algorithm != "ngram":
         return None
     among = MOST_SPARSE if runner.sparse else sys.maxsize
-    return Drafter(config.speculative_num_draft_tokens, rests=runner.overlaps, among=among)
+    return Drafter(config.speculative_num_draft_tokens, overlaps=runner.overlaps, among=among)
 
 
 def make_runner(config: WorkerConfig) -> Runner:

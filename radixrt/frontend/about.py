@@ -1,4 +1,4 @@
-"""What a server says of itself: its models, report, metrics, health and version."""
+"""Information about the server: models, report, metrics, health and version."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from radixrt.report import to_html
 
 REFRESH_SECONDS = 10
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Of the report's page, in which callers' names and texts stand."""
+"""The content security policy of the report's page, which shows callers' names and texts."""
 
 
 class About:
-    """`ask` gives a client with an API key; ApiError (503) where the router cannot be reached."""
+    """`ask` returns a client with an API key; it raises ApiError (503) if the router cannot be reached."""
 
     def __init__(self, ask: Callable[[str], AsyncClient]) -> None:
         self._ask = ask
 
     def routes(self, guarded: Callable[[KeyedHandler], Handler]) -> list[Route]:
-        """Those that `guarded` makes of handlers with a key, and those for everybody."""
+        """The routes: those that need a key, through `guarded`, and the public ones."""
         return [
             Route("/v1/models", guarded(self.models)),
             Route("/v1/models/{model:path}", guarded(self.model)),
@@ -53,7 +53,7 @@ class About:
         return [model_json(model["id"], model["max_model_len"]) for model in await self._ask(key).models()]
 
     async def report(self, request: Request, key: str) -> Response:
-        """JSON; for browsers a page that comes anew every REFRESH_SECONDS."""
+        """The report as JSON; for browsers as a page that reloads every REFRESH_SECONDS."""
         report = await self._ask(key).report()
         if "text/html" not in request.headers.get("accept", ""):
             return json_response(report)

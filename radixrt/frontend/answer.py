@@ -1,7 +1,7 @@
-"""ASGI responses: what an exchange leaves in its mailbox, or its whole answer, sent to the client.
+"""ASGI responses that send the parts in an exchange's mailbox, or its whole answer.
 
-The request's own coroutine wakes up, takes all there is, and sends it in one piece. A client that leaves, or that does
-not read, is cancelled at the router.
+The request's own coroutine wakes up, takes everything there is, and sends it in one write. If the client disconnects or
+does not read, the request is cancelled at the router.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from radixrt.frontend.mailbox import Disconnected, Mailbox
 from radixrt.frontend.protocol import LEAVING
 
 REQUEST_ID = "x-request-id"
-"""Where OpenAI's clients look for it."""
+"""The header in which OpenAI's clients expect it."""
 
 
 class StreamAnswer:
-    """An ASGI response that sends an exchange's parts as they come.
+    """An ASGI response that streams an exchange's parts.
 
-    It begins with the first part, so that a request that is refused gets its status and not a stream. `request_id` is
-    for a header."""
+    It starts with the first part, so that a refused request gets an error status instead of a stream. `request_id` is
+    sent as a header."""
 
     def __init__(self, exchange: Mailbox, content_type: bytes, request_id: str = "") -> None:
         self._exchange = exchange
@@ -85,14 +85,14 @@ class WholeAnswer:
 
 
 def watch(scope: Scope, receive: Receive, exchange: Mailbox) -> Callable[[], object]:
-    """Fail the exchange when the client leaves, until what is returned is called."""
+    """Fail the exchange if the client disconnects. Calling the returned function ends the watch."""
 
     def fail() -> None:
         exchange.fail(Disconnected())
 
     if (leaving := scope.get("extensions", {}).get(LEAVING)) is not None:
         leaving(fail)
-        return lambda: None  # it is told of this request alone
+        return lambda: None  # the callback is for this request only
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":

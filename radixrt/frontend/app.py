@@ -43,13 +43,13 @@ from radixrt.router.validate import parse_api_keys
 from radixrt.transports import NATIVE_PATH, Here, ServerError
 
 MOST_KEYLESS_BYTES = 8 << 10
-"""Of a native message that is read before its key is known, which is in it."""
+"""The most bytes of a native message that are read before its key, which is in the message, is checked."""
 _chat = msgspec.json.Decoder(Chat)
 
 
 class Frontend:
-    """The handlers of one process. `app` is the ASGI application; its lifespan opens the connection to the router: to
-    `here`, on the same event loop, or at `config.router`."""
+    """The handlers of one process. `app` is the ASGI application. Its lifespan opens the connection to the router: to
+    `here`, a router on the same event loop, or to the one at `config.router`."""
 
     def __init__(self, config: FrontendConfig, text: TextService, here: Here | None = None) -> None:
         self._config = config
@@ -110,9 +110,10 @@ class Frontend:
         handler: KeyedHandler,
         told: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> Handler:
-        """The handler with the caller's key, which must be known where keys are configured; errors as OpenAI's, or as
-        `told`. An error is given no name here that stays: it refers to this frame, and to those below with the body,
-        and all would wait for the cyclic collector, which seldom comes (`radixrt.garbage`)."""
+        """Wrap a handler: it gets the caller's key, which must be valid if keys are configured. Errors are sent in
+        OpenAI's format, or as `told` converts them. No local variable may keep an error: its traceback refers to this
+        frame and those below with the body, and such a cycle would live until the garbage collector runs, which is
+        seldom (`radixrt.garbage`)."""
 
         async def guarded(request: Request) -> Any:
             try:
@@ -129,13 +130,13 @@ class Frontend:
             raise _unknown_key()
 
     def _tenant(self, key: str) -> str:
-        """Whose sessions a key may use. Without keys configured nobody is known: whatever callers send keeps them
-        apart."""
+        """The tenant whose sessions a key may use. If no keys are configured, any key is taken as a tenant's name,
+        which keeps callers apart."""
         return self._tenants.get(key, key)
 
     async def _body(self, request: Request, keyless: bool = False) -> bytes:
-        """`keyless`: no key is known yet. Where some are configured, only what is small enough to be read for anybody,
-        ApiError (401) beyond."""
+        """Read the body. `keyless`: its key is not checked yet; if keys are configured, more than MOST_KEYLESS_BYTES
+        then raise ApiError (401)."""
         if (coding := header(request, b"content-encoding")) not in ("", "identity"):
             raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
         limit, refused = self._config.max_body_bytes, _too_large

@@ -16,31 +16,31 @@ from radixrt.router.tokens import TextService, TextStream
 
 
 class Choice:
-    """What it says so far, and how it ended."""
+    """The message so far, its token ids, and how it ended."""
 
     __slots__ = (
         "_hidden_ids", "_ids", "_parser", "_stream", "echo", "finish", "index", "logprobs", "message", "offsets",
-        "said", "stop", "stopping", "tokens", "unsaid", "usage",
+        "content_tokens", "stop", "stopping", "tokens", "unreported", "usage",
     )  # fmt: skip
 
     def __init__(self, index: int, service: TextService, sampling: Sampling, output: Output) -> None:
         self.index = index
         self.message = AssistantMessage()
         self.echo: tuple[str, int] | None = None
-        """The prompt and its first token, until they are told."""
+        """(text of the prompt, its first token id) to be echoed, until that is sent."""
         self.tokens = 0
-        """Taken before a stop string was complete: what the worker adds until it hears of that is nobody's."""
+        """Number of tokens up to a complete stop string; later ones, which the worker still sends, are dropped."""
         self.logprobs: list[TokenLogprob] | None = None
         self.offsets: Offsets | None = None
-        """Where in its text the tokens begin, if that is told."""
-        self.said: Tokens | None = None
-        """Finds those of its content, where no others are told."""
-        self.unsaid: frozenset[int] = frozenset()
-        """Tokens of which none are told."""
+        """Where tokens begin in its text, if that is reported."""
+        self.content_tokens: Tokens | None = None
+        """Finds the tokens of its content, if only their log-probabilities are reported."""
+        self.unreported: frozenset[int] = frozenset()
+        """Token ids whose log-probabilities are never reported."""
         self.finish: Any = None
         self.stop: str | int | None = None
         self.stopping = False
-        """It was ended here; the last Delta, with the usage, is on its way."""
+        """Whether it was ended here; the last Delta, with the usage, is still to come."""
         self.usage = Usage()
         self._stream = TextStream(service, output.shown(sampling))
         self._parser = output.parser()
@@ -49,21 +49,22 @@ class Choice:
 
     @property
     def parsed(self) -> bool:
-        """A parser holds text back: that a token has come need not show."""
+        """Whether a parser may hold text back, so that a new token need not add text."""
         return self._parser is not None and not self._parser.idle
 
     @property
     def ids(self) -> bytes:
-        """All ids that it generated, the one that ended it included."""
+        """All generated ids, including the one that ended it."""
         return b"".join(self._ids)
 
     @property
     def whole(self) -> bool:
-        """Its message says all that its ids do: it was not cut at a stop string or before a call too many."""
+        """Whether its message has the same content as its ids: it was not cut at a stop string, or before an additional
+        call that was not wanted."""
         return not self.stopping and not isinstance(self.stop, str) and self.finish in ("stop", "length", "tool_calls")
 
     def take(self, delta: Delta) -> tuple[list[Piece], bool]:
-        """(what it gained, whether it must be ended at the router)."""
+        """Add a delta. Returns (the new pieces, whether the choice must be ended at the router)."""
         pieces: list[Piece] = []
         was_stopping, last = self.stopping, delta.finish is not None
         if not was_stopping:
@@ -87,11 +88,11 @@ class Choice:
 
     @property
     def _cut(self) -> bool:
-        """A stop string came within a call."""
+        """Whether a stop string was found within a call."""
         return isinstance(self.stop, str) and self.message.cut
 
     def _read(self, delta: Delta) -> list[Piece]:
-        """The pieces of a delta; with them it may be found to stop."""
+        """Parse the text of a delta into pieces; may set `stopping`."""
         text = self._stream.take(self._visible(delta) if self._hidden_ids else delta)
         found, parser = self._stream.stop, self._parser
         if parser is None:
@@ -107,7 +108,7 @@ class Choice:
         return pieces
 
     def _without_past(self, ids: bytes) -> bytes:
-        """The ids of a delta up to that which completed a stop string."""
+        """The ids of a delta up to the one that completed a stop string."""
         if self._stream.stop is None:
             return ids
         past, found = self._stream.past, memoryview(ids).cast("i")

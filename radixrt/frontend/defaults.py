@@ -1,5 +1,5 @@
-"""How tokens are drawn where a request does not say: as the model's `generation_config.json` recommends, which is what
-vLLM and SGLang do, or as OpenAI's API has it."""
+"""Default sampling parameters: those that the model's `generation_config.json` recommends, as in vLLM and SGLang, or
+those of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Defaults = Mapping[str, Any]
 
 
 def sampling_defaults(setting: str, generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What requests leave open, by `FrontendConfig.generation_config` and the file of that name, {} without one.
-    Values that no request could have are left out, with a warning. ValueError for an unknown setting."""
+    """The defaults by `setting`, which is `FrontendConfig.generation_config`, and `generation`, the content of the file
+    of that name ({} without one). Invalid values are left out, with a warning. Raises ValueError for an unknown
+    setting."""
     if setting not in ("auto", "none"):
         raise ValueError(f"generation_config {setting!r}: expected auto or none")
     found = {}
@@ -40,7 +41,7 @@ def sampling_defaults(setting: str, generation: Mapping[str, Any]) -> dict[str, 
 
 
 def _number(name: str, value: Any) -> Any:
-    """FieldError unless a value has the type of its field."""
+    """Check that a value has the type of its field; raises FieldError if not."""
     if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
         raise FieldError(name, f"{name} must be a number, not {value!r}")
     return value

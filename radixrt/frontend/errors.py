@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` names the field of the request that is wrong; `retry_after` is in seconds."""
+    """An HTTP error. `param` names the invalid field of the request; `retry_after` is in seconds."""
 
     def __init__(
         self, status: int, message: str, param: str = "", code: str | None = None, retry_after: float | None = None
@@ -30,7 +30,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Error, names: dict[str, str] | None = None) -> ApiError:
-        """What the router says, its fields called as the caller does (`names`)."""
+        """Make an ApiError of a router's Error. `names` maps its fields to the caller's names."""
         field, _, rest = error.field.partition("[")
         own = (names or {}).get(field, field)
         begins = error.message.startswith((f"{field} ", f"{field}: "))
@@ -50,7 +50,7 @@ class ApiError(Exception):
 
 
 def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiError:
-    """The same problem as the answer to a caller who calls fields by `names`."""
+    """The ApiError for a problem. `names` maps fields to the caller's names."""
     match problem:
         case FieldError():
             return ApiError.of(Error(None, 400, str(problem), problem.field), names)
@@ -62,5 +62,5 @@ def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiErr
 
 
 def refuse(field: str, message: str) -> NoReturn:
-    """ApiError 400: `field` of the request is wrong, and how."""
+    """Raise ApiError (400) for an invalid `field` of the request."""
     raise ApiError(400, f"{field}: {message}", field)

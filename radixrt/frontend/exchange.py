@@ -21,11 +21,11 @@ from radixrt.router.tokens import TextService
 from radixrt.transports import Answer, RouterTransport
 
 OnAnswer = Callable[[Choice], None]
-"""Told of each choice that has ended."""
+"""Called with each choice that has ended."""
 
 
 class Exchange(Mailbox):
-    """All choices of one HTTP request, which may be several requests of the router's (one a prompt)."""
+    """All choices of one HTTP request, which may be several requests to the router (one for each prompt)."""
 
     def __init__(
         self, transport: RouterTransport, service: TextService, reply: Reply, streams: bool, usage: bool
@@ -33,7 +33,7 @@ class Exchange(Mailbox):
         super().__init__()
         self.reply = reply
         self.names: dict[str, str] = {}
-        """How the caller calls the router's fields."""
+        """Maps the router's fields to the caller's names, for errors."""
         self.choices: list[Choice] = []
         self.prompts = 0
         self._transport = transport
@@ -42,14 +42,15 @@ class Exchange(Mailbox):
         self._open = 0
         self._streams = streams
         self._tells_usage = usage
-        self.held = True  # until the router has taken the request: a stream that has opened cannot be refused
+        self.held = True  # until the router has accepted the request: an error status cannot follow an open stream
         if streams:
             reply.begin(usage)
 
     def submit(
         self, request: Generate, echo: str = "", output: Output = TEXT, on_answer: OnAnswer | None = None
     ) -> None:
-        """Send one request; its choices follow those of the requests before. `echo` is text put before each."""
+        """Send one request. Its choices are numbered after those of earlier requests. `echo` is text put before
+        each."""
         first = len(self.choices)
         for index in range(first, first + request.n):
             choice = Choice(index, self._service, request.sampling, output)
@@ -57,7 +58,7 @@ class Exchange(Mailbox):
             if self._streams and (opening := self.reply.opening(index)):
                 self.put(opening)
             if request.sampling.logprobs is not None:
-                self._tell_logprobs(choice, output, request)
+                self._set_up_logprobs(choice, output, request)
             if request.prompt_logprobs:
                 choice.echo = echo, memoryview(request.prompt.ids).cast("i")[0]
             elif echo:
@@ -71,7 +72,7 @@ class Exchange(Mailbox):
             self._transport.cancel(request_id)
 
     def fail(self, problem: Exception) -> None:
-        """See Mailbox. Once a stream has begun, an error is its last event."""
+        """See Mailbox. If the stream has begun, the error is sent as its last event."""
         if isinstance(problem, ApiError):
             problem = self.own_error(problem)
             if self._streams and not self.held and self.failure is None and not self.finished:
@@ -83,11 +84,11 @@ class Exchange(Mailbox):
         super().fail(problem)
 
     def own_error(self, problem: ApiError) -> ApiError:
-        """An error as this API has it."""
+        """An error in the format of this API."""
         return problem
 
     def error_event(self, problem: ApiError) -> bytes:
-        """What a stream says of an error."""
+        """The event of an error in a stream."""
         return b"data: " + problem.body() + b"\n\n"
 
     @property
@@ -96,7 +97,7 @@ class Exchange(Mailbox):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of all choices."""
+        """The reasoning tokens of all choices."""
         tokenizer = self._service.tokenizer
         thinking = [choice for choice in self.choices if choice.message.has_thoughts]
         return sum(reasoning_tokens(tokenizer, choice.message.thoughts, choice.ids) for choice in thinking)
@@ -109,7 +110,7 @@ class Exchange(Mailbox):
         elif isinstance(answer, Delta):
             self.held = False
             choice = self.choices[first + answer.index]
-            if choice.echo is not None:  # the prompt and what is said of it come together
+            if choice.echo is not None:  # the echoed prompt and its log-probabilities are sent together
                 text, token = choice.echo
                 choice.echo = None
                 self._echo(choice, text, [TokenLogprob(token, math.nan), *(answer.prompt_logprobs or [])])
@@ -119,15 +120,15 @@ class Exchange(Mailbox):
                 self._transport.tell(Cancel(answer.id, answer.index, choice.tokens))
             last = answer.finish is not None
             logprobs = None if ignored else answer.logprobs
-            if logprobs and choice.unsaid:
-                logprobs = [one for one in logprobs if one.token not in choice.unsaid]
-            if choice.said is not None:
-                choice.said.add(logprobs or ())
+            if logprobs and choice.unreported:
+                logprobs = [one for one in logprobs if one.token not in choice.unreported]
+            if choice.content_tokens is not None:
+                choice.content_tokens.add(logprobs or ())
                 for number, piece in enumerate(pieces, 1):
-                    self._add(choice, [piece], choice.said.of(piece), last and number == len(pieces))
+                    self._add(choice, [piece], choice.content_tokens.of(piece), last and number == len(pieces))
                 if last and not pieces:
                     self._add(choice, [], None, last)
-            # A token may have no text yet: it shows that it is there.
+            # A token may add no text yet: an empty chunk shows progress.
             elif pieces or last or (answer.ids and not ignored and (logprobs or not choice.parsed)):
                 self._add(choice, pieces, logprobs, last)
             if last:
@@ -137,8 +138,8 @@ class Exchange(Mailbox):
                 if not self._open:
                     self._end()
 
-    def _tell_logprobs(self, choice: Choice, output: Output, request: Generate) -> None:
-        """Of all tokens, and where they begin, or of those that say its content."""
+    def _set_up_logprobs(self, choice: Choice, output: Output, request: Generate) -> None:
+        """Prepare a choice to report log-probabilities: of all tokens, with their offsets, or only of its content's."""
         tokenizer, sampling = self._service.tokenizer, request.sampling
         skips = tokenizer is not None and sampling.skip_special_tokens
         hidden = tokenizer.special_ids if skips else frozenset()
@@ -148,18 +149,18 @@ class Exchange(Mailbox):
             return
         choice.logprobs = []
         if output.parses or sampling.stop:
-            choice.said = Tokens(tokenizer, hidden)
+            choice.content_tokens = Tokens(tokenizer, hidden)
         else:
-            choice.unsaid = hidden
+            choice.unreported = hidden
 
     def _echo(self, choice: Choice, text: str, logprobs: list[TokenLogprob] | None) -> None:
-        """The prompt, as if it had been said."""
+        """Add the prompt as if it had been generated."""
         piece = Content(text)
         choice.message.add(piece)
         self._add(choice, [piece], logprobs, last=False)
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
-        """What a choice has gained: into chunks, one a piece, or kept for the whole answer."""
+        """Add new pieces of a choice: to the stream, one chunk per piece, or to the whole answer."""
         if not self._streams:
             if logprobs:
                 choice.logprobs = (choice.logprobs or []) + logprobs
@@ -184,7 +185,7 @@ class Exchange(Mailbox):
     # ------------------------------------------------------------ to the client
 
     async def whole(self) -> bytes:
-        """The body of the answer, when all choices have ended. ApiError, Disconnected."""
+        """Wait until all choices have ended; returns the body of the answer. Raises ApiError, Disconnected."""
         await self.complete()
         choices = [
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)

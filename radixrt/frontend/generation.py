@@ -1,4 +1,4 @@
-"""Requests that ask for answers, of any API: prepared, sent to the router, answered, remembered."""
+"""Runs generation requests of all APIs: prepares them, sends them to the router, answers, and remembers the answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from radixrt.router.conversations import facts
 from radixrt.router.tokens import Encoded, TextService
 
 Pins = Callable[[Any, ToolUse, bytes], Awaitable[list[tuple[int, float]]]]
-"""(tokens, seconds) of what a body pins of its prompt, whose ids are given."""
+"""Returns the pins, (tokens, seconds), that a body requests for its prompt of the given ids."""
 
 
 class Generation:
-    """Asks the router for what `prompts` has made ready. Replies to requests that name no model say `model`."""
+    """Sends to the router what `prompts` has prepared. `model` is the name in replies to requests without one."""
 
     def __init__(self, prompts: Prompts, link: RouterLink, text: TextService, peers: Peers | None, model: str) -> None:
         self._prompts = prompts
@@ -45,7 +45,8 @@ class Generation:
         exchange_of: Callable[..., Exchange] = Exchange,
         pins_of: Pins | None = None,
     ) -> StreamAnswer | WholeAnswer:
-        """The answer to a body, in the words of its API: a reply of (model, tokenizer), an Exchange that uses it."""
+        """Answer a body in the format of its API: `reply_of` makes the reply from (model, tokenizer), `exchange_of` the
+        Exchange that uses it."""
         use, wanted, usage, origin = body.tool_use(), body.constraint(), body.wants_usage(), origin_of(request)
         ready = await self._prompts.prepare(body, key, use, wanted)
         pins = await pins_of(body, use, ready[0].encoded.ids) if pins_of else []
@@ -68,10 +69,11 @@ class Generation:
     def on_answer(
         self, request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict[str, Any], ids: bytes
     ) -> None:
-        """A choice of a chat has ended by itself or for length: its message as the client sees it, and all ids that
-        were generated for it, the one that ended the turn included. `request` has the prompt's ids, the key and the
-        cache salt; `prompt` is the chat as it was rendered, `encoded` what became of it. Not called for choices that
-        were cut at a stop string or before a second call that was not wanted, whose ids say more than the message."""
+        """Called when a choice of a chat has ended by itself or by length: `message` is what the client sees, `ids` are
+        all generated ids, including the one that ended the turn. `request` has the prompt's ids, the key and the cache
+        salt; `prompt` is the chat that was rendered, and `encoded` the result. Not called for choices that were cut at
+        a stop string, or before an additional call that was not wanted: their ids have more content than the
+        message."""
         self._prompts.remember(encoded, message, ids, request.api_key)
 
     # ------------------------------------------------------------ parts
@@ -85,7 +87,7 @@ class Generation:
         origin: Origin | None,
         pins: list[tuple[int, float]],
     ) -> None:
-        """Ask for the answers to one prompt."""
+        """Send the request for one prompt."""
         prompt, encoded, sampling, output = ready.prompt, ready.encoded, ready.sampling, ready.output
         echo = isinstance(body, Completion) and bool(body.echo)
         message = Generate(

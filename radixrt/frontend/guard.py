@@ -1,4 +1,4 @@
-"""What routes share: keys and origins in headers, JSON, and errors in the format of their API."""
+"""Code that routes share: keys and origins in headers, JSON, and errors in the format of their API."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from radixrt.frontend.replies import encode
 from radixrt.messages import Origin
 
 MESSAGES_PATH = "/v1/messages"
-"""Of Anthropic's API: below it errors are told in its format."""
+"""The path of Anthropic's API: below it errors are sent in its format."""
 DEPTH_DIGITS = 9
 Handler = Callable[[Request], Awaitable[Any]]
-"""Answers with what is an ASGI application itself."""
+"""Returns a response, which is an ASGI application itself."""
 KeyedHandler = Callable[[Request, str], Awaitable[Any]]
-"""One that is also told the caller's API key."""
+"""A Handler that also gets the caller's API key."""
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -33,8 +33,8 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def header(request: Request, name: bytes) -> str:
-    """The first value of a header, whose name is in small letters; "" without one. Clients write UTF-8 or, as the
-    protocol once had it, Latin-1."""
+    """The first value of a header, given by its lower-case name; "" without one. Clients send UTF-8 or, as the protocol
+    used to specify, Latin-1."""
     for key, value in request.scope["headers"]:
         if key == name:
             try:
@@ -45,7 +45,7 @@ def header(request: Request, name: bytes) -> str:
 
 
 def key_of(request: Request) -> str:
-    """The caller's API key; "" without one. Clients of Anthropic's may send both headers, one of them empty."""
+    """The caller's API key; "" without one. Anthropic's clients may send both headers, one of them empty."""
     scheme, _, key = header(request, b"authorization").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     return bearer or header(request, b"x-api-key")
@@ -60,7 +60,7 @@ def origin_of(request: Request) -> Origin:
 
 
 def _told(request: Request, error: ApiError) -> ApiError:
-    """The error in the format of the API that the route is of."""
+    """The error in the format of the route's API."""
     return AnthropicError.wrap(error) if request.url.path.startswith(MESSAGES_PATH) else error
 
 
@@ -76,8 +76,8 @@ async def on_crash(request: Request, error: Exception) -> Response:
 
 
 def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application for web pages of `origins` ("*": any) too, whose browsers ask first (CORS). Without any it stays
-    as it is: a page that somebody visits must not read what is said to a server on their machine."""
+    """Allow web pages of `origins` ("*": any) to call the application (CORS). Without origins it is unchanged: a page
+    that somebody visits must not be able to use a server on their machine."""
     if not origins:
         return app
     exposed = (REQUEST_ID, answer.REQUEST_ID, "retry-after")
@@ -85,8 +85,8 @@ def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class Application:
-    """The ASGI application. POSTs to `posts`, by path, which are what a server does all day, go straight to their
-    handlers; `others`, and what is asked for in any other way, go through Starlette, at some 20 µs more."""
+    """The ASGI application. POST requests to the paths in `posts`, the most frequent ones, go directly to their
+    handlers; all others go through Starlette, which takes about 20 µs more."""
 
     def __init__(self, posts: dict[str, Handler], others: list[Route], lifespan: Lifespan[Starlette]) -> None:
         routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()] + others

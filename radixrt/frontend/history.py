@@ -1,4 +1,4 @@
-"""The messages of a chat, checked: every refusal names the field."""
+"""Validates the messages of a chat; every error names the field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: list[Message]) -> list[Message]:
-    """The messages for a chat template: a `developer` speaks as the system and refusals are text, for templates know no
-    others. ApiError (400) for unknown roles, broken tool calls, and a tool's answer to a call that nobody made."""
+    """The messages for a chat template. `developer` becomes `system`, and refusals become text, since templates do not
+    know them. Raises ApiError (400) for unknown roles, invalid tool calls, and a tool's result without a call."""
     calls: set[str] = set()
     messages = [_without_refusal(f"messages[{i}]", message) for i, message in enumerate(messages)]
     for i, message in enumerate(messages):
@@ -29,7 +29,7 @@ def checked_messages(messages: list[Message]) -> list[Message]:
 
 
 def _without_refusal(field: str, message: Message) -> Message:
-    """An assistant's message in which a refusal, of its own or as a part, is what it says."""
+    """An assistant's message in which a refusal, as a field or as a part, has become its text."""
     refusal, content = message.get("refusal"), message.get("content")
     if message.get("role") != "assistant":
         return message
@@ -86,7 +86,7 @@ def _call_ids(field: str, calls: Any) -> set[str]:
 
 
 def _checked_call(field: str, call: Any) -> str:
-    """The call's id."""
+    """Check a call; returns its id."""
     if not isinstance(call, dict):
         refuse(field, "must be an object")
     if call.get("type", "function") != "function":

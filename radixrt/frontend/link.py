@@ -9,40 +9,41 @@ from radixrt.frontend.errors import ApiError
 from radixrt.transports import Here, HereTransport, RouterTransport, ZmqTransport
 
 ROUTER_SECONDS = 5.0
-"""Time that the router has to answer a question about itself."""
+"""Timeout of questions to the router about itself."""
 POLL_SECONDS = 0.02
 
 
 class RouterLink:
-    """To `here`, a router on the same event loop, or to the one at `address`."""
+    """The connection to `here`, a router on the same event loop, or to the one at `address`."""
 
     transport: RouterTransport
-    """From `open` on."""
+    """Set by `open`."""
 
     def __init__(self, address: str, here: Here | None = None) -> None:
         self._address = address
         self._here = here
 
     def open(self) -> None:
-        """On the event loop that is to use it."""
+        """Open the connection, on the event loop that will use it."""
         self.transport = HereTransport(self._here) if self._here else ZmqTransport(self._address)
 
     async def wait(self) -> None:
-        """So that the first request is not refused where both start together."""
+        """Wait until the router can be reached, so that the first request is not refused if both start at the same
+        time."""
         deadline = asyncio.get_running_loop().time() + ROUTER_SECONDS
         while not self.transport.connected and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
 
     async def close(self) -> None:
-        """Leave the router; requests in flight end with an error that says why."""
+        """Close the connection; requests in flight end with an error that says so."""
         await self.transport.close("the server is shutting down")
 
     def reachable(self) -> RouterTransport:
-        """The transport; ApiError (503) where the router cannot be reached."""
+        """The transport. Raises ApiError (503) if the router cannot be reached."""
         if not self.transport.connected:
             raise ApiError(503, "the router cannot be reached", retry_after=1.0)
         return self.transport
 
     def ask(self, key: str) -> AsyncClient:
-        """A client for questions to the router. ApiError (503) as of `reachable`."""
+        """A client for questions to the router. Raises ApiError (503) as `reachable` does."""
         return AsyncClient(self.reachable(), key, timeout=ROUTER_SECONDS)

@@ -1,4 +1,4 @@
-"""Whose log-probabilities go with a text: the tokens that say it, and where in it they begin."""
+"""Assigns tokens, with their log-probabilities, to parsed text, and finds where in a text they begin."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from radixrt.messages import TokenLogprob
 from radixrt.router.tokens import Tokenizer
 
 TRIES = 8
-"""Places of a text among what tokens say, of which one where a token begins is taken."""
+"""The most occurrences of a text in the tokens' bytes that are tried, to find one that begins with a token."""
 
 
 class Tokens:
-    """The tokens of an answer, until the text has come that they say.
+    """The tokens of an answer whose text has not been parsed yet.
 
-    tokens   |Yes|.\\n\\n|The| cat|</think>|            a parser gives texts in other pieces than tokens, and later,
-    texts    |Yes.   |\\n\\nThe cat|                    and marks not at all
+    tokens   |Yes|.\\n\\n|The| cat|</think>|            a parser returns text in pieces other than tokens, and later,
+    texts    |Yes.   |\\n\\nThe cat|                    and leaves out marks
     """
 
     def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int] = frozenset()) -> None:
@@ -26,13 +26,13 @@ class Tokens:
         self._hidden = hidden
         """Tokens that never become text."""
         self._waiting: deque[tuple[int, int, TokenLogprob]] = deque()
-        """Where the bytes of each begin and end in all that was said."""
+        """(begin, end) of each token in the bytes of the whole answer, and the token."""
         self._said = b""
-        """Bytes that no text has come of yet; they begin at `_at`."""
+        """Bytes whose text was not parsed yet; they begin at `_at`."""
         self._at = 0
 
     def add(self, tokens: Iterable[TokenLogprob]) -> None:
-        """Tokens that are said next. Nothing is known of them without a tokenizer."""
+        """Add the next tokens. Ignored without a tokenizer."""
         if self._tokenizer is None:
             return
         texts = []
@@ -46,12 +46,12 @@ class Tokens:
         self._said += b"".join(texts)
 
     def take(self, text: str) -> list[TokenLogprob]:
-        """Those that begin to say the next text. What is said before it says none."""
+        """The tokens that begin in the next `text`. Tokens before it belong to no text."""
         if not self._waiting:
             return []
-        sure = max(text.split("\ufffd"), key=len).encode()  # U+FFFD stands for bytes that are no character
+        sure = max(text.split("\ufffd"), key=len).encode()  # U+FFFD stands for unknown bytes
         place = self._place(sure)
-        if place < 0:  # it may begin with white space that a format puts between messages, which no token says
+        if place < 0:  # it may begin with white space that a format puts between messages, which is in no token
             sure = sure.lstrip()
             place = self._place(sure)
         if place < 0:
@@ -66,13 +66,13 @@ class Tokens:
         return told
 
     def of(self, piece: Piece) -> list[TokenLogprob] | None:
-        """Those of content; None of what is not."""
+        """The tokens of a piece of content; None for other pieces."""
         if isinstance(piece, Reasoning):
             self.take(piece.text)
         return self.take(piece.text) if isinstance(piece, Content) else None
 
     def _place(self, text: bytes) -> int:
-        """Where the text stands: where it goes on, else where a token begins, else anywhere; -1 if nowhere."""
+        """Where the text is: right after the last one, or where a token begins, or anywhere; -1 if nowhere."""
         first = place = self._said.find(text)
         if first <= 0:
             return first
@@ -87,9 +87,9 @@ class Tokens:
 
 
 class Offsets:
-    """Where in a text, in characters, the tokens begin that say it, one after the other. Those `hidden` have no text,
-    nor have special ones among the first `echoed` tokens, those of a prompt; the parts of a character begin where it
-    does."""
+    """Where tokens begin in a text, in characters, one token after the other. `hidden` tokens have no text, and neither
+    have special ones among the first `echoed` tokens, those of a prompt. Tokens that are parts of a character begin
+    where that does."""
 
     def __init__(self, tokenizer: Tokenizer | None, hidden: frozenset[int], echoed: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, token: int, text: str) -> int:
-        """Of the next token; `text` is its own, which counts without a tokenizer."""
+        """The offset of the next token. `text` is its text, which is used without a tokenizer."""
         begin = self._at
         hidden = self._hidden
         if self._echoed and self._tokenizer:

@@ -1,4 +1,4 @@
-"""An assistant's message, gathered piece by piece as it is generated."""
+"""An assistant's message, built from pieces as it is generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 
 
 class ToolCall:
-    """`arguments` is what the model wrote: JSON, if it did as it was told."""
+    """A tool call. `arguments` is the model's text, usually JSON."""
 
     __slots__ = ("_arguments", "id", "name")
 
@@ -28,7 +28,7 @@ class ToolCall:
 
 
 class AssistantMessage:
-    """What one choice says; every API writes the same one in its own way."""
+    """The message of one choice, independent of the API."""
 
     __slots__ = ("_begins", "_content", "_reasoning", "calls")
 
@@ -37,7 +37,7 @@ class AssistantMessage:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._begins: dict[tuple[int, int], int] = {}
-        """Where in it thoughts begin, by what had been said before."""
+        """Where parts of the reasoning begin in it, by the amount of other output before each."""
 
     def add(self, piece: Piece) -> None:
         kind = type(piece)
@@ -65,13 +65,13 @@ class AssistantMessage:
 
     @property
     def thoughts(self) -> list[str]:
-        """Its reasoning, in parts between which something else was said."""
+        """Its reasoning, in parts that are separated by other output."""
         begins = [*self._begins.values(), None]
         return ["".join(self._reasoning[begin:end]) for begin, end in pairwise(begins)]
 
     @property
     def cut(self) -> bool:
-        """Whether its last call has no whole arguments."""
+        """Whether the arguments of its last call are incomplete."""
         try:
             json.loads(self.calls[-1].arguments)
         except (ValueError, RecursionError):
@@ -79,7 +79,7 @@ class AssistantMessage:
         return False
 
     def to_openai(self) -> dict[str, Any]:
-        """As a message of OpenAI's API, in answers and in the next request's history."""
+        """The message in OpenAI's format, as in answers and in the history of the next request."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self._reasoning:
             message["reasoning_content"] = self.reasoning

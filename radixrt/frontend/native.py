@@ -1,4 +1,4 @@
-"""The native API: a ClientRequest as JSON in, its ClientReplies out, one a line."""
+"""The native API over HTTP: a ClientRequest as JSON in, its ClientReplies out, one per line."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _request = msgspec.json.Decoder(ClientRequest)
 
 
 class Native:
-    """The route. `check` raises ApiError (401) for an unknown key; `read` gives a body, and is told of a caller without
-    a key in the header."""
+    """The route. `check` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
+    there was no key in the header."""
 
     def __init__(
         self, link: RouterLink, check: Callable[[str], None], read: Callable[[Request, bool], Awaitable[bytes]]
@@ -36,14 +36,14 @@ class Native:
         self._read = read
 
     async def handle(self, request: Request) -> Any:
-        """Errors are lines of the protocol, and a small message may carry its key itself."""
+        """Handle a request. Errors are sent as lines of the protocol; a small message may have its key in itself."""
         try:
             return await self._answer(request)
         except (ApiError, FieldError, ServerError) as problem:
             return _response(api_error(problem))
 
     async def _answer(self, request: Request) -> StreamAnswer:
-        """A key in the header counts before the message's own."""
+        """Answer a request. A key in the header takes precedence over the message's own."""
         key = key_of(request)
         if key:
             self._check(key)
@@ -60,7 +60,7 @@ class Native:
 
 
 class NativeExchange(Mailbox):
-    """One message and its answers as lines of JSON. A refusal is a line too, and the status."""
+    """One message and its answers as lines of JSON. An error is sent as a line as well as by the status."""
 
     def __init__(self, transport: RouterTransport, request: ClientRequest) -> None:
         super().__init__()

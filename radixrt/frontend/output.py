@@ -1,4 +1,4 @@
-"""What an answer may be, and how it is read: tools, grammars and reasoning in the formats of one model.
+"""How answers are constrained and parsed: tools, grammars and reasoning in the formats of one model.
 
 ToolUse, Constraint ──Formats.output──> Output: the Grammar that the worker follows, the parser of each choice
 """
@@ -35,12 +35,12 @@ from radixrt.router.grammar import check_aside
 from radixrt.router.tokens import Tokenizer
 
 TAIL_TOKENS = 16
-"""Of a prompt, in which a mark that opens or closes thoughts would be found."""
+"""The last tokens of a prompt in which marks that open or close thoughts are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """How the choices of one request are read; the default one is text and nothing else."""
+    """How the choices of one request are parsed; by default as text only."""
 
     tools: ToolFormat | None = None
     use: ToolUse = NO_TOOLS
@@ -48,11 +48,11 @@ class Output:
     thinking: Thinking = "no"
     grammar: Grammar | None = None
     field: str = ""
-    """What has asked for the grammar."""
+    """The field of the request that the grammar comes from."""
     hidden_ids: frozenset[int] = frozenset()
-    """Special tokens that never become text; the others must, for a parser needs them."""
+    """Special tokens that never become text. All others do, since a parser needs them."""
     hidden_marks: frozenset[str] = frozenset()
-    """Marks that are special tokens: seen by the parser, never by the client."""
+    """Marks that are special tokens: passed to the parser, never to the client."""
 
     @property
     def parses(self) -> bool:
@@ -60,13 +60,13 @@ class Output:
 
     @property
     def ends_early(self) -> bool:
-        """The parser may end an answer before the worker does: Harmony's ends with a call."""
+        """Whether the parser may end an answer before the worker does: Harmony's ends with a call."""
         if self.tools is None or not self.use.tools:
             return False
         return not self.use.parallel or isinstance(self.tools, Harmony)
 
     def parser(self) -> OutputParser | None:
-        """A parser for one choice; None where all is content."""
+        """A new parser for one choice; None if everything is content."""
         if not self.parses:
             return None
         most_calls = None if self.use.parallel else 1
@@ -74,11 +74,12 @@ class Output:
         return OutputParser(self.tools, functions, self.reasoning, self.thinking, hidden, most_calls)
 
     def shown(self, sampling: Sampling) -> Sampling:
-        """`sampling` for the text that the parser reads."""
+        """`sampling` for decoding the text that the parser gets."""
         return msgspec.structs.replace(sampling, skip_special_tokens=False) if self.hidden_marks else sampling
 
     async def checked_grammar(self) -> Grammar | None:
-        """The grammar, if it can be compiled; FieldError names what is to blame, a tool's schema where it is one."""
+        """The grammar. Raises FieldError if it cannot be compiled, which names the cause, a tool's schema for
+        example."""
         if self.grammar is None:
             return None
         try:
@@ -95,13 +96,13 @@ TEXT = Output()
 
 
 class Formats:
-    """The formats of the model that is served, as its chat template shows them or as told."""
+    """The formats of the served model, as detected from its chat template or as configured."""
 
     def __init__(self, tokenizer: Tokenizer | None, tool_call_parser: str = "auto", reasoning_parser: str = "auto"):
         rendered = probe_text(tokenizer)
         self.tools = tool_format(tool_call_parser, rendered)
         reasoning = reasoning_format(reasoning_parser, rendered)
-        # Channels are read by one format, thoughts and calls alike, also where only one of them is wanted.
+        # Harmony parses thoughts and calls together, even if only one of them is wanted.
         thoughts = isinstance(reasoning, Harmony)
         self.reasoning = None if isinstance(reasoning, Harmony) else reasoning
         self._no_calls = thoughts and self.tools is None
@@ -113,7 +114,8 @@ class Formats:
     def output(
         self, prompt: bytes, partial: bool, skips_special: bool, use: ToolUse, wanted: Constraint | None
     ) -> Output:
-        """How answers to a chat are written and read. `prompt` are its ids; `partial`: its last message goes on."""
+        """How answers to a chat are constrained and parsed. `prompt` are its ids; `partial`: the answer continues its
+        last message."""
         thinking = self._thinking(prompt, partial)
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
@@ -132,11 +134,11 @@ class Formats:
         return replace(output, hidden_ids=hidden_ids, hidden_marks=hidden_marks)
 
     def _tools(self, use: ToolUse, prompt: bytes, partial: bool) -> ToolFormat | None:
-        if isinstance(self.tools, Harmony):  # an answer has channels also where there is nothing to call
+        if isinstance(self.tools, Harmony):  # answers have channels even if there are no tools
             return self.tools.after(self._tail(prompt), partial)
         if not use.tools:
             return None
-        # A model without a format of its own is made to write the plainest one.
+        # A model without a format of its own is made to write the simplest one.
         return self.tools or (Llama() if use.forced else None)
 
     def _tail(self, prompt: bytes) -> str:
@@ -160,9 +162,9 @@ class Formats:
     def _grammar(
         self, tools: ToolFormat | None, use: ToolUse, wanted: Constraint | None, thinking: Thinking
     ) -> tuple[Grammar | None, str]:
-        """The grammar of an answer, and the field that has asked for it."""
+        """The grammar of an answer, and the field that it comes from."""
         if tools is not None and use.forced:
-            # `wanted` is of the text, and there is none.
+            # `wanted` constrains the text, and with forced calls there is none.
             form = tools.forced([tool.function() for tool in use.forced], use.parallel)
             return self._tagged(form, thinking), "tool_choice"
         if wanted is not None:
@@ -170,7 +172,7 @@ class Formats:
                 return wanted.grammar, wanted.field
             form = wanted.as_format()
             if isinstance(tools, Harmony):
-                form = tools.said(form)
+                form = tools.with_text(form)
             if tools is not None and use.tools:
                 calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)
                 form = either(calls, form)
@@ -189,7 +191,7 @@ class Formats:
 
 
 def probe_text(tokenizer: Tokenizer | None) -> str:
-    """What the chat template makes of a chat with a call and a thought, and of a question; "" where it refuses one."""
+    """The chat template's text for a chat with a call and a thought, and for a question; "" for what it refuses."""
     texts = []
     for probe in (PROBE, QUESTION) if tokenizer else ():
         with contextlib.suppress(FieldError):

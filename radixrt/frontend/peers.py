@@ -1,4 +1,4 @@
-"""What this front end shares with the others of its router, which keeps it (`radixrt.router.shared`)."""
+"""Values that front ends share through the router, which keeps them (`radixrt.router.shared`)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from radixrt.messages import Info, Recall, Share
 from radixrt.transports import Answer, RouterTransport
 
 SECONDS = 1.0
-"""Given to the router to answer; then it counts as knowing nothing."""
+"""How long to wait for the router; after that, values count as unknown."""
 
 
 class Peers:
-    """`transport` is asked for when it is needed: it is opened after this is made."""
+    """`transport` returns the transport, which is opened only after this object is created."""
 
     def __init__(self, transport: Callable[[], RouterTransport]) -> None:
         self._transport = transport
         self._sent = self._taken = 0
-        """Shares that were sent, and that the router has taken, which it does in order."""
+        """Numbers of Share messages that were sent, and that the router has handled, in order."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
-        """Keep values for all front ends, or forget them (None); `settled` waits for it."""
+        """Store values for all front ends, or remove them (None). `settled` waits until that is done."""
         try:
             self._transport().submit(Share(id=0, entries=list(entries), api_key=api_key), self._took)
-        except ServerError:  # a router that does not read: what is not shared is computed again
+        except ServerError:  # the router does not read; what is not shared will be computed again
             return
         self._sent += 1
 
@@ -41,7 +41,7 @@ class Peers:
                 waiter.set_result(None)
 
     async def settled(self) -> None:
-        """Return when whoever asks the router finds all that was shared up to now, or when it does not answer."""
+        """Wait until the router has stored everything shared so far, or does not answer in time."""
         if self._taken >= self._sent:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,7 +50,7 @@ class Peers:
             await asyncio.wait_for(waiter, SECONDS)
 
     async def recall(self, keys: Sequence[bytes], api_key: str) -> list[bytes | None]:
-        """The values of some keys; None for those that are not kept, and for all where the router does not answer."""
+        """The values of some keys; None for unknown ones, and for all if the router does not answer in time."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def take(answer: Answer) -> None:
@@ -67,5 +67,5 @@ class Peers:
 
 
 def key_of(kind: str, namespace: str, name: str) -> bytes:
-    """The key of a value that one process names like every other."""
+    """The key of a value that all processes name in the same way."""
     return blake2b("\0".join((kind, namespace, name)).encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Prompts of requests made ready to be asked: their ids, how tokens are drawn, and how the answers are read.
+"""Prepares the prompts of requests: their token ids, sampling parameters, and how answers are parsed.
 
 body --prepare--> Ready ... answered ... --remember--> the prompts of the next turn
 """
@@ -26,37 +26,38 @@ from radixrt.router.validate import check_choices, check_sampling
 
 
 class PromptBody(Protocol):
-    """A body with a prompt that can be counted."""
+    """A request body with a prompt whose tokens can be counted."""
 
     cache_salt: str | None
 
     def names(self) -> dict[str, str]:
-        """How the caller calls the fields of a message."""
+        """Maps the fields of messages to the caller's names."""
 
 
 class Body(PromptBody, Protocol):
-    """A body that asks for answers, of any API. Its methods raise ApiError (400) for what is wrong or not served."""
+    """A request body of any API that generates answers. Its methods raise ApiError (400) for invalid or unsupported
+    fields."""
 
     model: str | None
     stream: bool | None
 
     def tool_use(self) -> ToolUse:
-        """What an answer may do with tools."""
+        """Which tools an answer may or must call."""
 
     def constraint(self) -> Constraint | None:
-        """What the text must be."""
+        """The constraint on the text of an answer, if any."""
 
     def wants_usage(self) -> bool:
-        """Whether a stream tells the usage."""
+        """Whether a stream includes the usage."""
 
     def choices(self) -> int:
-        """Choices of each prompt."""
+        """The number of choices for each prompt."""
 
     def prompts(self, use: ToolUse) -> list[Prompt]:
-        """The prompts; a chat's template is shown what may be used."""
+        """The prompts; a chat's template gets the tools of `use`."""
 
     def sampling(self, defaults: Defaults) -> Sampling:
-        """How tokens are drawn; `defaults` where the request does not say."""
+        """The sampling parameters; `defaults` for those that the request does not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,12 @@ class Ready:
     prompt: Prompt
     encoded: Encoded
     sampling: Sampling
-    """With its grammar, and within the room there is."""
+    """With the grammar, and max_tokens within the available room."""
     output: Output
 
 
 class Prompts:
-    """`tenant` names whom a key belongs to: answers in a chat are found as they were generated for the same one."""
+    """`tenant` returns the tenant of a key: answers in a chat get the ids that were generated for the same tenant."""
 
     def __init__(
         self, config: FrontendConfig, text: TextService, peers: Peers | None, tenant: Callable[[str], str]
@@ -84,7 +85,7 @@ class Prompts:
         self._defaults = sampling_defaults(config.generation_config, text.generation)
 
     async def prepare(self, body: Body, key: str, use: ToolUse, wanted: Constraint | None) -> list[Ready]:
-        """The prompts of a request, checked; ApiError names the field that is wrong."""
+        """Prepare the prompts of a request. Raises ApiError that names an invalid field."""
         sampling, prompts = body.sampling(self._defaults), body.prompts(use)
         found = []
         try:
@@ -104,26 +105,27 @@ class Prompts:
         return ready
 
     async def num_tokens(self, prompt: Prompt, key: str, body: PromptBody) -> int:
-        """Of the prompt that a body would have."""
+        """The number of tokens of a body's prompt."""
         try:
             return len((await self._encode(prompt, key, body.cache_salt)).ids) // TOKEN_BYTES
         except FieldError as problem:
             raise api_error(problem, body.names()) from None
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, key: str) -> None:
-        """Keep the ids of an answer to a chat, for prompts that it comes back in."""
+        """Keep the ids of an answer to a chat, for later prompts that contain it."""
         self._conversations.remember(encoded, message, ids, key)
 
     # ------------------------------------------------------------ parts
 
     async def _encode(self, prompt: Prompt, key: str, cache_salt: str | None) -> Encoded:
-        """Ids of a prompt; answers in a chat as they were generated for the same caller."""
+        """Encode a prompt; answers in a chat get the ids that were generated for the same caller."""
         if isinstance(prompt, TokenPrompt):
             return Encoded(self._text.encode_now(prompt), "")
         return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "", key)
 
     def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
-        """`sampling` within --max-model-len, if there is one (the router has its own); FieldError without room."""
+        """`sampling` with max_tokens within --max-model-len, if that is set (the router has its own limit). Raises
+        FieldError if there is no room."""
         if not self._max_model_len:
             return sampling
         tokens = len(ids) // TOKEN_BYTES
@@ -136,7 +138,7 @@ class Prompts:
     def _output(
         self, prompt: Prompt, ids: bytes, sampling: Sampling, use: ToolUse, wanted: Constraint | None
     ) -> Output:
-        """What the answers to one prompt may be, and how they are read."""
+        """How the answers to one prompt are constrained and parsed."""
         if isinstance(prompt, ChatPrompt):
             return self._formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
         return Output(grammar=wanted.grammar, field=wanted.field) if wanted else TEXT

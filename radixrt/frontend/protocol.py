@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, which besides does not wait for clients for ever."""
+"""The HTTP/1.1 protocol of a connection: uvicorn's, with timeouts for clients that do not send or read."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from radixrt.frontend.errors import ApiError
 
 LEAVING = "radixrt.leaving"
-"""Among a scope's `extensions`: takes what is called if the client leaves before it is answered. To wait for that in
-`receive` takes a task, which costs a short request a tenth of its time."""
+"""A key of a scope's `extensions`: a function that takes a callback for when the client disconnects before it is
+answered. Waiting for that in `receive` would need a task, which costs a tenth of a short request's time."""
 
 
 NAME = b"\nupgrade:"
 UPGRADE = re.compile(NAME, re.IGNORECASE)
 IGNORED = b"\nignored:"
-"""As long as NAME: what is a place in one is the same in the other."""
+"""As long as NAME, so that replacing one by the other does not move offsets."""
 HEAD_END = b"\r\n\r\n"
 MOST_HEAD_BYTES = 64 << 10
-"""Of a request's head, or of the trailers behind a body in chunks: the parser itself would take any number, from
-anybody, and what is one value or URL as often again as it comes in parts."""
+"""The most bytes of a request's head, or of the trailers after a chunked body. The parser itself has no limit, and
+takes quadratic time for a value or URL that arrives in many parts."""
 
 
 class AnswerTransport:
-    """A connection while one request is answered: the head of the answer leaves with the first part of its body, as
-    ASGI has it. Each write is a system call, and wakes the client."""
+    """The connection while one request is answered. It sends the response's head together with the first part of the
+    body, as ASGI allows, because each write is a system call and wakes the client."""
 
     __slots__ = ("_cycle", "_head", "_transport")
 
@@ -39,7 +39,7 @@ class AnswerTransport:
         self._cycle = cycle
         self._transport: asyncio.Transport = cycle.transport
         self._head: bytes | None = None
-        """Empty when it has left."""
+        """The head that is held back; empty once it is sent."""
 
     def write(self, data: bytes) -> None:
         if self._head:
@@ -51,7 +51,7 @@ class AnswerTransport:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Nothing follows: a head that has no body leaves too."""
+        """The response is complete: send a head that has no body."""
         if self._head:
             self.write(b"")
 
@@ -64,14 +64,14 @@ class AnswerTransport:
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """Ends a connection on which nothing has moved for `timeout_keep_alive` seconds, or up to twice as many, while it
-    is the client's turn: to send its first request, or the rest of one, or to read what was written. Each would hold
-    a socket, and the last one its answer too, for as long as the client lives.
+    """Closes a connection on which nothing has happened for `timeout_keep_alive` seconds, or up to twice as long, while
+    it waits for the client: to send its first request, or the rest of one, or to read what was written. Otherwise each
+    such client would hold a socket, and possibly its answer, for as long as it is connected.
 
-    When a client leaves, the request that is being answered is told, also if others came behind it.
+    When a client disconnects, the request that is being answered is notified, even if others were pipelined after it.
 
-    A head that is too long is refused, or, where others are to be answered before it, ends the connection, as trailers
-    that are too long do. What comes in one read with the end of another request is not counted.
+    A request whose head is too long is refused; if others have to be answered before it, the connection is closed, as
+    for trailers that are too long. Bytes that arrive in one read with the end of another request are not counted.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -79,15 +79,15 @@ class PatientProtocol(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._on_leave: Callable[[], None] | None = None
         self._moved = self.loop.time()
-        """When the client has sent something, or was answered."""
+        """When the client last sent something, or was last answered."""
         self._in_head = True
-        """A request's head is to come, or the rest of one: `_past` is the end of what the parser has of it, `_held`
-        what it will be given with the rest."""
+        """Whether a request's head, or the rest of one, is to come. `_past` is the end of what the parser has of it;
+        `_held` is what the parser will get together with the rest."""
         self._past = self._held = b""
         self._head_bytes: int | None = 0
-        """Of a head, or of what is behind the last chunk; None in a body."""
+        """Bytes so far of a head, or of trailers; None in a body."""
         self._unread = 0
-        """Bytes that it was still to read at the last look; 0 if something may have been written since."""
+        """Bytes that the client had not read at the last check; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -100,8 +100,8 @@ class PatientProtocol(HttpToolsProtocol):
                 self._on_leave()
             self._forget_answering()
         super().connection_lost(exc)
-        # They refer to this connection: with what was not read of a body all would wait for the cyclic collector, which
-        # seldom comes.
+        # These refer back to this connection: such a cycle, with the unread part of a body, would live until the
+        # garbage collector runs, which is seldom.
         self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
         self.pipeline.clear()
 
@@ -117,7 +117,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def _parse_head(self, data: bytes) -> None:
-        """Data that goes beyond the most that a head may have, unless that ends before: the parser knows."""
+        """Parse data with which a head exceeds MOST_HEAD_BYTES, and refuse it unless it ends before that."""
         parts, within = memoryview(data), len(data) - (self._head_bytes - MOST_HEAD_BYTES)
         self._head_bytes = MOST_HEAD_BYTES
         super().data_received(parts[:within])
@@ -142,7 +142,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
-        """If it is the last one trailers follow, else the chunk."""
+        """Trailers follow the last chunk header; after others `on_body` is called."""
         self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
@@ -155,8 +155,8 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _without_upgrade(self, data: bytes) -> bytes:
-        """A part of a request's head, and what follows it. An offer to go on in another protocol (Java's client and
-        curl make one, of HTTP/2) is not taken up (RFC 9110, 7.8): the parser would leave the body to that protocol."""
+        """Data of a request's head, and what follows it, without an Upgrade header. Such an offer (Java's client and
+        curl offer HTTP/2) may be ignored (RFC 9110, 7.8), but the parser would leave the body to the other protocol."""
         if not self._past and not self._held and data[:1] not in (b"\r", b"\n"):
             end = data.find(HEAD_END)
             if end >= 0 and not UPGRADE.search(data, 0, end):
@@ -166,7 +166,7 @@ class PatientProtocol(HttpToolsProtocol):
         end = whole.find(HEAD_END, begin)
         head = whole if end < 0 else whole[:end]
         held = 0
-        if end < 0:  # perhaps the rest of the name is still to come
+        if end < 0:  # the rest of the name may still be to come
             last = whole[1 - len(NAME) :].lower()
             held = next((n for n in range(len(last), 0, -1) if NAME.startswith(last[-n:])), 0)
         told = (UPGRADE.sub(IGNORED, head) + whole[len(head) :])[len(self._past) : len(whole) - held]
@@ -183,7 +183,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _forget_answering(self) -> None:
-        """It is answered, or never will be; its transport refers to it, and it to the plain one from now on."""
+        """The current request is answered, or never will be. Breaks the cycle between it and its transport."""
         self._answering.transport = self.transport
         self._answering = None
 
@@ -199,17 +199,17 @@ class PatientProtocol(HttpToolsProtocol):
 
     def _when_left(self, tell: Callable[[], None]) -> None:
         """See LEAVING."""
-        if self._answering is None:  # it has left
+        if self._answering is None:  # the client has disconnected already
             tell()
             return
         self._on_leave = tell
-        self.flow.resume_reading()  # of a connection that is not read no end is seen
+        self.flow.resume_reading()  # a disconnect is noticed only while reading
 
     def _look(self) -> None:
         idle = self._is_clients_turn() and self.loop.time() - self._moved >= self.timeout_keep_alive
         unread = self._bytes_unread() if idle or self.flow.write_paused else 0
         if unread and unread == self._unread:
-            self.transport.abort()  # to close it would wait until all is read
+            self.transport.abort()  # close() would wait until everything is read
             return
         self._unread = unread
         if idle:
@@ -217,12 +217,13 @@ class PatientProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
     def _bytes_unread(self) -> int:
-        """What the client has not acknowledged, here and in the kernel. It grows by what is written alone."""
+        """Bytes that the client has not acknowledged, in the transport's buffer and in the kernel's. Only writing makes
+        them more."""
         sock = self.transport.get_extra_info("socket")
         queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4)
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _is_clients_turn(self) -> bool:
-        """To send something: the next request, or more of one, of which no more is there than is asked for."""
+        """Whether the client is to send something: the next request, or more of one that is waited for."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or (cycle.more_body and not self.flow.read_paused)

@@ -1,4 +1,4 @@
-"""How many tokens of an answer are thoughts, for the usage of every API. Pure."""
+"""Counts the reasoning tokens of an answer, for the usage of every API. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from radixrt.router.tokens import Tokenizer
 
 
 def reasoning_tokens(tokenizer: Tokenizer | None, thoughts: Sequence[str], ids: bytes) -> int:
-    """How many of the first `ids` (int32) end with the last of the `thoughts`, which are in the order of the answer.
-    Marks that open thoughts, and what was said between two of them, count with them."""
+    """The number of `ids` (int32) up to the end of the last of the `thoughts`, which are in the order of the answer.
+    Marks that open thoughts, and other output between two of them, are included."""
     if not thoughts or tokenizer is None:
         return 0
     parts = [tokenizer.token_bytes(token) for token in np.frombuffer(ids, "<i4").tolist()]

@@ -1,6 +1,6 @@
-"""Deltas as OpenAI's JSON: whole answers, and the chunks of a stream. Pure.
+"""Formats answers as OpenAI's JSON: whole answers, and the chunks of a stream. Pure.
 
-A chunk is glued from bytes made once a request and the text of the moment: a stream's price is a token's price.
+A chunk is assembled from bytes that are made once per request and the text: its cost is paid for every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, R
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.router.tokens import Encoded, Tokenizer
 
-_random = random.Random()  # not the module's own, which a program in this process may seed
+_random = random.Random()  # not the global one, which a program in this process may seed
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -26,10 +26,10 @@ Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 def usage_json(usages: Sequence[Usage], prompts: int, reasoning: int = 0) -> dict[str, Any]:
-    """OpenAI's usage of all choices; a prompt counts once however many choices it has (`prompts` of them). `reasoning`
-    of the generated tokens are thoughts.
+    """OpenAI's usage of all choices, of `prompts` prompts; a prompt counts once, however many choices it has.
+    `reasoning` is the number of reasoning tokens.
 
-    Cached are the prompt tokens reused by the first choice of each prompt: the others reuse the first one's."""
+    `cached_tokens` are those of the first choice of each prompt: the other choices reuse what that has computed."""
     each = len(usages) // prompts
     prompt = cached = completion = 0
     for number, usage in enumerate(usages):
@@ -47,8 +47,8 @@ def usage_json(usages: Sequence[Usage], prompts: int, reasoning: int = 0) -> dic
 
 
 def session_json(encoded: Encoded) -> dict[str, Any]:
-    """What a reply's `radixrt` says of the answers in a chat that were generated here; nothing where there are none.
-    Notes count messages as the chat template sees them."""
+    """The part of a reply's `radixrt` field about answers in the chat that were generated here; {} if there are none.
+    Notes number messages as the chat template gets them."""
     if not encoded.kept_turns and not encoded.dropped:
         return {}
     notes = {"respelled": list(encoded.respelled), "dropped": list(encoded.dropped)}
@@ -56,27 +56,28 @@ def session_json(encoded: Encoded) -> dict[str, Any]:
 
 
 def model_json(name: str, max_model_len: int) -> dict[str, Any]:
-    """A model as OpenAI, vLLM and Anthropic describe it, each client reads its own. Prompt and output share its length,
-    so that either may have as much. When it was made is not known, which both APIs write as the epoch."""
+    """A model with the fields of OpenAI, vLLM and Anthropic. Prompt and output share its length, so the maximum of each
+    is all of it. Its creation time is unknown, for which both APIs use the epoch."""
     about = {"id": name, "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": max_model_len}
     sizes = {"max_input_tokens": max_model_len, "max_tokens": max_model_len}
     return about | sizes | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def models_json(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A list of models, which for Anthropic's client is a page."""
+    """A list of models, which is also a page for Anthropic's client."""
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
     return {"object": "list", "data": models, "has_more": False} | ends
 
 
 class Reply:
-    """What the answers of one HTTP request share: its id, its time, its model."""
+    """Formats the answers of one HTTP request, which share its id, time and model."""
 
     prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
     of_content = False
-    """Log-probabilities are told of the tokens of the content alone: not of thoughts, calls, and what ends it."""
+    """Whether log-probabilities are reported for the content's tokens only: not for thoughts, calls, and the token that
+    ends the answer."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
         self.id = self.prefix + _random.randbytes(16).hex()
@@ -90,7 +91,7 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def body(self, choices: list[dict[str, Any]], usages: Sequence[Usage], prompts: int, reasoning: int) -> bytes:
-        """A whole answer."""
+        """The body of a whole answer."""
         about = {"worker": usages[0].worker} | self.session
         usage = usage_json(usages, prompts, reasoning)
         return encode(self.head(self.whole) | {"choices": choices, "usage": usage, "radixrt": about})
@@ -98,22 +99,23 @@ class Reply:
     # ------------------------------------------------------------ chunks
 
     def begin(self, include_usage: bool) -> None:
-        """A stream begins; `include_usage` is what `stream_options` asks for."""
+        """Begin a stream; `include_usage` is that of `stream_options`."""
         self._include_usage = include_usage
         head = encode(self.head(self.part))
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def opening(self, index: int) -> bytes:
-        """What comes before all that a choice says."""
+        """The events before the first text of a choice."""
         return b""
 
     def chunk(self, index: int, piece: Piece | None, logprobs: Any) -> bytes:
-        """A choice has gained a piece; None: a token that has no text yet."""
+        """The chunk of a new piece of a choice; None: a token without text yet."""
         return self._head + self.choice_chunk(index, piece, logprobs, None) + self._tail
 
     def last_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage) -> bytes:
-        """The last of a choice: it says who served it and what was reused, usage asked for or not."""
+        """The last chunk of a choice. It always has the worker and the cached tokens, even if usage is not
+        requested."""
         about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens} | self.session
         tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
         return self._head + self.choice_chunk(index, piece, logprobs, finish) + tail
@@ -143,11 +145,11 @@ class Reply:
     # ------------------------------------------------------------ log-probabilities
 
     def logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets | None) -> Any:
-        """OpenAI's legacy shape; `offsets` knows where the text of the first token begins."""
+        """Log-probabilities in OpenAI's legacy format; `offsets` finds where tokens begin in the text."""
         if found is None or offsets is None:
             return None
         texts = [self._text(t.token) for t in found]
-        # Of two tokens with the same text the likelier counts: it is written last.
+        # Of two tokens with the same text the more likely one is kept: it is written last.
         tops = [{self._text(token): _finite(logprob) for token, logprob in t.top[::-1]} or None for t in found]
         return {
             "tokens": texts,
@@ -161,7 +163,7 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """The same for /v1/chat/completions."""
+    """A Reply for /v1/chat/completions."""
 
     prefix = "chatcmpl-"
     whole = "chat.completion"
@@ -194,7 +196,7 @@ class ChatReply(Reply):
 
 
 def token_json(tokenizer: Tokenizer | None, found: TokenLogprob) -> dict[str, Any]:
-    """A token, as chats and responses have it."""
+    """A token with its log-probabilities, in the format of chats and responses."""
     tops = [_likelihood(tokenizer, token, logprob) for token, logprob in found.top]
     return _likelihood(tokenizer, found.token, found.logprob) | {"top_logprobs": tops}
 
@@ -205,12 +207,12 @@ def _likelihood(tokenizer: Tokenizer | None, token: int, logprob: float) -> dict
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """Of a token alone."""
+    """The text of a single token."""
     return tokenizer.token_text(token) if tokenizer else f"token_id:{token}"
 
 
 def _delta(piece: Piece) -> bytes:
-    """What a piece adds to a message."""
+    """The JSON of the `delta` that a piece adds to a message."""
     match piece:
         case Content(text=text):
             return b'{"content":%b}' % encode(text)
@@ -224,6 +226,6 @@ def _delta(piece: Piece) -> bytes:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what is next to impossible. (Of NaN, which a prompt's first token
-    has, it makes null.)"""
+    """Replace infinity, which JSON does not have, by -9999, which OpenAI writes for nearly impossible tokens. (NaN,
+    which a prompt's first token has, becomes null.)"""
     return max(logprob, -9999.0)

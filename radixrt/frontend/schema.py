@@ -1,7 +1,8 @@
-"""What OpenAI's clients send, checked and turned into messages. Pure; every refusal names the field.
+"""Validates requests of OpenAI's completions and chat APIs, and converts them to messages. Pure; every error names the
+field.
 
-Fields that OpenAI does not have are called as in vLLM and SGLang. Unknown fields are ignored, as those do; a known
-field whose meaning is not served is refused.
+Fields that OpenAI does not have are named as in vLLM and SGLang. Unknown fields are ignored, as there; a known field
+that is not supported is refused.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenProm
 from radixrt.router.tokens import cut_ids, parse_ids
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of /v1/completions; a chat may use all the room there is."""
+"""OpenAI's default for /v1/completions; a chat may use all available room."""
 MOST_PROMPTS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Of reasoning."""
+"""The values of reasoning_effort."""
 VERBOSITIES = ("low", "medium", "high")
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""Numbers that a message can carry: JSON knows larger ones."""
+"""An int64, as messages have it: JSON numbers may be larger."""
 
 UNSERVED = (
     "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
@@ -39,7 +40,7 @@ UNSERVED = (
     "return_token_ids", "return_tokens_as_token_ids", "stop_regex", "structural_tag", "truncate_prompt_tokens",
     "use_beam_search", "web_search_options",
 )  # fmt: skip
-"""Fields that change an answer, known from OpenAI, vLLM and SGLang: to ignore them would be a wrong answer."""
+"""Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -52,7 +53,7 @@ Unserved = msgspec.defstruct(
 
 
 class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
-    """Fields of both kinds of request; None is as good as absent."""
+    """Fields of both kinds of request; None counts as absent."""
 
     model: str | None = None
     max_tokens: Int | None = None
@@ -81,7 +82,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     user: str | None = None
 
     def choices(self) -> int:
-        """Choices of each prompt."""
+        """The number of choices for each prompt."""
         n = 1 if self.n is None else self.n
         if self.best_of not in (None, n):
             refuse("best_of", "only best_of equal to n is served")
@@ -96,15 +97,15 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
         return bool(self.stream_options.include_usage)
 
     def names(self) -> dict[str, str]:
-        """How the caller calls the fields of a message."""
+        """Maps the fields of messages to the caller's names."""
         return {"include_stop": "include_stop_str_in_output"}
 
     def tool_use(self) -> ToolUse:
-        """What an answer may do with tools."""
+        """Which tools an answer may or must call."""
         return NO_TOOLS
 
     def constraint(self) -> Constraint | None:
-        """What the text must be."""
+        """The constraint on the text of an answer, if any."""
         values = _structured(self)
         if values == _UNCONSTRAINED:
             return None
@@ -113,7 +114,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     def base_sampling(self, defaults: Defaults, max_tokens: int | None, logprobs: int | None) -> Sampling:
         if (unserved := _unserved(self)) != _NOTHING:
             for name, value in zip(UNSERVED, unserved, strict=True):
-                if value is not None and value is not False and value not in ("", []):  # as some clients fill it in
+                if value is not None and value is not False and value not in ("", []):  # some clients send empty values
                     refuse(name, "is not served")
         fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
         for name, value in zip(_SAMPLING, _plain(self), strict=True):
@@ -136,7 +137,7 @@ _PLAIN = (
     "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 _SAMPLING = [{"include_stop_str_in_output": "include_stop"}.get(name, name) for name in _PLAIN]
-"""How a Sampling calls them."""
+"""The names of these fields in Sampling."""
 _plain, _unserved = operator.attrgetter(*_PLAIN), operator.attrgetter(*UNSERVED)
 _structured = operator.attrgetter(*structured.FIELDS)
 _UNCONSTRAINED, _NOTHING = (None,) * len(structured.FIELDS), (None,) * len(UNSERVED)
@@ -146,13 +147,13 @@ class Completion(Common, kw_only=True):
     """POST /v1/completions."""
 
     prompt: msgspec.Raw = msgspec.Raw(b"null")
-    """A TokenPrompt where `parse_completion` has read it already."""
+    """A TokenPrompt if `parse_completion` has parsed it already."""
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Int | None = None
 
     def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
-        """Text, a list of texts, token ids, or a list of token ids."""
+        """The prompts: `prompt` may be a text, a list of texts, token ids, or a list of lists of token ids."""
         if isinstance(self.prompt, TokenPrompt):
             return [self.prompt]
         if (ids := parse_ids(self.prompt)) is not None:
@@ -176,7 +177,7 @@ class Completion(Common, kw_only=True):
         refuse("prompt", "expected text, a list of texts, token ids, or a list of lists of token ids")
 
     def sampling(self, defaults: Defaults) -> Sampling:
-        """How tokens are drawn; `defaults` where the request does not say."""
+        """The sampling parameters; `defaults` for those that the request does not set."""
         if self.suffix:
             refuse("suffix", "is not served")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -194,7 +195,7 @@ class Chat(Common, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
-    """A hint where to route; not needed here, where placement goes by the tokens themselves."""
+    """A routing hint, which is ignored: requests are placed by their tokens."""
     service_tier: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -209,7 +210,7 @@ class Chat(Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
-        """The chat, its template shown what may be used."""
+        """The chat; its template gets the tools of `use`."""
         if self.functions:
             refuse("functions", "is not served; use tools")
         if self.echo:
@@ -260,13 +261,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def check_verbosity(value: Any, field: str) -> None:
-    """ApiError (400) unless it is one that OpenAI knows. It is a hint to models that were trained to take it."""
+    """Raise ApiError (400) unless `value` is one of OpenAI's. It is otherwise ignored: only some models are trained on
+    it."""
     if value not in (None, *VERBOSITIES):
         refuse(field, f"must be one of {', '.join(VERBOSITIES)}, not {value!r}")
 
 
 def effort_args(effort: Any, field: str) -> dict[str, Any]:
-    """What a chat template is told of how much is to be thought; nothing where the request does not say."""
+    """The chat template's arguments for the reasoning effort; {} if the request does not set it."""
     if effort is None:
         return {}
     if effort not in EFFORTS:
@@ -280,7 +282,7 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None,
     effort: dict[str, Any] | None = None,
 ) -> ChatPrompt:
-    """The chat of a body. Its template is asked for an answer, or for the last message to go on."""
+    """The chat of a body, which ends with the beginning of an answer, or continues the last message."""
     partial = bool(body.continue_final_message)
     if body.add_generation_prompt is not None and body.add_generation_prompt == partial:
         refuse("add_generation_prompt", "must be the opposite of continue_final_message")
@@ -307,7 +309,7 @@ _completion = msgspec.json.Decoder(Completion)
 
 
 def parse_completion(body: bytes) -> Completion:
-    """A body of /v1/completions. Token ids, which it mostly consists of, are read once, and not as JSON."""
+    """Parse a body of /v1/completions. A prompt of token ids, which is most of a body, is parsed by a faster path."""
     if (cut := cut_ids(body, "prompt")) is None:
         return parse(_completion, body)
     rest, ids = cut
@@ -317,7 +319,7 @@ def parse_completion(body: bytes) -> Completion:
 
 
 def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str = "") -> Any:
-    """A body by its schema, or the part of one in the field `within`. ApiError (400) names the field that is wrong."""
+    """Decode a body, or the part of one in the field `within`. Raises ApiError (400) that names an invalid field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:

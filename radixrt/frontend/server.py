@@ -1,4 +1,4 @@
-"""The front-end process: the application on uvicorn. Several processes of a stack may share a port."""
+"""The front-end process: the application on uvicorn. Several front ends may share a port."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from radixrt.router.tokens import TextService
 log = logging.getLogger("radixrt.frontend")
 BACKLOG = 2048
 GRACE_SECONDS = 1
-"""Given to clients to read the end of their answers when the process is told to stop."""
+"""How long clients may read the end of their answers after the process is told to stop."""
 
 
 def run(config: FrontendConfig) -> None:
-    """Serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises ValueError or OSError if the server cannot start."""
     with TextService.load(config) as text, listen(config) as sock:
         server = make_server(config, text)
         settle()
@@ -37,8 +37,8 @@ def run(config: FrontendConfig) -> None:
 
 
 def run_with_router(config: RouterConfig) -> None:
-    """A router and its front end, `config.http`, on one event loop, which saves a request two ways between processes.
-    Serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
+    """Run a router and its front end, `config.http`, on one event loop, which saves messages between processes. Serve
+    until SIGTERM or SIGINT. Raises ValueError or OSError if they cannot start."""
     assert config.http is not None
     router = RouterServer(config)
     with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -48,7 +48,7 @@ def run_with_router(config: RouterConfig) -> None:
 
 
 async def _serve_both(router: RouterServer, server: Server, sock: socket.socket) -> None:
-    """Until the front end, which listens to signals, is told to stop, or one of the two has failed."""
+    """Serve until the front end, which handles signals, is told to stop, or one of the two fails."""
     stop, ready = asyncio.Event(), asyncio.Event()
     routing = asyncio.create_task(router.run(stop, ready.set))
 
@@ -68,8 +68,8 @@ async def _serve_both(router: RouterServer, server: Server, sock: socket.socket)
 
 
 class _AsOurs(logging.Filter):
-    """What uvicorn logs is said under our name. Its warnings are of requests that are none, which anybody may send:
-    they are for those who debug."""
+    """Logs uvicorn's messages under our name. Its warnings become debug messages: they are about malformed requests,
+    which anybody may send."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.name = log.name
@@ -82,7 +82,7 @@ _as_ours = _AsOurs()
 
 
 class Server(uvicorn.Server):
-    """Told to stop, it ends what is in flight with an error, at once, and returns as if nothing had happened."""
+    """A uvicorn server that on a signal ends requests in flight with an error, at once, and returns normally."""
 
     def __init__(self, frontend: Frontend) -> None:
         super().__init__(
@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, which raises a signal again when all is done: the process would die of it."""
+        """As uvicorn's, but without raising the signal again at the end, which would kill the process."""
         with super().capture_signals():
             yield
             self._captured_signals.clear()
@@ -122,14 +122,14 @@ def make_server(config: FrontendConfig, text: TextService) -> Server:
 
 
 def listen(config: FrontendConfig) -> socket.socket:
-    """A listening socket. ValueError beyond loopback without keys; OSError if the port is taken, but for front ends
-    that share it."""
+    """A listening socket. Raises ValueError for an address beyond loopback without API keys, and OSError if the port is
+    taken by anything but front ends that share it."""
     if not config.api_key and not _is_loopback(config.host):
         raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
     sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
         sock.listen(BACKLOG)
-    except OSError as error:  # two may bind a port at the same time: the later one to listen is told here
+    except OSError as error:  # if two bind a port at the same time, `listen` fails for the later one
         sock.close()
         raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
     sock.setblocking(False)
@@ -145,9 +145,8 @@ def _is_loopback(host: str) -> bool:
 
 
 class FrontendThread:
-    """A front end in a thread of this process, listening when made; `url` is its address, `stop` ends it.
-
-    With port 0 it takes a free one."""
+    """A front end in a thread of this process. It listens when the constructor returns; `url` is its address, `stop`
+    ends it. With port 0 it takes a free one."""
 
     def __init__(self, config: FrontendConfig, text: TextService | None = None) -> None:
         self._text = text or TextService.load(config)

@@ -1,4 +1,4 @@
-"""What a text must be, in the words of OpenAI, vLLM and SGLang, as one Grammar."""
+"""Structured output: converts the fields of OpenAI, vLLM and SGLang to one Grammar."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A grammar, and the field that asks for it."""
+    """A grammar, and the field that it comes from."""
 
     grammar: Grammar
     field: str
 
     def as_format(self) -> dict[str, Any]:
-        """The same as a part of a structural tag. ApiError (400) where it cannot be one."""
+        """The grammar as a part of a structural tag. Raises ApiError (400) if it cannot be one."""
         text = self.grammar.text
         match self.grammar.kind:
             case "json":
@@ -40,8 +40,8 @@ class Constraint:
 
 
 def constraint(fields: Mapping[str, Any]) -> Constraint | None:
-    """The one constraint that the `fields` of a request ask for, maybe by several names. ApiError (400) if there are
-    two, or one is broken."""
+    """The constraint in the `fields` of a request, if any. Raises ApiError (400) if there are two, or one is
+    invalid."""
     found: list[Constraint] = []
     for field, read in _FIELDS.items():
         if fields.get(field) not in (None, False, {}) and (grammar := read(fields[field], field)) is not None:
@@ -60,7 +60,7 @@ def _response_format(value: dict[str, Any], field: str) -> Constraint | None:
         case "text":
             return None
         case "json_object":
-            # Its schema is an extension of llama.cpp and others.
+            # A `schema` here is an extension of llama.cpp and others.
             return _schema(value["schema"], f"{field}.schema") if value.get("schema") else Constraint(OBJECT, field)
         case "json_schema":
             return _named_schema(value.get("json_schema"), f"{field}.json_schema")
@@ -114,7 +114,7 @@ def _ebnf(value: Any, field: str) -> Constraint:
 def _choice(value: Any, field: str) -> Constraint:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         refuse(field, "must be a list of texts, none of them empty")
-    # A string in EBNF is escaped as in JSON.
+    # Strings in EBNF are escaped as in JSON.
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
     return Constraint(Grammar("ebnf", f"root ::= {choices}"), field)
 

@@ -19,7 +19,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 class Tokenization:
-    """`read` is the front end's; with a `max_model_len` of 0 that of the router counts."""
+    """`read` reads a request's body. If `max_model_len` is 0, the router's is used."""
 
     def __init__(
         self, text: TextService, link: RouterLink, max_model_len: int, read: Callable[[Request], Awaitable[bytes]]

@@ -1,4 +1,4 @@
-"""The tools of a request, and which of them an answer may or must call. Every refusal names the field."""
+"""The tools of a request, and which of them an answer may or must call. Every error names the field."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function; `field` is where the request defines it."""
+    """A function; `field` is the field of the request that defines it."""
 
     name: str
     field: str
     schema: dict[str, Any]
-    """Of its arguments."""
+    """The JSON schema of its arguments."""
     strict: bool = False
-    """The arguments must follow the schema also where the model is free to call it or not."""
+    """Whether arguments must follow the schema even if the model is free to call the function or not."""
 
     def function(self, *, loose: bool = False) -> Function:
-        """The function as it is to be written; a `loose` one that is not strict takes any object."""
+        """The Function for a grammar; with `loose`, one that is not strict takes any object."""
         return Function(self.name, ANY_OBJECT if loose and not self.strict else self.schema)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What an answer may do with tools. Without any it may not call."""
+    """Which tools an answer may or must call; by default none."""
 
     tools: tuple[Tool, ...] = ()
     forced: tuple[Tool, ...] = ()
-    """The answer is one or more calls of these, and nothing else; empty: it is free."""
+    """If not empty, the answer must consist of one or more calls of these, and nothing else."""
     parallel: bool = True
-    """Several calls in one answer."""
+    """Whether an answer may have several calls."""
     shown: list[dict[str, Any]] | None = None
-    """What the chat template is shown."""
+    """The tools that the chat template gets."""
     limited: bool = False
-    """It is shown more tools than the answer may call."""
+    """Whether the template gets more tools than the answer may call."""
 
     @property
     def functions(self) -> Functions:
@@ -56,7 +56,8 @@ NO_TOOLS = ToolUse()
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. ApiError (400) names the field."""
+    """The ToolUse of `tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. Raises ApiError (400) that names
+    an invalid field."""
     found = read_tools(tools or [], "tools[{}]", _tool)
     chosen = _choice(choice)
     if not found:
@@ -77,12 +78,12 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Of `tool_choice`. `names`: the tools that may be called, and where the request names them; empty: all."""
+    """A parsed `tool_choice`. `names`: the tools that may be called, with the fields that name them; empty: all."""
 
     mode: str
     names: dict[str, str] = field(default_factory=dict)
     single: bool = False
-    """One call, of the one function that is named."""
+    """Whether exactly one call of the named function is required."""
 
 
 def _choice(choice: Any) -> _Choice:
@@ -101,7 +102,7 @@ def _choice(choice: Any) -> _Choice:
 
 
 def _allowed(allowed: Any, place: str) -> _Choice:
-    """Some of the tools; the chat template is shown all, so that prompts stay the same when the choice changes."""
+    """Parse `allowed_tools`. The chat template still gets all tools, so that prompts do not change with the choice."""
     if not isinstance(allowed, dict):
         refuse(place, "must be an object with a mode and tools")
     if allowed.get("mode") not in ("auto", "required"):
@@ -113,7 +114,7 @@ def _allowed(allowed: Any, place: str) -> _Choice:
 
 
 def _function_name(chosen: Any, place: str) -> tuple[str, str]:
-    """(the name of a function that is chosen, where it stands)."""
+    """Returns (the name of a chosen function, its field)."""
     if not isinstance(chosen, dict) or chosen.get("type") != "function":
         refuse(f"{place}.type", "must be 'function'")
     function = chosen.get("function")
@@ -128,8 +129,8 @@ def _function_name(chosen: Any, place: str) -> tuple[str, str]:
 def read_tools(
     tools: list[dict[str, Any]], place: str, read: Callable[[str, dict[str, Any]], Tool | None]
 ) -> tuple[Tool, ...]:
-    """All tools of a request, each by `read` from its field (`place` with its number), if it gives one;
-    their names differ."""
+    """All tools of a request. `read` parses one, given its field (`place` with its number); None leaves it out. Names
+    must differ."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"at most {MAX_TOOLS} tools")
     found: dict[str, Tool] = {}
@@ -166,7 +167,7 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool:
 
 
 def check_parameters(field: str, schema: Any) -> None:
-    """ApiError (400) unless it has the shape of the JSON schema of an object."""
+    """Raise ApiError (400) unless `schema` has the form of a JSON schema of an object."""
     if not isinstance(schema, dict):
         refuse(field, "must be the JSON schema of an object")
     if schema.get("type", "object") != "object":
@@ -195,7 +196,7 @@ def _check_schema(field: str, schema: Any, depth: int) -> None:
 
 
 def _parts(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas within a schema, and where they are."""
+    """The schemas within a schema, each with its field."""
     for key in ("properties", "$defs", "definitions", "patternProperties"):
         many = schema.get(key, {})
         if not isinstance(many, dict):

@@ -15,14 +15,14 @@
 
     debate.run(client, question="...")        # or: await debate(async_client, question="...")
 
-Beside these: `race` takes the first branch whose result will do and stops the others, `s.tool(f, ...)` calls a function
-while the branch waits, `await other(s, ...)` goes on with another program, `with s.budget(tokens=..., seconds=...)`
-limits what a part of the program may spend, and `with trace() as t` shows what was done and when.
+Also: `race` takes the first branch with an acceptable result and stops the others, `s.tool(f, ...)` calls a function
+while the branch waits, `await other(s, ...)` runs another program on the branch, `with s.budget(tokens=...,
+seconds=...)` limits what a part of the program may spend, and `with trace() as t` records what was done and when.
 
-A branch's nodes are worked off in order by one task; `+=` never waits. What was said is a state at the server, in token
-ids: each request sends what is new, a fork is one message, and what was generated stays in the prompt as the very ids,
-so that the next turn finds all of it in the cache. While a tool runs the server knows that the branch waits, and keeps
-its prefix cached. A server that has forgotten a state is told everything again.
+The nodes of a branch are executed in order by one task; `+=` never waits. What was said so far is a state at the
+server, in token ids: each request sends only what is new, a fork is one message, and generated text keeps its token ids
+in the prompt, so that the next turn finds all of it in the cache. While a tool runs, the server knows that the branch
+waits, and keeps its prefix cached. If the server has forgotten a state, everything is sent again.
 """
 
 from radixrt.lang.branch import Branch, join

@@ -1,4 +1,4 @@
-"""A program for many arguments, several runs at a time."""
+"""Runs a program for many arguments, several at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """See `Program.batch`. Each turn takes the next call that nobody has taken, until there is none."""
+    """See `Program.batch`. A number of workers take the next call each until there are none."""
 
     def __init__(
         self, program: Program, client: AsyncClient, calls: Iterable[Mapping[str, Any]], return_exceptions: bool
@@ -24,10 +24,10 @@ class Batch:
         self._return_exceptions = return_exceptions
         self._results: dict[int, Any] = {}
         self._ended = False
-        """No other call is begun."""
+        """Set when no further call is to be started."""
 
     async def results(self, at_once: int) -> list[Any]:
-        """Take so many turns at a time. What a run has raised, unless exceptions are returned."""
+        """Run all calls, `at_once` at a time. Raises what a run has raised, unless exceptions are returned."""
         turns = [asyncio.ensure_future(self._take_turns()) for _ in range(at_once)]
         try:
             await asyncio.gather(*turns)

@@ -1,4 +1,4 @@
-"""A branch of a running program: nodes go in, values come out, one task works them off."""
+"""A branch of a running program: nodes go in, values come out, and one task executes the nodes in order."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class _Fork:
 
 
 class Branch:
-    """One line of thought. `s += node` appends and never waits; `await s[name]` is the text of a gen or select.
+    """One branch of a program's text. `s += node` appends and never waits; `await s[name]` is the text of a gen or
+    select.
 
-    Branches are made by a program and by `fork`. `path` is the way from the root ("0.2": third fork of the first),
-    `depth` the number of forks above it.
+    Branches are created by a program and by `fork`. `path` is the path from the root ("0.2": the third child of the
+    first child), `depth` the number of forks above it.
 
-    A branch in which a node has failed is over, and so are those forked off it: their requests are cancelled, and what
-    is appended to them fails too. Other branches go on. The error is raised wherever the program waits for a value, and
-    at its end if it never did.
+    If a node fails, its branch and those forked off it have failed: their requests are cancelled, and everything that
+    is appended later fails as well. Other branches continue. The error is raised wherever the program waits for a
+    value, or at its end if it never did.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class Branch:
         self._run = run
         self._budget = budget
         self._promises: dict[str, Promise] = {}
-        """The latest of each name."""
+        """The last one of each name."""
         self._queue: deque[Work] = deque()
         self._doing: Work | None = None
         self._task: asyncio.Task[None] | None = None
         self._calls = Calls()
         self._started = asyncio.Event()
-        """Set when the parent has come to the fork."""
+        """Set when the parent has executed the fork."""
         if not path:
             self._started.set()
         self._failure: ProgramError | None = None
         self.cancelled = False
-        """`cancel` was called: nothing more is done here."""
+        """Whether `cancel` was called: nothing more is done here."""
         self._closed = False
-        """The program has ended."""
+        """Whether the program has ended."""
         self._site = site
         self._children: list[Branch] = []
 
@@ -85,9 +86,9 @@ class Branch:
         return self
 
     def fork(self, count: int = 2) -> list[Branch]:
-        """Branches that begin with all that was appended here so far. Their common part is computed once.
+        """Create branches that begin with everything appended here so far, which is computed once.
 
-        ValueError for a count below 1."""
+        Raises ValueError for a count below 1."""
         return self._fork(count, Site.of(sys._getframe(1)))
 
     def _fork(self, count: int, site: Site) -> list[Branch]:
@@ -126,11 +127,12 @@ class Branch:
             raise RuntimeError(f"the program {self._origin.program} has ended")
 
     def budget(self, *, tokens: int | None = None, seconds: float | None = None) -> contextlib.AbstractContextManager:
-        """`with s.budget(tokens=500, seconds=10) as budget:` limits what is appended here inside the block, and all
-        that is forked off inside it, for good: generated tokens, summed, and wall time from the block's begin.
+        """`with s.budget(tokens=500, seconds=10) as budget:` limits everything that is appended here inside the block,
+        and branches forked inside it for all their life: the sum of generated tokens, and wall time from the block's
+        begin.
 
-        A gen's max_tokens is at most what is left. What still runs when a budget is spent is stopped and raises
-        BudgetExceeded. Budgets nest: the narrowest counts. ValueError without tokens and seconds."""
+        A gen's max_tokens is at most what is left. Whatever still runs when a budget is spent is stopped, and raises
+        BudgetExceeded. Budgets nest: the smallest counts. Raises ValueError without tokens and seconds."""
         return self._under(Budget(tokens, seconds, self._budget, Site.of(sys._getframe(1))))
 
     @contextlib.contextmanager
@@ -145,18 +147,19 @@ class Branch:
     # ------------------------------------------------------------ out
 
     __iter__ = None
-    """Values have names, and no order."""
+    """Not iterable: values have names, and no order."""
 
     def __getitem__(self, name: str) -> Awaitable[str]:
-        """The text of the latest gen or select of that name. KeyError if there is none; ProgramError if it failed."""
+        """The text of the last gen or select of that name. Raises KeyError if there is none, ProgramError if it
+        failed."""
         return Text(name, self._latest(name))
 
     async def value(self, name: str) -> Value:
-        """All that is known of it; errors as of `s[name]`."""
+        """The Value of the last gen or select of that name. Raises as `s[name]` does."""
         return await self._latest(name)
 
     async def parse(self, name: str) -> Any:
-        """`Value.parse` of the latest; errors as of `s[name]`, and ValueError for text that was cut off."""
+        """`Value.parse` of that value. Raises as `s[name]` does, and ValueError for text that was cut off."""
         return (await self.value(name)).parse()
 
     def _latest(self, name: str) -> Promise:
@@ -166,11 +169,11 @@ class Branch:
         return self._promises[name]
 
     async def stream(self, name: str) -> AsyncIterator[str]:
-        """Text of a `gen(name, stream=True)` as it comes; whoever comes late gets all of it too.
+        """The text of a `gen(name, stream=True)` as it arrives; late readers get all of it, too.
 
-        Leaving it early does not stop the generation, which others may read: `cancel` does.
+        Leaving the loop early does not stop the generation, since others may read it: `cancel` does.
 
-        KeyError and ProgramError as of `s[name]`; ValueError for a gen that does not stream."""
+        Raises KeyError and ProgramError as `s[name]` does, and ValueError for a gen that does not stream."""
         promise = self._latest(name)
         if not promise.streams:
             raise ValueError(f"{name!r} was not appended as gen({name!r}, stream=True)")
@@ -178,23 +181,24 @@ class Branch:
             yield piece
 
     async def text(self) -> str:
-        """All that was said here, when everything appended so far has been done. ProgramError as of `wait`; ValueError
-        in a program that uses roles."""
+        """The whole text of the branch, after everything appended so far has been done. Raises ProgramError as `wait`
+        does, and ValueError in a program that uses roles."""
         return (await self.wait())._speaker.history.text()
 
     async def messages(self) -> list[dict[str, str]]:
-        """As `text`, of a program that uses roles: `role` and `content` of each message."""
+        """As `text`, for a program that uses roles: `role` and `content` of each message."""
         return (await self.wait())._speaker.history.messages()
 
     async def wait(self) -> Self:
-        """Return when everything appended so far has been done. ProgramError if something failed or was cancelled."""
+        """Wait until everything appended so far has been done. Raises ProgramError if something failed or was
+        cancelled."""
         if (failure := await self._settled()) is not None:
             failure.seen = True
             raise failure
         return self
 
     async def _settled(self) -> ProgramError | None:
-        """What has failed, when everything appended so far has been done."""
+        """Wait until everything appended so far has been done; returns the failure, if any."""
         await self._started.wait()
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
@@ -202,11 +206,11 @@ class Branch:
 
     @property
     def busy(self) -> bool:
-        """Something that was appended is not done yet."""
+        """Whether something that was appended is not done yet."""
         return bool(self._queue) or (self._task is not None and not self._task.done())
 
     def _raise_unseen(self) -> None:
-        """Raise what has failed, unless the program knows, or has cancelled the branch itself."""
+        """Raise the failure, unless the program was given it already, or has cancelled the branch itself."""
         if self._failure is not None and not self._failure.seen and not self.cancelled:
             raise self._failure
 
@@ -220,11 +224,13 @@ class Branch:
         append: str | None = None,
         **kwargs: Any,
     ) -> Awaitable[Any]:
-        """What `function(*args, **kwargs)` returns: `await s.tool(search, query)`. A plain function runs in a thread.
+        """Call a tool: `await s.tool(search, query)` returns the result of `function(*args, **kwargs)`. A plain
+        function runs in a thread.
 
-        With `append="tool"` the result is appended to the branch as a message of that role: as it is if it is text,
-        else as JSON. `timeout` is in seconds, and the branch's budget holds. ProgramError for an exception of the
-        function, a timeout, or a branch that was cancelled meanwhile; the branch itself goes on after it."""
+        With `append="tool"` the result is appended to the branch as a message of that role, as it is if it is text, and
+        otherwise as JSON. `timeout` is in seconds; the branch's budget applies as well. Raises ProgramError for an
+        exception of the function, a timeout, or a branch that was cancelled meanwhile; the branch can be used after
+        it."""
         call = Call(function, args, kwargs, timeout, self._budget)
         return self._call(call, append, Site.of(sys._getframe(1)))
 
@@ -251,12 +257,12 @@ class Branch:
         return result
 
     def _pause(self, seconds: float | None) -> None:
-        """A tool runs on: the server hears of it if it has nothing else to do here."""
-        if self._failure is None and not self._closed and not any(map(_asks, (*self._queue, self._doing))):
+        """A tool has been running for PAUSE_AFTER: tell the server, unless the branch has other requests to make."""
+        if self._failure is None and not self._closed and not any(map(_needs_server, (*self._queue, self._doing))):
             self._speaker.pause(seconds)
 
     def _part(self, name: str, site: Site) -> contextlib.AbstractContextManager[Any]:
-        """Another program goes on here in the block."""
+        """The block runs another program on this branch."""
         self._check_open()
         return self._run.timed(self.path, "program", name, site) if self._run else contextlib.nullcontext()
 
@@ -267,7 +273,7 @@ class Branch:
             self._task = asyncio.get_running_loop().create_task(self._work_off(), name=f"branch {self.path}")
 
     def _begin(self, history: History | None, failure: ProgramError | None = None) -> None:
-        """The parent has come to the fork, or has failed before."""
+        """The parent has executed the fork, or has failed before it."""
         if self.cancelled:
             return
         if history is not None:
@@ -292,7 +298,7 @@ class Branch:
         self._doing = None
 
     def _fail(self, site: Site, problem: BaseException) -> None:
-        """The branch is over, and with it those below."""
+        """The branch has failed, and with it those below."""
         if self._failure is None:
             self._failure = error_at(site, self.path, problem)
         for branch in self._below():
@@ -300,12 +306,12 @@ class Branch:
             branch._end(self._failure)
 
     def _give_up(self, work: Work) -> None:
-        """Pass the failure on to all who wait for this."""
+        """Pass the failure on to everything that waits for this work."""
         for promise in work.promises:
             promise.fail(self._failure)
         for child in work.node.children if isinstance(work.node, _Fork) else ():
             child._begin(None, self._failure)
-            child.cancelled |= self.cancelled  # forked off after that
+            child.cancelled |= self.cancelled  # it may have been forked off after `cancel`
 
     async def _do(self, work: Work) -> None:
         if not isinstance(work.node, _Fork):
@@ -334,8 +340,8 @@ class Branch:
         return list(self.family())[1:]
 
     async def cancel(self) -> None:
-        """Stop this branch and all below it: their requests are cancelled at the server, and whoever waits for a value
-        of theirs gets a ProgramError. The rest of the program goes on."""
+        """Stop this branch and all below it: their requests are cancelled at the server, and waiting for their values
+        raises ProgramError. The rest of the program continues."""
         family = list(self.family())
         for branch in family:
             branch.cancelled = True
@@ -347,19 +353,19 @@ class Branch:
                 branch._end(None)
 
     def _stop(self) -> list[asyncio.Task[Any]]:
-        """Cancel what runs here: the tasks that end now."""
+        """Cancel the running tasks of this branch; returns them."""
         tasks = [task for task in (self._task, *self._calls.tasks) if task is not None and not task.done()]
         for task in tasks:
             task.cancel()
         return tasks
 
     def _close(self) -> None:
-        """The program has ended: nothing more is begun here."""
+        """The program has ended: nothing more is started here."""
         self._closed = True
         self._stop()
 
     def _end(self, failure: ProgramError | None) -> None:
-        """Leave nobody waiting: the task is gone, or has never run."""
+        """Fail everything that still waits, after the task has ended or was never started."""
         if self._failure is None:
             self._failure = failure or error_at(self._site, self.path, asyncio.CancelledError())
         while self._queue:
@@ -367,14 +373,14 @@ class Branch:
         self._started.set()
 
 
-def _asks(work: Work | None) -> bool:
-    """The server has to do with it, or will have."""
+def _needs_server(work: Work | None) -> bool:
+    """Whether work makes a request to the server."""
     return work is not None and (isinstance(work.node, _Fork) or bool(work.promises))
 
 
 def join(*branches: Branch | Sequence[Branch]) -> Awaitable[list[Branch]]:
-    """Wait until all that was appended to these branches is done: the branches, which may be given as one list.
-    ProgramError of the first that failed or was cancelled; TypeError for branches of a plain program."""
+    """Wait until everything appended to these branches is done; they may be given as one list. Returns the branches.
+    Raises the ProgramError of the first that failed or was cancelled, and TypeError for branches of a plain program."""
     return wait_all(check_branches("join", listed(branches)))
 
 
@@ -385,7 +391,7 @@ async def wait_all(branches: list[Branch]) -> list[Branch]:
 
 
 def listed(branches: Sequence[Any]) -> list[Any]:
-    """Branches that were given one by one, or as one list."""
+    """Branches that were given as arguments, or as one list."""
     match branches:
         case [[*given]]:
             return given
@@ -393,7 +399,7 @@ def listed(branches: Sequence[Any]) -> list[Any]:
 
 
 def check_branches(what: str, branches: Sequence[Any]) -> list[Branch]:
-    """These branches. TypeError where one is none."""
+    """Returns the branches. Raises TypeError if one is not a Branch."""
     for branch in branches:
         if not isinstance(branch, Branch):
             kind = type(branch).__name__

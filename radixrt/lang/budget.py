@@ -1,4 +1,4 @@
-"""Budgets: tokens to generate and seconds, for all that is appended to a branch and its forks inside a `with` block."""
+"""Budgets of generated tokens and seconds, for everything appended to a branch and its forks in a `with` block."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from radixrt.messages import Sampling
 
 
 class Budget:
-    """What may be spent, and what has been. See `Branch.budget`.
+    """What may be spent, and what has been spent. See `Branch.budget`.
 
     Tokens are counted as they arrive; a select costs none. When none are left, or the time is over, whatever still runs
-    under the budget is stopped, here and at the server; several gens at once may by then have been given a step's
-    tokens too many.
+    under the budget is stopped, here and at the server. With several concurrent gens, the tokens of one more step may
+    have arrived by then.
     """
 
     def __init__(self, tokens: int | None, seconds: float | None, above: Budget | None, site: Site) -> None:
-        """ValueError for neither, or for less than nothing."""
+        """Raises ValueError for neither, or for negative values."""
         if tokens is None and seconds is None:
             raise ValueError("a budget is of tokens, of seconds, or of both")
         if (tokens or 0) < 0 or (seconds or 0) < 0:
@@ -37,13 +37,13 @@ class Budget:
         self._running: set[asyncio.Timeout] = set()
 
     def begin(self) -> None:
-        """Time counts from now on."""
+        """Start the clock."""
         if self.seconds is not None:
             self._deadline = time.monotonic() + self.seconds
 
     @property
     def left(self) -> int | None:
-        """Tokens that may still be generated, nested budgets considered; None if none of them counts tokens."""
+        """Tokens that may still be generated, also by the outer budgets; None if none of them limits tokens."""
         left = [max(0, budget.tokens - budget.used) for budget in self._all() if budget.tokens is not None]
         return min(left, default=None)
 
@@ -54,7 +54,7 @@ class Budget:
         return min((max(0.0, b._deadline - now) for b in self._all() if b._deadline is not None), default=None)
 
     def _all(self) -> Iterator[Budget]:
-        """This one, and those that it is nested in."""
+        """This budget and all outer ones."""
         budget: Budget | None = self
         while budget is not None:
             yield budget
@@ -67,11 +67,11 @@ class Budget:
             budget.used += tokens
             if tokens and budget.tokens is not None and budget.used >= budget.tokens:
                 for limit in budget._running:
-                    if not limit.expired():  # what it stops need not have run since
+                    if not limit.expired():  # an expired one cannot be rescheduled
                         limit.reschedule(now)
 
     def clamp(self, sampling: Sampling) -> Sampling:
-        """`sampling`, with no more tokens than are left. Spent if that is none."""
+        """`sampling` with max_tokens of at most what is left. Raises Spent if that is nothing."""
         left = self.left
         if left is None or (sampling.max_tokens is not None and sampling.max_tokens <= left):
             return sampling
@@ -80,7 +80,7 @@ class Budget:
         return msgspec.structs.replace(sampling, max_tokens=left, min_tokens=min(sampling.min_tokens, left))
 
     def spent(self) -> Spent:
-        """The error that says which of the nested budgets is at its end."""
+        """The error, which names the budget that is spent, this one or an outer one."""
         now = time.monotonic()
         for budget in self._all():
             if budget.tokens is not None and budget.used >= budget.tokens:
@@ -100,7 +100,7 @@ class Budget:
                     budget._running.add(limit)
                 yield
         except TimeoutError:
-            if not limit.expired():  # it is somebody else's
+            if not limit.expired():  # the TimeoutError is not from this limit
                 raise
             raise self.spent() from None
         finally:
@@ -109,5 +109,5 @@ class Budget:
 
 
 def within(budget: Budget | None) -> contextlib.AbstractAsyncContextManager[None]:
-    """Work that ends with Spent when the budget does."""
+    """A context in which work is stopped with Spent when the budget is spent."""
     return contextlib.nullcontext() if budget is None else budget._limit()

@@ -1,4 +1,4 @@
-"""Errors that point to the program's line."""
+"""Errors that name the line of the program."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Site(NamedTuple):
 
 
 class ProgramError(Exception):
-    """What went wrong at a line of a program. `site` is the line that appended the node, `branch` its fork path; the
-    cause, `problem`, is the exception itself: a ServerError as a rule, a CancelledError in a branch that was cancelled.
-    """
+    """An error at a line of a program. `site` is the line that appended the node, `branch` the branch's path. The
+    cause, `problem`, is the original exception: usually a ServerError, or a CancelledError in a branch that was
+    cancelled."""
 
     def __init__(self, site: Site, branch: str, problem: BaseException) -> None:
         where = f" in branch {branch}" if branch else ""
@@ -44,15 +44,15 @@ class ProgramError(Exception):
         self.problem = problem
         self.__cause__ = problem
         self.seen = False
-        """The program has been given it: it is not raised once more at the program's end."""
+        """Whether the program was given it already, so that it is not raised again at the program's end."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is, for another process: `__init__` takes more than the message."""
+        """Pickling support: `__init__` takes more than the message."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class Spent(Exception):
-    """A budget has nothing left. `text` is what was generated until then."""
+    """A budget is spent. `text` is what was generated until then."""
 
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
@@ -60,8 +60,8 @@ class Spent(Exception):
 
 
 class BudgetExceeded(ProgramError):
-    """A gen, a select or a tool was cut off, or not begun, because a budget has nothing left. `text` is what the gen
-    had said."""
+    """A gen, a select or a tool was stopped, or not started, because a budget is spent. `text` is what the gen had
+    generated."""
 
     @property
     def text(self) -> str:
@@ -69,12 +69,12 @@ class BudgetExceeded(ProgramError):
 
 
 class Lost(Exception):
-    """What came of a race that nobody won."""
+    """The cause of NoWinner if no branch has failed."""
 
 
 class NoWinner(ProgramError):
-    """No branch of a race had a result that would do. `results` are those that came and `problems` what the others
-    failed with, each by branch path; the first problem is the cause."""
+    """No branch of a race had an acceptable result. `results` are the rejected ones, and `problems` the errors of the
+    other branches, by branch path; the first problem is the cause."""
 
     def __init__(self, site: Site, results: dict[str, Any], problems: dict[str, BaseException]) -> None:
         said = f"no branch won: {len(results)} results were refused, {len(problems)} branches failed"
@@ -87,13 +87,13 @@ class NoWinner(ProgramError):
 
 
 def error_at(site: Site, branch: str, problem: BaseException) -> ProgramError:
-    """The ProgramError that says where `problem` was."""
+    """The ProgramError for `problem` at a site."""
     kind = BudgetExceeded if isinstance(problem, Spent) else ProgramError
     return kind(site, branch, problem)
 
 
 def said_of(problem: BaseException) -> str:
-    """A problem in words, with its type unless it is of radixrt's own."""
+    """The message of a problem, with its type unless that is radixrt's own."""
     if isinstance(problem, CancelledError):
         return "cancelled"
     words, kind = str(problem), type(problem).__name__

@@ -1,4 +1,4 @@
-"""What a branch has said: what of it the server knows already, by the number of a state, and what it does not."""
+"""The history of a branch: what the server knows already, as the number of a state, and what is new."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from radixrt.messages import (
 
 
 class History:
-    """All that was said, in order. The server makes prompts of it (`radixrt.router.said`) and keeps them as states;
-    a request names the latest one and brings what was said since. Here all of it is kept too, for a server that has
-    forgotten.
+    """Everything that was said, in order. The server builds prompts from it (`radixrt.router.said`) and keeps them as
+    states; a request names the last one and sends what was said since. The whole history is kept here as well, in case
+    the server forgets a state.
 
         said   text  answer  text  message ...
                ----- state -----  -- new ---
@@ -29,20 +29,20 @@ class History:
 
     def __init__(self, scope: str) -> None:
         self.state = 0
-        """The latest that the server keeps; 0: nothing."""
+        """The number of the last state that the server keeps; 0: none."""
         self._scope = scope
         self._said: list[Said] = []
         self._known = 0
-        """So much of it is in the state."""
+        """How many items of `_said` are in the state."""
         self._owns = False
-        """No other branch goes on from the state."""
+        """Whether no other branch continues the state, so that a new one may replace it."""
         self._roles: bool | None = None
         """Whether this is a chat; None if nothing was said."""
         self._open = False
-        """The assistant's message goes on."""
+        """Whether the assistant's message has begun and not ended."""
 
     def copy(self) -> History:
-        """For a fork: what was said is shared, and the state."""
+        """A copy for a fork, with the same state."""
         other = History(self._scope)
         other._said, other._known, other.state = self._said.copy(), self._known, self.state
         other._roles, other._open = self._roles, self._open
@@ -51,7 +51,7 @@ class History:
 
     @property
     def said(self) -> list[Said]:
-        """All of it."""
+        """Everything that was said."""
         return self._said
 
     @property
@@ -59,7 +59,7 @@ class History:
         return bool(self._roles)
 
     def messages(self) -> list[dict[str, str]]:
-        """`role` and `content` of each message, the open one included. ValueError in a program without roles."""
+        """`role` and `content` of each message, the open one included. Raises ValueError in a program without roles."""
         if self._roles is False:
             raise ValueError("messages, in a program without roles: it has text")
         found: list[dict[str, str]] = []
@@ -74,7 +74,7 @@ class History:
         return found
 
     def text(self) -> str:
-        """All text. ValueError in a program with roles."""
+        """The whole text. Raises ValueError in a program with roles."""
         if self._roles:
             raise ValueError("text, in a program with roles: it has messages")
         return "".join(one.text for one in self._said)
@@ -82,7 +82,8 @@ class History:
     # ------------------------------------------------------------ growing
 
     def say(self, text: str) -> None:
-        """Text of the open message, or of a program without roles. ValueError between the messages of a chat."""
+        """Add text to the open message, or in a program without roles. Raises ValueError between the messages of a
+        chat."""
         if not text:
             return
         if self._roles and not self._open:
@@ -94,18 +95,18 @@ class History:
             self._said.append(SaidText(text))
 
     def add_message(self, role: str, content: str) -> None:
-        """A whole message. ValueError in a program that began without roles."""
+        """Add a complete message. Raises ValueError in a program that began without roles."""
         self._begin_chat()
         self._said.append(SaidMessage(role, content))
 
     def open_message(self) -> None:
-        """The assistant begins to speak."""
+        """Begin a message of the assistant."""
         self._begin_chat()
         self._open = True
         self._said.append(TurnBegins())
 
     def close_message(self) -> None:
-        """The assistant has finished."""
+        """End the assistant's message."""
         self._open = False
         self._said.append(TurnEnds())
 
@@ -115,13 +116,13 @@ class History:
         self._roles = True
 
     def add_answer(self, done: Completion, sampling: Sampling, state: int) -> None:
-        """What was generated; the server keeps it as `state`."""
+        """Add a generated answer; the server keeps everything up to it as `state`."""
         self._roles = self._open
         self._said.append(SaidAnswer(done.ids, done.text, done.stop, sampling))
         self.keep(state)
 
     def add_choice(self, text: str, state: int) -> None:
-        """A text that was selected; the server keeps what was said before it as `state`."""
+        """Add a selected text; the server keeps what was said before it as `state`."""
         self.keep(state)
         self._roles = self._open
         self._said.append(SaidChoice(text))
@@ -129,13 +130,13 @@ class History:
     # ------------------------------------------------------------ as a prompt
 
     def prompt(self, save: int, resumes: bool = False) -> StatePrompt:
-        """What is new since the state, to be kept as `save`."""
+        """A prompt of what is new since the state, to be kept as `save`."""
         return StatePrompt(self._scope, self.state, self._said[self._known :], save, self._owns, resumes)
 
     def whole(self, save: int) -> StatePrompt:
-        """Everything, for a server that does not know the state any more."""
+        """A prompt of everything, for a server that has forgotten the state."""
         return StatePrompt(self._scope, 0, self._said, save)
 
     def keep(self, state: int) -> None:
-        """The server knows all that was said."""
+        """The server keeps everything said so far as `state`."""
         self.state, self._known, self._owns = state, len(self._said), True

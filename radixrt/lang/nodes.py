@@ -1,4 +1,4 @@
-"""What a program appends to a branch. Frozen; text is a plain string."""
+"""The nodes that a program appends to a branch. Immutable; text is a plain string."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from radixrt.messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Gen:
-    """Generated text, known as `name`. With `stream`, `Branch.stream(name)` gives it as it comes. `schema` is what it
-    was asked to follow, as the program gave it."""
+    """Generated text, known as `name`. With `stream`, `Branch.stream(name)` yields it as it arrives. `schema` is the
+    one that it has to follow, as the program gave it."""
 
     name: str
     sampling: Sampling
@@ -26,7 +26,8 @@ class Gen:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """The likeliest of `choices`, known as `name`; by the mean log-probability of its tokens, or by their sum."""
+    """The most likely of `choices`, known as `name`: by the mean log-probability of its tokens, or with `per_token`
+    False by their sum."""
 
     name: str
     choices: tuple[str, ...]
@@ -53,13 +54,13 @@ def gen(
     schema: Any = None,
     **overrides: Any,
 ) -> Gen:
-    """Generate, as `sampling` says, changed by `overrides` (fields of Sampling; `stop` may be one string).
+    """Generate text by `sampling`, changed by `overrides` (fields of Sampling; `stop` may be one string).
 
-    The text is a match of `regex`, or JSON of `schema`: a JSON schema as a dict or as text ({}: any JSON), a msgspec
-    Struct, a pydantic model or TypeAdapter, or another type that msgspec or pydantic knows; `Branch.parse(name)` makes
-    an object of it. Other grammars go in as `grammar=Grammar("ebnf", ...)`.
+    The text can be constrained to a match of `regex`, or to JSON of `schema`: a JSON schema as a dict or as text ({}:
+    any JSON), a msgspec Struct, a pydantic model or TypeAdapter, or another type that msgspec or pydantic knows;
+    `Branch.parse(name)` converts it to an object. Other grammars are given as `grammar=Grammar("ebnf", ...)`.
 
-    TypeError for a field that Sampling does not have; ValueError for regex and schema at once."""
+    Raises TypeError for a field that Sampling does not have, and ValueError for regex and schema together."""
     if not isinstance(sampling, Sampling):
         meant = f": write max_tokens={sampling}" if isinstance(sampling, int) else ""
         raise TypeError(f"gen {name!r}: expected a Sampling, not {type(sampling).__name__}{meant}")
@@ -75,8 +76,8 @@ def gen(
 
 
 def select(name: str, choices: Iterable[str], *, per_token: bool = True) -> Select:
-    """Choose among texts, in one round trip. TypeError for one text alone, or a choice that is none; ValueError without
-    choices, or if one is empty."""
+    """Choose among texts, in one round trip. Raises TypeError for a single string, or a choice that is not text, and
+    ValueError without choices, or if one is empty."""
     if isinstance(choices, str):
         raise TypeError(f"select {name!r}: choices are several texts, not one: write [{choices!r}, ...]")
     texts = tuple(choices)
@@ -89,8 +90,8 @@ def select(name: str, choices: Iterable[str], *, per_token: bool = True) -> Sele
 
 
 def role(name: str, *parts: str | Gen | Select) -> Role:
-    """A message of any role. TypeError for parts of another kind; ValueError for gen or select that the assistant does
-    not say."""
+    """A message of any role. Raises TypeError for other kinds of parts, and ValueError for gen or select in a message
+    that is not the assistant's."""
     for part in parts:
         if not isinstance(part, str | Gen | Select):
             raise TypeError(f"{name}: expected text, gen or select, not {kind_of(part)}")

@@ -1,4 +1,4 @@
-"""The plain face: programs that are ordinary functions, in a thread of their own."""
+"""The synchronous interface: programs that are plain functions, each run in a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_THE_LOOP = "a SyncBranch cannot wait inside async code: use it in plain funct
 
 
 class SyncBranch:
-    """A Branch for a program that is a plain function: the same, but `s[name]` waits and returns the text."""
+    """A Branch for a program that is a plain function: the same methods, but they wait; `s[name]` returns the text."""
 
     def __init__(self, branch: Branch, loop: asyncio.AbstractEventLoop) -> None:
         self._branch = branch
@@ -49,7 +49,7 @@ class SyncBranch:
         return [SyncBranch(child, self._loop) for child in children]
 
     __iter__ = None
-    """Values have names, and no order."""
+    """Not iterable: values have names, and no order."""
 
     def __getitem__(self, name: str) -> str:
         return self.value(name).text
@@ -82,8 +82,7 @@ class SyncBranch:
         return self
 
     def join(self, *branches: SyncBranch | Sequence[SyncBranch]) -> list[SyncBranch]:
-        """Wait until all that was appended to `branches`, which may be one list, is done: the branches. ProgramError as
-        of `join`."""
+        """See `branch.join`."""
         plain = listed(branches)
         self._wait(wait_all([branch._branch for branch in plain]))
         return plain
@@ -95,8 +94,8 @@ class SyncBranch:
         *,
         until: Callable[[Any], bool] | None = None,
     ) -> tuple[SyncBranch, Any]:
-        """See `race`. `work` and `until` are plain functions, in threads of their own. One that is still busy when its
-        branch has lost runs on, until it next asks the branch for something."""
+        """See `race`. `work` and `until` are plain functions, each run in a thread of its own. If its branch has lost,
+        a function that is still busy continues until it next uses the branch."""
 
         async def run(branch: Branch) -> Any:
             return await (branch[work] if isinstance(work, str) else in_thread(work, SyncBranch(branch, self._loop)))
@@ -137,7 +136,7 @@ class SyncBranch:
         try:
             self._check_thread()
             waiting = asyncio.run_coroutine_threadsafe(outcome, self._loop)
-        except RuntimeError:  # not from here, or the loop has ended, and the program with it
+        except RuntimeError:  # called from the wrong thread, or the program's event loop has ended
             outcome.close()
             work.close()
             raise
@@ -154,7 +153,7 @@ class SyncBranch:
         return outcome.result()
 
     def _check_thread(self) -> None:
-        """RuntimeError on the event loop itself, which would wait for itself for ever."""
+        """Raise RuntimeError if called on the event loop itself, which would deadlock."""
         if asyncio._get_running_loop() is self._loop:
             raise RuntimeError(ON_THE_LOOP)
 

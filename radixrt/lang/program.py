@@ -1,4 +1,4 @@
-"""A function as a program."""
+"""Programs: functions that run on a branch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixrt.lang.threads import in_thread
 from radixrt.lang.trace import begin_run
 
 AT_ONCE = 64
-"""Runs of a batch at a time."""
+"""Default number of concurrent runs of a batch."""
 _default: Client | None = None
 
 
@@ -33,7 +33,7 @@ class Program:
     """Calls its function with a branch and the arguments given. See `program`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """TypeError for a function that yields."""
+        """Raises TypeError for a generator function."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"program {function.__name__}: a program returns its result, and cannot yield")
         self.function = function
@@ -42,13 +42,13 @@ class Program:
         functools.update_wrapper(self, function)
 
     def __call__(self, client: AsyncClient | Branch | SyncBranch, *args: Any, **kwargs: Any) -> Any:
-        """Run it on a new branch of an AsyncClient, or on a branch of a program that runs: what the function returns,
-        to be awaited unless a SyncBranch was given.
+        """Run the program on a new branch of an AsyncClient, or on a branch of a running program. Returns the
+        function's result, which has to be awaited unless a SyncBranch was given.
 
-        On a client the result is there when all its branches have done their work. ProgramError then for what went
-        wrong at a node, unless the function has been given it already, by asking for a value there, and went on; other
-        exceptions are the function's own. Whatever ends it early cancels what its branches still do: nothing of a
-        program runs on when it has ended. On a branch, what was appended there goes on also when the call is cancelled.
+        On a client, the result is available when all branches have done their work. Raises ProgramError for a node that
+        failed, unless the function was given that error already when it asked for a value; other exceptions are the
+        function's own. If the program ends early, everything that its branches still do is cancelled: nothing runs
+        after its end. On a branch, nodes that were appended are executed even if the call is cancelled. Raises
         TypeError at once for anything but a client or a branch."""
         site = Site.of(sys._getframe(1))
         match client:
@@ -105,9 +105,9 @@ class Program:
         return result
 
     def run(self, *args: Any, client: Client | None = None, **kwargs: Any) -> Any:
-        """Run it and wait, on a plain Client: `client`, the first argument, or that of `use_client`.
+        """Run the program and wait, on a synchronous Client: `client`, the first argument, or that of `use_client`.
 
-        TypeError without any, and for an AsyncClient or a branch."""
+        Raises TypeError without any, and for an AsyncClient or a branch."""
         if args and isinstance(args[0], AsyncClient | Branch | SyncBranch):
             raise TypeError(f"{self.name}.run takes a Client; give {type(args[0]).__name__} to {self.name}(...) itself")
         if args and isinstance(args[0], Client):
@@ -123,7 +123,7 @@ class Program:
         at_once: int = AT_ONCE,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """`batch`, waited for, on a plain Client: `client`, or that of `use_client`. TypeError without any."""
+        """`batch`, on a synchronous Client: `client`, or that of `use_client`. Raises TypeError without any."""
         client = self._client(client, "run_batch")
         return client.run(self.batch(client.aio, calls, at_once=at_once, return_exceptions=return_exceptions))
 
@@ -135,11 +135,13 @@ class Program:
         at_once: int = AT_ONCE,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Run it for the keyword arguments of each of `calls`, up to `at_once` at a time: the results, in their order.
+        """Run the program with the keyword arguments of each of `calls`, up to `at_once` at a time. Returns the results
+        in order.
 
-        The first exception ends it: those that run are cancelled, and no other is begun. With `return_exceptions` one
-        stands in the place of its result, and the others go on. ValueError for `at_once` below 1, TypeError for a call
-        that is no mapping. `calls` are asked for one by one, as there is room."""
+        The first exception ends the batch: running ones are cancelled, and no other is started. With
+        `return_exceptions` exceptions take the place of results, and the others continue. Raises ValueError for
+        `at_once` below 1, and TypeError for a call that is not a mapping. `calls` is iterated only as far as runs can
+        be started."""
         if at_once < 1:
             raise ValueError(f"at_once must be 1 at least, not {at_once}")
         return await Batch(self, client, calls, return_exceptions).results(at_once)
@@ -157,8 +159,9 @@ async def _finish(branch: Branch) -> None:
 
 
 def program(function: Callable[..., Any]) -> Program:
-    """Make a program of a function whose first parameter is its branch: a Branch for an async function, a SyncBranch
-    for a plain one. Its name is what the hit-rate report calls it. TypeError for a function that yields.
+    """Decorator that makes a program of a function whose first parameter is its branch: a Branch for an async function,
+    a SyncBranch for a plain one. The hit-rate report shows it under its name. Raises TypeError for a generator
+    function.
 
         await debate(async_client, "...")    on a new branch; debate.run(client, "...") waits
         await debate(s, "...")               on a branch of another program, as a part of that one

@@ -1,4 +1,4 @@
-"""The first of several branches whose result will do; the others are stopped."""
+"""`race`: the first of several branches with an acceptable result wins; the others are stopped."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Until = Callable[[Any], bool | Awaitable[bool]]
 
 
 def race(branches: Sequence[Branch], work: Work, *, until: Until | None = None) -> Awaitable[tuple[Branch, Any]]:
-    """(branch, result) of the first whose result satisfies `until` (sync or async; without it: the first result).
+    """Returns (branch, result) of the first whose result satisfies `until` (sync or async; without it: the first
+    result).
 
         best, text = await race(s.fork(8), attempt, until=is_right)
 
-    `work` is an async function that is called with each branch, all at once, or the name of a gen or select that each
-    of them has, whose text is the result then. All other branches are cancelled, here and at the server, before this
-    returns. A branch whose work fails is out. NoWinner if nobody is left: branches that have not failed may then still
-    be used. ValueError without branches."""
+    `work` is an async function that is called with each branch concurrently, or the name of a gen or select that all of
+    them have, whose text is then the result. All other branches are cancelled, here and at the server, before this
+    returns. A branch whose work fails cannot win. Raises NoWinner if none is left; branches that have not failed may
+    then still be used. Raises ValueError without branches."""
     return run_race(check_branches("race", branches), work, until, Site.of(sys._getframe(1)))
 
 

@@ -1,4 +1,4 @@
-"""Schemas of generated JSON: from what a program calls one to text, and from generated text to values."""
+"""Schemas of generated JSON: converts a program's schema to text, and generated text to values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from radixrt.messages import Grammar
 
 
 def grammar_of(name: str, regex: str | None, schema: Any) -> Grammar | None:
-    """What `gen(name, regex=, schema=)` asks for. ValueError if it is both, or no schema; TypeError for a type that has
-    none."""
+    """The grammar of `gen(name, regex=, schema=)`; None without either. Raises ValueError for both, or for an invalid
+    schema, and TypeError for a type without a schema."""
     if regex is not None and schema is not None:
         raise ValueError(f"gen {name!r}: regex and schema cannot both be followed")
     if regex is not None:
@@ -38,8 +38,8 @@ def _schema_text(name: str, schema: Any) -> str:
 
 
 def parse(text: str, schema: Any) -> Any:
-    """Generated JSON as an object of the type that was the schema, else as plain Python. ValueError for text that was
-    cut off, or that is not of the type."""
+    """Convert generated JSON to an object of the type that was the schema, or else to plain Python values. Raises
+    ValueError for text that was cut off, or that does not match the type."""
     if not _is_type(schema):
         return msgspec.json.decode(text)
     adapter = _adapter(schema)
@@ -47,7 +47,8 @@ def parse(text: str, schema: Any) -> Any:
 
 
 def _adapter(schema: Any) -> Any:
-    """Pydantic's TypeAdapter: itself, or of a type that is, or holds, a model. None for what msgspec knows."""
+    """Pydantic's TypeAdapter: `schema` itself, or one for a type that is, or contains, a pydantic model. None for types
+    that msgspec knows."""
     if hasattr(schema, "json_schema") and hasattr(schema, "validate_json"):
         return schema
     if not hasattr(schema, "model_json_schema"):
@@ -66,5 +67,6 @@ def _adapter(schema: Any) -> Any:
 
 
 def _is_type(schema: Any) -> bool:
-    """A msgspec Struct, a pydantic model, a dataclass, `list[int]`, a TypeAdapter: not a schema that is written out."""
+    """Whether a schema is given as a type (a msgspec Struct, a pydantic model, a dataclass, `list[int]`, a TypeAdapter)
+    rather than as a JSON schema."""
     return schema is not None and not isinstance(schema, str | dict | bool)

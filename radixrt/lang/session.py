@@ -1,4 +1,4 @@
-"""What the server keeps of one run of a program, and how it is told to stop."""
+"""The session of one program run: its states at the server, and the messages about them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from radixrt.messages import Forget, Fork, Pause, StatePrompt
 
 SCOPE_BYTES = 16
 PAUSE_AFTER = 0.02
-"""Seconds after which a tool counts as one that the session waits for: telling the server costs more than waiting for
-one that is quicker."""
+"""Seconds after which the server is told that a branch waits for a tool: for faster tools the message would cost more
+than it saves."""
 
 
 class Session:
-    """The states of a run, in a scope of their own that nobody guesses."""
+    """The states of a run, in a scope with a random name."""
 
     __slots__ = ("_client", "_ended", "_numbers", "_untaken", "_used", "scope")
 
@@ -29,20 +29,20 @@ class Session:
         """Forks and pauses that the server may not have read yet."""
 
     def number(self) -> int:
-        """A number for a state to come."""
+        """The number for a new state."""
         self._used = True
         return next(self._numbers)
 
     def fork(self, prompt: StatePrompt, count: int) -> asyncio.Future[None]:
-        """`count` branches go on from a prompt; done when they may begin."""
+        """Fork a prompt into `count` branches; done when they may begin."""
         return self._tell(Fork(id=0, prompt=prompt, count=count))
 
     def pause(self, state: int, seconds: float | None) -> asyncio.Future[None]:
-        """Nothing will be asked of a state for a while; done when something may be."""
+        """Tell the server that a state is not used for a while; done when it may be used again."""
         return self._tell(Pause(id=0, scope=self.scope, state=state, seconds=seconds))
 
     def end(self) -> None:
-        """The run is over: the server need not keep anything of it."""
+        """The run has ended: the server may forget its states."""
         self._ended = True
         self._forget()
 
@@ -51,14 +51,14 @@ class Session:
         if not taken.done():
             self._untaken.add(taken)
             taken.add_done_callback(self._take)
-        return asyncio.shield(taken)  # who waits may be cancelled
+        return asyncio.shield(taken)  # a waiting task may be cancelled, the message may not
 
     def _take(self, taken: asyncio.Future[None]) -> None:
         self._untaken.discard(taken)
         self._forget()
 
     def _forget(self) -> None:
-        """When all that is to be forgotten has been read: over HTTP messages may overtake each other."""
+        """Send Forget once all Forks and Pauses have been read: over HTTP, messages may overtake each other."""
         if self._ended and self._used and not self._untaken:
             self._used = False
             self._client.tell(Forget(id=0, scope=self.scope))

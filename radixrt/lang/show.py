@@ -1,4 +1,4 @@
-"""A trace as text and as an HTML page."""
+"""Renders a trace as text and as an HTML page."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from html import escape
 from radixrt.lang.trace import Run, Step
 
 WIDTH = 48
-"""Characters shown of what was said."""
+"""The most characters of a step's text that are shown."""
 SHOWN = 2000
-"""As WIDTH, of a page's hints."""
+"""The same for the tooltips of a page."""
 TIMED = ("gen", "select", "tool", "program")
 """Steps that take time."""
 
 
 def to_text(runs: Sequence[Run]) -> str:
-    """The tree of each run, a line a step."""
+    """The tree of each run, with one line per step."""
     return "".join(_heading(run) + "\n" + "".join(_text_rows(run)) for run in runs)
 
 
@@ -42,11 +42,11 @@ def _text_rows(run: Run) -> list[str]:
 
 
 def _walk(run: Run) -> list[tuple[int, Step | str]]:
-    """(depth, step or path of a branch that begins), each branch below the fork that made it."""
+    """(depth, step, or path of a branch that begins), each branch below the fork that created it."""
     steps = run.by_branch()
     rows: list[tuple[int, Step | str]] = []
     todo: list[tuple[int, Step | str]] = [(0, step) for step in reversed(steps[""])]
-    while todo:  # not recursion: programs fork as deep as they like
+    while todo:  # iterative, as programs may fork to any depth
         depth, item = todo.pop()
         rows.append((depth, item))
         if isinstance(item, str):
@@ -120,7 +120,7 @@ HEAD = (
 
 
 def to_html(runs: Sequence[Run]) -> str:
-    """A page with a table and a time line for each run; all that a program said is escaped."""
+    """A page with a table and a time line for each run. All text is escaped."""
     return PAGE.format(runs="\n".join(_html_run(run) for run in runs))
 
 

@@ -1,4 +1,5 @@
-"""Works off the nodes of a branch: text into its history, a gen or select by a request, within a budget, traced."""
+"""Executes the nodes of a branch: adds text to its history, and makes the requests of gen and select, within a budget
+and traced."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A node that was appended: by which line, under which budget, and what was promised of it."""
+    """A node that was appended, the program's line that did so, and the budget there."""
 
     node: Any
     site: Site
     promises: deque[Promise]
-    """Of the node's gens and selects, in their order."""
+    """Of the node's gens and selects, in order."""
     budget: Budget | None
 
 
 class Speaker:
-    """Says for one branch what is appended to it."""
+    """Executes the nodes that are appended to one branch."""
 
     __slots__ = ("_client", "_origin", "_paused", "_run", "_session", "_told", "history")
 
@@ -45,13 +46,13 @@ class Speaker:
         self._run = run
         self._session = session
         self._paused = 0
-        """The state in which the session waits for a tool; 0: it does not."""
+        """The state in which the branch waits for a tool; 0 if it does not."""
         self._told: asyncio.Future[None] | None = None
-        """Done when the server knows that."""
+        """Done when the server has read that."""
 
     async def say(self, work: Work) -> None:
-        """Do a node. ServerError; ValueError where the chat does not allow it; Spent when the budget was, or came, to
-        its end."""
+        """Execute a node. Raises ServerError; ValueError if the chat does not allow it; Spent if the budget is
+        spent."""
         match work.node:
             case str() as text:
                 self._add_text(text, work)
@@ -85,7 +86,7 @@ class Speaker:
             self._run.begin(self._origin.branch, "text", role, work.site, text)
 
     async def _fill(self, node: Gen | Select, work: Work) -> None:
-        """Make the value of the first promise and keep it."""
+        """Compute the value of a gen or select, and fulfil its promise, which is the first one left."""
         with self._traced(node, work.site) as step:
             if isinstance(node, Gen):
                 value = await self._generate(node, work.promises[0], work.budget, step)
@@ -104,30 +105,31 @@ class Speaker:
     # ------------------------------------------------------------ states
 
     async def fork(self, count: int) -> None:
-        """Have the server keep what was said, for branches that go on from here. One alone needs nothing."""
+        """Let the server keep the state, for `count` branches that continue it. A single one needs no message."""
         if count > 1:
             prompt = await self._prompt()
             await self._session.fork(prompt, count)
             self.history.keep(prompt.save)
 
     def pause(self, seconds: float | None) -> None:
-        """Nothing will be asked for a while, for so many seconds at most."""
+        """Tell the server that the branch makes no request for a while, for at most `seconds`."""
         state = self.history.state
         if state and state != self._paused:
             self._paused, self._told = state, self._session.pause(state, seconds)
 
-    async def _ask(self, ask: Callable[[StatePrompt], Awaitable[T]]) -> tuple[T, int]:
-        """The answer to what is new, or to everything if the server has forgotten the state; and the new state."""
+    async def _request(self, send: Callable[[StatePrompt], Awaitable[T]]) -> tuple[T, int]:
+        """Send what is new or, if the server has forgotten the state, everything. Returns the reply, and the number of
+        the new state."""
         prompt = await self._prompt()
         try:
-            return await ask(prompt), prompt.save
+            return await send(prompt), prompt.save
         except ServerError as problem:
             if problem.code != GONE:
                 raise
-        return await ask(self.history.whole(prompt.save)), prompt.save
+        return await send(self.history.whole(prompt.save)), prompt.save
 
     async def _prompt(self) -> StatePrompt:
-        """What is new, to be kept under a new number."""
+        """A prompt of what is new, to be kept under a new number. Waits until the server has read a Pause or Fork."""
         if self._told is not None:
             await asyncio.shield(self._told)
             self._told = None
@@ -136,19 +138,19 @@ class Speaker:
         return self.history.prompt(self._session.number(), resumes)
 
     async def _generate(self, node: Gen, promise: Promise, budget: Budget | None, step: Step | None) -> Value:
-        async def ask(prompt: StatePrompt) -> Completion:
+        async def send(prompt: StatePrompt) -> Completion:
             if budget is None and step is None and not promise.streams:
                 return await self._client.generate(prompt, node.sampling, origin=self._origin)
-            return await self._follow(node.sampling, prompt, promise, budget, step)
+            return await self._stream(node.sampling, prompt, promise, budget, step)
 
-        done, state = await self._ask(ask)
+        done, state = await self._request(send)
         self.history.add_answer(done, node.sampling, state)
         return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs, schema=node.schema)
 
-    async def _follow(
+    async def _stream(
         self, sampling: Sampling, prompt: StatePrompt, promise: Promise, budget: Budget | None, step: Step | None
     ) -> Completion:
-        """Generate token by token."""
+        """Generate by a stream, to charge a budget, to time the first token, or to pass text on."""
         whole = Completion()
         try:
             async with within(budget):
@@ -170,7 +172,9 @@ class Speaker:
         return whole
 
     async def _select(self, node: Select) -> Value:
-        scored, state = await self._ask(lambda prompt: self._client.score(prompt, node.choices, origin=self._origin))
+        scored, state = await self._request(
+            lambda prompt: self._client.score(prompt, node.choices, origin=self._origin)
+        )
         scores = {
             choice: sum(found) / (len(found) if node.per_token else 1)
             for choice, found in zip(node.choices, scored.logprobs, strict=True)

@@ -1,4 +1,4 @@
-"""Work of a program's own: plain functions in threads, and outcomes that are passed on."""
+"""Runs plain functions in threads, and returns outcomes instead of raising."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What `function` returns, run in a thread of its own: a pool's threads would be used up by programs that wait for
-    each other, and the process could not end while one of them is busy."""
+    """Run `function` in a new daemon thread, and return its result. A thread pool could be exhausted by programs that
+    wait for each other, and would keep the process from ending while one of its threads is busy."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
     waiting = asyncio.wrap_future(outcome)
@@ -24,7 +24,7 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     def work() -> None:
         try:
             result = context.run(function, *args, **kwargs)
-        except StopIteration as problem:  # which no future takes
+        except StopIteration as problem:  # cannot be set on a future
             outcome.set_exception(RuntimeError(f"the program raised {problem!r}"))
         except BaseException as problem:
             outcome.set_exception(problem)
@@ -37,7 +37,7 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 async def off_the_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function returns, awaited if it is async, run in a thread if it is not."""
+    """Call a function: await it if it is async, otherwise run it in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await in_thread(function, *args, **kwargs)

@@ -13,7 +13,7 @@ from radixrt.lang.threads import off_the_loop, outcome_of
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`function(*args, **kwargs)`, which is given `timeout` seconds and what the budget has left."""
+    """A call of `function(*args, **kwargs)`, limited to `timeout` seconds and by the budget."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -30,19 +30,19 @@ class Call:
         return await outcome_of(self.run())
 
     async def run(self) -> Any:
-        """Its result. TimeoutError and Spent beside its own exceptions."""
+        """Run the function. Raises TimeoutError and Spent, and the function's own exceptions."""
         async with within(self.budget):
             try:
                 async with asyncio.timeout(self.timeout) as limit:
                     return await off_the_loop(self.function, *self.args, **self.kwargs)
             except TimeoutError:
-                if not limit.expired():  # it is the function's own
+                if not limit.expired():  # the TimeoutError is the function's own
                     raise
                 raise TimeoutError(f"{self.name}: no result in {self.timeout:g} seconds") from None
 
 
 class Calls:
-    """The calls of a branch that are under way."""
+    """The running calls of a branch."""
 
     __slots__ = ("tasks",)
 
@@ -50,8 +50,8 @@ class Calls:
         self.tasks: set[asyncio.Task[tuple[Any, BaseException | None]]] = set()
 
     async def outcome(self, call: Call) -> tuple[Any, BaseException | None]:
-        """(result, problem). The call ends with who waits for it here, and when its task is cancelled: a thread runs
-        on, but nobody listens."""
+        """Returns (result, problem). If the caller or the task in `tasks` is cancelled, so is the call; a function in a
+        thread continues, but its result is dropped."""
         task = asyncio.ensure_future(call.outcome())
         self.tasks.add(task)
         try:

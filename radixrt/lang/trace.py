@@ -1,4 +1,4 @@
-"""What a run did and how long it took: a tree of branches, with a line for each step.
+"""Traces of program runs: a tree of branches, with a line for each step and its time.
 
 with trace() as t:
     debate.run(client, "Is tea better?")
@@ -24,25 +24,25 @@ _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("radixrt
 
 @dataclass(slots=True)
 class Step:
-    """One node of a branch, or a tool that the program called. Times are seconds since the trace began."""
+    """A node of a branch, or a call of a tool or program. Times are in seconds since the trace began."""
 
     branch: str
     kind: str
-    """`text`, `gen`, `select`, `tool`, `fork` or `program`: one that was called on the branch."""
+    """`text`, `gen`, `select`, `tool`, `fork` or `program` (another program that was called on the branch)."""
     name: str
-    """Of a gen, a select, a tool or a program; a text's role."""
+    """The name of a gen, select, tool or program; the role of a text."""
     site: Site
     began: float
     first: float | None = None
-    """When the first token came."""
+    """When the first token arrived."""
     ended: float | None = None
     usage: Usage = Usage()
     finish: str = ""
-    """A gen's finish reason, what went wrong, or nothing."""
+    """A gen's finish reason, the kind of error, or ""."""
     said: str = ""
-    """A text, a gen's or select's text, a tool's result."""
+    """The text of a text, gen or select; the result of a tool."""
     forks: tuple[str, ...] = ()
-    """Paths of the branches that a fork made."""
+    """Paths of the branches that a fork created."""
 
     @property
     def seconds(self) -> float:
@@ -50,13 +50,13 @@ class Step:
 
     @property
     def asks(self) -> bool:
-        """It was a request to the server."""
+        """Whether the step is a request to the server."""
         return self.kind in ("gen", "select")
 
 
 @dataclass(slots=True)
 class Run:
-    """One program, as it ran."""
+    """The record of one program run."""
 
     program: str
     origin: float
@@ -69,13 +69,13 @@ class Run:
         return time.monotonic() - self.origin
 
     def begin(self, branch: str, kind: str, name: str, site: Site, said: str = "") -> Step:
-        """A step begins now."""
+        """Record a step that begins now."""
         step = Step(branch, kind, name, site, self.now(), said=said)
         self.steps.append(step)
         return step
 
     def end(self, step: Step, problem: BaseException | None = None) -> None:
-        """It ends now."""
+        """A step ends now."""
         step.ended = self.now()
         if problem is not None:
             step.finish = _finish_of(problem)
@@ -96,7 +96,7 @@ class Run:
         return (self.now() if self.ended is None else self.ended) - self.began
 
     def by_branch(self) -> dict[str, list[Step]]:
-        """Steps by branch path, parents first, each branch's in the order in which they began."""
+        """Steps by branch path, parents first, in the order in which they began."""
         found: dict[str, list[Step]] = {"": []}
         for step in self.steps:
             found.setdefault(step.branch, []).append(step)
@@ -105,7 +105,7 @@ class Run:
         return found
 
     def usage(self) -> Usage:
-        """Summed over all requests."""
+        """The usage of all requests."""
         asked = [step.usage for step in self.steps if step.asks]
         return Usage(*(sum(getattr(u, name) for u in asked) for name in Usage.__struct_fields__[:3]))
 
@@ -119,7 +119,7 @@ def _finish_of(problem: BaseException) -> str:
 
 
 class Trace:
-    """Runs of programs that began inside its `with` block, in `runs`. See `trace`."""
+    """The `runs` of programs that began inside its `with` block. See `trace`."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -139,27 +139,27 @@ class Trace:
         return run
 
     def text(self) -> str:
-        """For a terminal."""
+        """The trace as text for a terminal."""
         from radixrt.lang.show import to_text
 
         return to_text(self.runs)
 
     def html(self) -> str:
-        """A page of its own, with nothing to load."""
+        """The trace as a self-contained HTML page."""
         from radixrt.lang.show import to_html
 
         return to_html(self.runs)
 
 
 def trace() -> Trace:
-    """Trace the programs that begin inside `with trace() as t`, in this thread and in the tasks that it makes.
+    """Trace the programs that begin inside `with trace() as t`, in this thread and in the tasks that it creates.
 
-    `t.text()` and `t.html()` show them, also while they run. Traced gens are streamed, to see when their first token
-    came."""
+    `t.text()` and `t.html()` show them, also while they run. Traced gens are streamed, to record when their first token
+    arrives."""
     return Trace()
 
 
 def begin_run(program: str) -> Run | None:
-    """The record of a run that begins now; None if nobody traces."""
+    """The record of a run that begins now; None without a trace."""
     current = _current.get()
     return None if current is None else current.begin(program)

@@ -1,4 +1,4 @@
-"""What a gen or select gave, and the promise of it."""
+"""The values of gen and select, and promises of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixrt.messages import TokenLogprob, Usage
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a gen or select gave. `scores` are a select's, by choice, as natural log-probabilities; `schema` is a gen's,
+    """The result of a gen or select. `scores` are a select's natural log-probabilities by choice; `schema` is a gen's,
     as the program gave it."""
 
     text: str
@@ -27,13 +27,14 @@ class Value:
     schema: Any = None
 
     def parse(self) -> Any:
-        """The JSON of a `gen(schema=...)`, as an object of the type that was its schema, else as plain Python.
-        ValueError for text that was cut off."""
+        """Convert the JSON of a `gen(schema=...)` to an object of the type that was its schema, or else to plain Python
+        values. Raises ValueError for text that was cut off."""
         return parse(self.text, self.schema)
 
 
 class Promise:
-    """Of one gen or select: a name may be used again before the one before it is done."""
+    """The promise of one gen's or select's value. (Not one per name: a name may be reused before its value is
+    there.)"""
 
     __slots__ = ("_future", "_grown", "pieces", "streams")
 
@@ -42,7 +43,7 @@ class Promise:
         self._future.add_done_callback(_look)
         self.streams = streams
         self.pieces: list[str] = []
-        """Text of a gen that streams, kept so that every reader gets all of it."""
+        """The text of a gen that streams; kept, so that every reader gets all of it."""
         self._grown = asyncio.Event() if streams else None
 
     def add_piece(self, text: str) -> None:
@@ -64,7 +65,7 @@ class Promise:
             self._grown = asyncio.Event()
 
     def __await__(self) -> Generator[Any, None, Value]:
-        """The value, any number of times. The error that it gives instead counts as seen."""
+        """The value; may be awaited any number of times. An error that it raises counts as seen by the program."""
         try:
             return (yield from asyncio.shield(self._future).__await__())
         except ProgramError as error:
@@ -72,7 +73,7 @@ class Promise:
             raise
 
     async def stream(self) -> AsyncIterator[str]:
-        """All pieces, as they come."""
+        """All pieces of text, as they arrive."""
         at = 0
         while at < len(self.pieces) or not self._future.done():
             if at == len(self.pieces):
@@ -84,13 +85,13 @@ class Promise:
 
 
 def _look(done: asyncio.Future[Value]) -> None:
-    """Nobody has to ask for an error."""
+    """Mark an exception as retrieved, so that asyncio does not log it."""
     if not done.cancelled():
         done.exception()
 
 
 class Text:
-    """Awaits a value's text, any number of times. What is done with text, and not with this, raises TypeError."""
+    """An awaitable of a value's text. Using it like text raises TypeError with advice."""
 
     __slots__ = ("_name", "_promise")
 
@@ -107,7 +108,7 @@ class Text:
 
     @property
     def advice(self) -> str:
-        """What to write in its place."""
+        """What to write instead."""
         return f"s[{self._name!r}] is not text before it is awaited: write await s[{self._name!r}]"
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -126,7 +127,7 @@ class Text:
 
 
 def kind_of(part: Any) -> str:
-    """What an error calls something that is not the text, or the node, that it should be."""
+    """How errors describe an object that is not a valid node or text."""
     if isinstance(part, Text):
         return part.advice
     return type(part).__name__ + (", which is to be awaited" if inspect.isawaitable(part) else "")

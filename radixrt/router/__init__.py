@@ -1,4 +1,4 @@
-"""The process that owns clients, tokens, the index of what workers have cached, and placement.
+"""The router process: it owns client connections, tokenization, the index of what workers have cached, and placement.
 
-`core` decides and has no sockets; `loop` has the sockets and decides nothing.
+`core` makes all decisions and has no sockets; `loop` has the sockets and makes no decisions.
 """

@@ -1,7 +1,7 @@
-"""From a client's message to a Request: whose it is, which model, whether it is right and fits.
+"""Turns a client's message into a Request: finds its tenant and model, validates it, and checks that it fits.
 
-A namespace is the lines tenant, model, salt. The tenant comes from the API key and holds no line break, so nothing
-a caller writes reaches another tenant's prefixes.
+A namespace is three lines: tenant, model, salt. The tenant comes from the API key and has no line break, so nothing
+that a caller sends can name another tenant's namespace.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from radixrt.router.validate import Refused
 SEED_MASK = (1 << 63) - 1
 NO_LIMIT = (1 << 31) - 1
 SPARE = 8
-"""Where there are several tenants, the last eighth of the places is for those that have less than an eighth in flight:
-one that fills all others leaves them room."""
+"""With several tenants, the last eighth of the queue's places is for tenants with no more than an eighth in flight: one
+that fills all other places leaves room for the rest."""
 
 
 class Admission:
-    """Token ids are checked against what the workers say, else against `vocab_size` (0: unknown)."""
+    """Token ids are checked against the vocabulary that workers report, or else `vocab_size` (0: unknown)."""
 
     def __init__(self, config: RouterConfig, members: Members, vocab_size: int, rng: random.Random) -> None:
         self._config = config
@@ -38,10 +38,10 @@ class Admission:
         self._tenants = validate.parse_api_keys(config.api_key)
         several = len(set(self._tenants.values())) > 1
         self._spare = config.max_queued_requests // SPARE if several else 0
-        """Places that are for tenants with fewer in flight."""
+        """Places reserved for tenants with at most this many runs in flight."""
 
     def tenant(self, api_key: str) -> str:
-        """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
+        """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""
         if not self._tenants:
             return "default"
         tenant = self._tenants.get(api_key)
@@ -52,7 +52,8 @@ class Admission:
     def admit(
         self, client: Client, message: Generate | Score, runs_in_flight: int, runs_by_tenant: Mapping[str, int]
     ) -> Request:
-        """The request with its runs, none of them placed yet. Refused says what is wrong with it."""
+        """Make the Request with its runs, none of which is dispatched yet. Raises Refused if the message is not valid
+        or does not fit."""
         tenant = self.tenant(message.api_key)
         model = self._model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
@@ -126,7 +127,8 @@ class Admission:
             request.runs.append(RunState(request, index, ids, sampling, len(prompt) // TOKEN_BYTES))
 
     def _room(self, serving: Serving, tokens: int, least: int) -> int:
-        """Tokens that can follow `tokens` of prompt on the roomiest worker; Refused if fewer than `least`."""
+        """Tokens that fit after `tokens` prompt tokens on the worker with most room. Raises Refused if they are fewer
+        than `least`."""
         if not serving.members:
             return NO_LIMIT
         limit = serving.token_limit
@@ -135,12 +137,13 @@ class Admission:
         return limit - tokens
 
     def has_places(self, runs: int, own: int) -> bool:
-        """Whether there may be so many at once, so many of them one tenant's `own`."""
+        """Whether `runs` runs may be in flight at once, `own` of which are one tenant's."""
         limit = self._config.max_queued_requests
         return runs <= limit if own <= self._spare else runs <= limit - self._spare
 
     def _check_capacity(self, serving: Serving, runs: int, own: int) -> None:
-        """With a request there would be so many runs, so many of them its tenant's `own`."""
+        """Raise Refused (503, 429) if no worker serves the model, or if there is no place for the request, with which
+        there would be `runs` runs in flight, `own` of its tenant."""
         if not serving.members:
             raise Refused("model", "no worker serves this model now", 503, self._config.worker_timeout)
         if not self.has_places(runs, own):

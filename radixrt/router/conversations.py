@@ -1,4 +1,4 @@
-"""Chats whose answers are remembered: what the HTTP front end and the router's text stage have in common.
+"""Chats whose generated token ids are kept; used by the HTTP front end and by the router.
 
 prompt --encode--> ids, facts ... answer generated ... --remember--> the next turn's `encode`
 """
@@ -21,22 +21,22 @@ _REASONS = {
     "the template drops ": "opening",
     "the template writes it differently": "rewritten",
 }
-"""What notes on dropped answers begin with, and what they are counted under."""
+"""How the notes in `Encoded.dropped` begin, and the reason that each is counted under."""
 
 
 class Peers(Protocol):
-    """Other processes with sessions; values are theirs who have the same tenant."""
+    """Other front-end processes with sessions. Values are shared among processes, separately for each tenant."""
 
     def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
-        """Keep values for all."""
+        """Store (key, value) entries for all processes."""
 
     async def recall(self, keys: Sequence[bytes], api_key: str) -> list[bytes | None]:
-        """Values of keys, None for unknown ones."""
+        """The values of keys; None for unknown ones."""
 
 
 class Conversations:
-    """The sessions of one process, with `session_tokens` and a tokenizer; without, chats are encoded like any text.
-    With `peers`, answers that they have generated are known here too."""
+    """The sessions of one process. Without `session_tokens` or a tokenizer there are none, and chats are encoded like
+    any text. With `peers`, answers that other processes have generated are known as well."""
 
     def __init__(self, text: TextService, config: RouterConfig | FrontendConfig, peers: Peers | None = None) -> None:
         self._text = text
@@ -47,15 +47,15 @@ class Conversations:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens that are kept."""
+        """The number of generated tokens that are kept."""
         return self._sessions.num_tokens if self._sessions else 0
 
     async def encode(self, prompt: Prompt, tenant: str, cache_salt: str, api_key: str = "") -> Encoded:
-        """Ids of any prompt; answers in a chat as they were generated, if they were for this tenant and salt.
-        FieldError on bad input."""
+        """Token ids of any prompt. Answers in a chat have the ids with which they were generated for this tenant and
+        salt. Raises FieldError on bad input."""
         if self._sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt), "")
-        # The tenant as JSON, which has no line feeds, so that no tenant and salt run together into another's.
+        # The tenant is written as JSON, which has no line feeds, so that (tenant, salt) can be told apart.
         namespace = f"{_to_json(tenant).decode()}\n{cache_salt}"
         if self._peers is not None and (missing := self._sessions.missing(namespace, prompt)):
             for key, value in zip(missing, await self._peers.recall(missing, api_key), strict=True):
@@ -64,7 +64,7 @@ class Conversations:
         return await self._text.encode_chat(self._sessions, namespace, prompt)
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
-        """Keep the ids of an answer that says no more and no less than `message`, as the client sees it."""
+        """Keep the ids of an answer; `message` is the same answer as the client sees it."""
         if self._sessions is None:
             return
         key = self._sessions.remember(encoded, message, ids)
@@ -73,7 +73,7 @@ class Conversations:
 
 
 def facts(encoded: Encoded) -> SessionFacts:
-    """What became of the answers in a chat, in numbers."""
+    """Counts of the answers in a chat that kept their ids, and that lost them, by reason."""
     if not (encoded.kept_turns or encoded.dropped):
         return SessionFacts()
     dropped = Counter(_reason(note.partition(": ")[2]) for note in encoded.dropped)

@@ -1,12 +1,12 @@
 """The router's decisions: a state machine without sockets, threads or clocks.
 
-Each method takes what happened and the time (seconds, monotonic) and returns what to send. Only token prompts
-come here; text is encoded before and decoded after (`handlers`, `streams`). Requests are kept here; who the workers
-are, `members` knows, and which of them computes a run, `dispatch`.
+Each method takes an event and the time (seconds, monotonic), and returns the messages to send. Prompts are token ids
+here; text is encoded before and decoded after (`handlers`, `streams`). Requests are kept here; `members` knows the
+workers, and `dispatch` chooses one of them for each run.
 
-    submit -> place at once with the best worker -> its outputs become Deltas, one message a step and client
-    worker lost -> the same runs, with what they have emitted, go to another worker; the stream goes on
-    no worker left -> runs wait `worker_timeout * 2` for one to join, then end with 503
+    submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
+    worker lost -> its runs go to other workers, with the tokens emitted so far; streams continue
+    no worker left -> runs wait `worker_timeout * 2` for one to join, then fail with 503
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
-"""Workers that may be lost under one run before it counts as what kills them."""
+"""After this many of its workers were lost, a run is taken for the cause, and fails."""
 KEEPALIVE_SECONDS = 5.0
-"""Clients with requests in flight get a message at least this often, so that a vanished one is noticed."""
+"""Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
 _pack_token = Struct("<i").pack
 
 
 class RouterCore:
-    """See the module. `vocab_size` is the tokenizer's, for workers that do not say theirs (0: unknown)."""
+    """See the module. `vocab_size` is the tokenizer's, for workers that do not report theirs (0: unknown)."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RouterCore:
         self._dispatcher = Dispatcher(self.members, self.index)
         self._requests: dict[Client, dict[int, Request]] = {}
         self._tenants: Counter[str] = Counter()
-        """Runs of each that are not over."""
+        """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
 
     @property
@@ -88,17 +88,18 @@ class RouterCore:
 
     @property
     def runs_in_flight(self) -> int:
-        """Sequences that are placed or wait for a worker."""
+        """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher)
 
     # ------------------------------------------------------------ clients
 
     def tenant(self, api_key: str) -> str:
-        """The tenant of a key; Refused (401) when keys are configured and this is none of them."""
+        """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""
         return self._admission.tenant(api_key)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:
-        """Whether one more of a tenant has a place `beside` so many that are no runs yet, so many of them its `own`."""
+        """Whether the queue has a place for one more request of a tenant, `beside` requests that are not runs yet,
+        `own` of which are the tenant's."""
         return self._admission.has_places(self.runs_in_flight + beside + 1, self._tenants[tenant] + own + 1)
 
     def submit(
@@ -110,16 +111,16 @@ class RouterCore:
         *,
         resumes: bool = False,
     ) -> list[Effect]:
-        """Take a request with a TokenPrompt: orders for workers, or one Error that says why not. `state` is what its
-        prompt begins with, in which a pause is over if it `resumes`."""
+        """Take a request with a TokenPrompt: returns orders for workers, or one Error that says why it is refused.
+        `state` is the program state that its prompt continues; with `resumes` that ends a pause of the state."""
         try:
             if self.serves(client, message.id):
                 raise Refused("id", f"request id {message.id} is in flight already")
             request = self._admission.admit(client, message, self.runs_in_flight, self._tenants)
         except Refused as refused:
             self.counters.refused += 1
-            over = self.resume(state, now) if resumes and state else []  # it went on all the same
-            return [Reply(client, refused.error(message.id)), *over]
+            unpins = self.resume(state, now) if resumes and state else []  # the pause ends even so
+            return [Reply(client, refused.error(message.id)), *unpins]
         self.counters.requests += 1
         if isinstance(message, Generate):
             self._recorder.session(request.tenant, message.session)
@@ -134,7 +135,8 @@ class RouterCore:
         return effects
 
     def pause(self, state: Key, namespace: str, ids: bytes, seconds: float | None, now: float) -> list[Effect]:
-        """Nothing will be asked of a state for a while: the worker that holds most of its `ids` keeps them."""
+        """The program of a state waits for something, such as a tool: the worker that holds most of its `ids` pins them
+        for up to `seconds` (None: the configured maximum)."""
         held = self.index.match(namespace, ids)
         worker = max((m for m in self.members if held.get(m.number)), key=lambda m: held[m.number], default=None)
         most = self._config.pause_seconds
@@ -143,12 +145,12 @@ class RouterCore:
         return self.pauses.begin(state, namespace, ids, seconds, name, now)
 
     def resume(self, state: Key, now: float) -> list[Effect]:
-        """A session that has paused goes on, without a request."""
+        """End a pause of a state without a request."""
         paused = self.pauses.end(state, now)
         return paused.unpin() if paused else []
 
     def cancel(self, client: Client, request_id: int) -> list[Effect]:
-        """Stop a request, all its choices, and tell nobody but the workers."""
+        """Abort a request with all its choices. Only workers are told, not the client."""
         request = self._requests.get(client, {}).get(request_id)
         if request is None:
             return []
@@ -156,28 +158,28 @@ class RouterCore:
         return self._abandon([request])
 
     def drop_client(self, client: Client) -> list[Effect]:
-        """A client has vanished: cancel everything of it."""
+        """A client has disconnected: cancel all its requests."""
         requests = list(self._requests.get(client, {}).values())
         self.counters.cancelled += len(requests)
         return self._abandon(requests)
 
     def in_flight(self, client: Client) -> list[int]:
-        """Ids of a client's requests that are not finished."""
+        """Ids of a client's unfinished requests."""
         return list(self._requests.get(client, ()))
 
     def serves(self, client: Client, request_id: int) -> bool:
         return request_id in self._requests.get(client, ())
 
     def namespace(self, client: Client, request_id: int) -> str | None:
-        """Where a request is computed; None for one that is not in flight."""
+        """The namespace of a request; None if it is not in flight."""
         request = self._requests.get(client, {}).get(request_id)
         return request.namespace if request else None
 
     def stop_choice(
         self, client: Client, request_id: int, index: int, past: int = 0
     ) -> tuple[Usage | None, list[Effect]]:
-        """End one choice where a stop string was found, the last `past` tokens behind it: its usage (None if it has
-        ended already, or is a Score's) and an Abort."""
+        """End a choice in which a stop string was found; its last `past` tokens come after that, and are dropped.
+        Returns its usage (None if it has ended already, or is a Score's) and an Abort for its worker."""
         run = self._open_run(client, request_id, index)
         if run is None:
             return None, []
@@ -188,8 +190,8 @@ class RouterCore:
         return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
 
     def end_choice(self, client: Client, request_id: int, index: int, tokens: int | None = None) -> list[Effect]:
-        """`stop_choice` for a client that looks for stop strings itself, and may say how many `tokens` come before what
-        it found: it gets the last Delta."""
+        """As `stop_choice`, for a client that looks for stop strings itself. `tokens`, if given, is the number of
+        tokens up to the stop string. The client gets the choice's last Delta."""
         run = self._open_run(client, request_id, index)
         if run is None:
             return []
@@ -199,7 +201,7 @@ class RouterCore:
         return [*effects, Reply(client, Deltas([delta]))]
 
     def _open_run(self, client: Client, request_id: int, index: int) -> RunState | None:
-        """That of a choice that has not ended, and is no Score's."""
+        """The run of a choice; None if it has ended, or is a Score's."""
         request = self._requests.get(client, {}).get(request_id)
         run = request.runs[index] if request and 0 <= index < len(request.runs) else None
         return None if run is None or run.finished or run.request.scores else run
@@ -207,7 +209,7 @@ class RouterCore:
     # ------------------------------------------------------------ workers
 
     def register(self, info: Register, now: float) -> list[Effect]:
-        """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on."""
+        """A worker joins, or joins again (see `Members.register`)."""
         orphans, orders = self.members.register(info, now)
         return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 
@@ -215,17 +217,17 @@ class RouterCore:
         return [] if self.members.hear(name, now) else self._revive(name, now)
 
     def leave(self, name: str, now: float) -> list[Effect]:
-        """A worker is gone for good: its runs go on elsewhere."""
+        """A worker has left for good: its runs continue on other workers."""
         return self._redispatch(self.members.remove(name, may_return=False), now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
-        """Workers cannot be reached: as `leave`, but a heartbeat brings each back. No run goes from one of them to
-        another."""
+        """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
+        are dispatched again, so that no run goes from one of them to another."""
         orphans = [run for name in names for run in self.members.remove(name, may_return=True)]
         return self._redispatch(orphans, now)
 
     def step(self, name: str, message: StepDone, now: float) -> list[Effect]:
-        """Mirror a worker's events, then hand its outputs to the clients, one Deltas each."""
+        """Apply a worker's cache events to the index, and return its outputs as one Deltas for each client."""
         member = self.members.hear(name, now)
         if member is None:
             return self._revive(name, now)
@@ -238,7 +240,7 @@ class RouterCore:
             if run is None or run.member is not member:
                 continue
             request, tokens = run.request, output.tokens
-            if request.stream and run.started and output.finish is None and len(tokens) == 1:  # most are
+            if request.stream and run.started and output.finish is None and len(tokens) == 1:  # the usual case
                 run.emitted.append(tokens[0])
                 delta = Delta(request.id, run.index, _pack_token(tokens[0]), logprobs=output.logprobs)
                 deltas.setdefault(request.client, []).append(delta)
@@ -250,7 +252,8 @@ class RouterCore:
         return effects + others
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passes: workers are lost by silence, runs give up waiting for one. Call about once a second."""
+        """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be
+        called about once a second."""
         silent = self.members.silent(now)
         for name in silent:
             log.warning("worker %s is lost: not heard for %g s", name, self._config.worker_timeout)
@@ -259,7 +262,7 @@ class RouterCore:
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         timeout = self._config.worker_timeout
-        for request in self._dispatcher.impatient(now, timeout * 2):
+        for request in self._dispatcher.waiting_longer_than(now, timeout * 2):
             message = "the worker was lost and no other serves this model"
             effects += self._fail(request, Error(request.id, 503, message, retry_after=timeout))
         if now >= self._next_keepalive:
@@ -275,7 +278,7 @@ class RouterCore:
     def _take(
         self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect], now: float
     ) -> None:
-        """Apply one output: a Delta for a stream, the whole at the end for the rest."""
+        """Apply one output. A stream gets a Delta for each, other requests one with everything at the end."""
         request = run.request
         if not run.started and output.finish != "error":
             self._dispatcher.start(run)
@@ -325,7 +328,7 @@ class RouterCore:
         deltas.setdefault(request.client, []).append(delta)
 
     def _close(self, run: RunState) -> None:
-        """Forget a run that ends here, however it does; the request with its last one."""
+        """Forget a finished or failed run, and its request with the last one."""
         request = run.request
         if run.started or run.emitted:
             self._recorder.ended(run)
@@ -338,10 +341,10 @@ class RouterCore:
             del requests[request.id]
             if not requests:
                 del self._requests[request.client]
-            request.runs = []  # they refer to it: its prompt would wait for the garbage collector
+            request.runs = []  # breaks the reference cycle, so that the prompt is freed at once
 
     def _abandon(self, requests: list[Request]) -> list[Effect]:
-        """Close every open run of `requests` and tell their workers, one Abort each."""
+        """Close all open runs of `requests`; one Abort for each worker."""
         aborts: dict[str, list[int]] = {}
         unpins: list[Effect] = []
         for request in requests:
@@ -360,9 +363,9 @@ class RouterCore:
     # ------------------------------------------------------------ lost workers
 
     def _redispatch(self, orphans: list[int], now: float) -> list[Effect]:
-        """Runs whose worker was lost go on elsewhere."""
+        """Dispatch runs whose worker was lost to other workers."""
         effects: list[Effect] = []
-        for run in self._dispatcher.take_back(orphans):
+        for run in self._dispatcher.reclaim(orphans):
             if run.finished:
                 continue
             if run.losses >= MAX_LOSSES:
@@ -374,7 +377,7 @@ class RouterCore:
         return effects
 
     def _revive(self, name: str, now: float) -> list[Effect]:
-        """One that does not serve has spoken: if it was lost by silence, it serves again."""
+        """A worker that does not serve was heard: if it was lost, it serves again."""
         orders = self.members.revive(name, now)
         if orders:
             log.info("worker %s is heard again, and serves", name)

@@ -1,10 +1,10 @@
-"""Which worker computes a run: the best one now; or none fits, and the run waits until one joins.
+"""Dispatches each run to the best worker; if it fits none, the run waits until a worker joins.
 
-    send -> a worker fits: in flight there, under an id of its own --take_back, when the worker was lost--> send
-                                                                   --move, when it has no more room there--> send
-         -> none does: it waits until a worker joins               --send_waiting--> send
+    send -> a worker fits: in flight there, under a new id  --reclaim, if the worker was lost--> send
+                                                            --move, if it has filled the room there--> send
+         -> none does: it waits until a worker joins        --send_waiting--> send
 
-`drop` ends it, wherever it is.
+`drop` ends a run, wherever it is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from radixrt.router.members import Members
 from radixrt.router.request import Request, RunState
 
 LEAST_SHARED = 256
-"""Tokens: where workers' hits differ by less, nobody is asked who shares them."""
+"""If workers' hits differ by fewer tokens than this, sharers are not counted (`_sharers`)."""
 WINDOW_BYTES = 16 * TOKEN_BYTES
-"""Of tokens that are compared at the end of a part: it is a price, no more."""
+"""Bytes at the end of a part that are compared to decide whether a run shares it. An estimate is good enough."""
 MOST_SHARERS = 64
-"""Runs that are looked at, the latest of those that decode."""
+"""The most runs that are compared: the latest of those that decode."""
 
 
 class Dispatcher:
-    """All runs that are not over, and the workers that they are placed among."""
+    """Chooses workers for runs, and keeps all unfinished runs."""
 
     def __init__(self, members: Members, index: Index) -> None:
         self.in_flight: dict[int, RunState] = {}
-        """By id: runs that a worker has. To be read."""
+        """Dispatched runs by id. Must not be modified from outside."""
         self._members = members
         self._index = index
         self._waiting: dict[RunState, None] = {}
@@ -44,7 +44,7 @@ class Dispatcher:
         return len(self.in_flight) + len(self._waiting)
 
     def send(self, run: RunState, now: float) -> list[Effect]:
-        """Send a run to the best worker, or let it wait for one to join."""
+        """Send a run to the best worker, or let it wait until one joins."""
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
         tokens = len(ids) // TOKEN_BYTES
@@ -64,20 +64,21 @@ class Dispatcher:
         return [Order(member.name, run.order(ids))]
 
     def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
-        """By number: workers with room for all that was asked for, else those where it can go on at all."""
-        members, missing = self._members.serving(run.request.model).members, run.missing
+        """By number, the workers with room for all tokens that were requested; if there are none, those with room for
+        at least one more."""
+        members, remaining = self._members.serving(run.request.model).members, run.remaining
         if run.request.bounded:
-            roomy = {m.number: m for m in members if tokens + missing <= m.token_limit}
+            roomy = {m.number: m for m in members if tokens + remaining <= m.token_limit}
             if roomy:
                 return roomy
-        return {m.number: m for m in members if tokens + min(1, missing) <= m.token_limit}
+        return {m.number: m for m in members if tokens + min(1, remaining) <= m.token_limit}
 
     def move(self, run: RunState, now: float) -> list[Effect] | None:
-        """Send a run that has filled its worker's room before it has all its tokens to one with more; None if it has
-        not, or nobody has more."""
+        """Move a run that ended early because it filled its worker's room to a worker with more. None if that is not
+        why it ended, or no worker has more."""
         tokens = run.prompt_len + len(run.emitted)
         most = self._members.serving(run.request.model).token_limit
-        if run.member is None or run.missing <= 0 or not run.member.token_limit <= tokens < most:
+        if run.member is None or run.remaining <= 0 or not run.member.token_limit <= tokens < most:
             return None
         self.drop(run)
         run.member, run.counts_hits = None, False
@@ -86,10 +87,10 @@ class Dispatcher:
     def _choose(
         self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member], now: float
     ) -> tuple[Member, int, int]:
-        """The worker, the hit expected there, and the best hit of any worker, in tokens."""
+        """Returns (the best worker, the hit expected there, the largest hit on any worker), in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
         held = self._index.match(run.request.namespace, ids)
-        # Whole pages are shared; of the one with the last token a worker computes that token alone.
+        # Only full pages are shared, but a page with the last token may be: a worker then computes that token alone.
         hits = {n: min(held.get(n, 0) // m.info.page_size * m.info.page_size, limit) for n, m in fits.items()}
         group = run.request.group
         if len(fits) == 1 and group is None:  # there is nothing to choose
@@ -97,14 +98,15 @@ class Dispatcher:
             return fits[number], hit, hit
         candidates = [member.candidate(hits[number], now) for number, member in fits.items()]
         if group is not None:
-            candidates = [group.seen(candidate) for candidate in candidates]
+            candidates = [group.at_arrival(candidate) for candidate in candidates]
         best, _ = placement.place(tokens, candidates, self._sharers(run, ids, hits.values()))
         if group is not None:
             group.placed(best, tokens - best.hit_tokens)
         return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
 
     def _sharers(self, run: RunState, ids: bytes, hits: Collection[int]) -> list[int]:
-        """For `placement.shared_out`: how many of the latest runs decode behind each part of the longest hit."""
+        """For `placement.shared_cost`: how many of the latest runs decode behind each part of the largest
+        hit."""
         best = max(hits)
         if best - min(hits) < LEAST_SHARED:
             return []
@@ -123,19 +125,20 @@ class Dispatcher:
         return counts
 
     def send_waiting(self, now: float) -> list[Effect]:
-        """A worker joined: place what waited. What still fits nowhere keeps its place and its patience."""
+        """A worker has joined: send the waiting runs. Those that still fit nowhere keep their order and waiting
+        time."""
         waiting, self._waiting = self._waiting, {}
         effects: list[Effect] = []
         for run in waiting:
             effects += self.send(run, now)
         return effects
 
-    def impatient(self, now: float, seconds: float) -> list[Request]:
-        """Requests with a run that has waited longer than that for a worker."""
+    def waiting_longer_than(self, now: float, seconds: float) -> list[Request]:
+        """Requests with a run that has waited for a worker longer than `seconds`."""
         return list({run.request: None for run in self._waiting if now - run.waiting_since > seconds})
 
-    def take_back(self, ids: Iterable[int]) -> list[RunState]:
-        """The worker of these runs was lost: they are nobody's now."""
+    def reclaim(self, ids: Iterable[int]) -> list[RunState]:
+        """Take back runs whose worker was lost, to be sent again."""
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
             run.member = None
@@ -145,14 +148,14 @@ class Dispatcher:
         return runs
 
     def start(self, run: RunState) -> None:
-        """Its worker has computed its prompt: from now on the worker's events say what is cached of it."""
+        """A run's worker has computed its prompt: from now on the worker's cache events tell what is cached of it."""
         run.started = True
         if run.member is not None:
             run.member.started(run.id)
             self._index.computed(run.member.number, run.id)
 
     def drop(self, run: RunState) -> None:
-        """A run is over, however it ended."""
+        """Forget a run that has ended."""
         if not run.started and run.member is not None:
             self.start(run)
         self.in_flight.pop(run.id, None)

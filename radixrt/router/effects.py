@@ -1,4 +1,4 @@
-"""What the core wants sent. The loop sends it."""
+"""The messages that the core returns for the loop to send."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from radixrt.router.request import Client
 
 
 class Reply(NamedTuple):
-    """`message` for a client."""
+    """A `message` to a client."""
 
     client: Client
     message: ClientReply
 
 
 class Order(NamedTuple):
-    """`message` for the worker called `name`."""
+    """A `message` to the worker of that `name`."""
 
     name: str
     message: ToWorker

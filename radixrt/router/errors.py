@@ -1,10 +1,10 @@
-"""Errors that name the request's field they are about."""
+"""Errors that name a field of the request."""
 
 from __future__ import annotations
 
 
 class FieldError(ValueError):
-    """Bad input. `field` is the request's field (`messages[2].content`); the text says what is wrong with it."""
+    """Invalid input. `field` is the request's field (`messages[2].content`); the text says what is wrong with it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -12,11 +12,11 @@ class FieldError(ValueError):
 
 
 MAX_CONTEXT = "this model's maximum context length is"
-"""Words of `too_long`, and of no other error. Clients that know OpenAI's errors by their text look for them."""
+"""A part of `too_long`'s message, and of no other error: clients recognize OpenAI's error by it."""
 
 
 def too_long(tokens: int, limit: int, least: int) -> str:
-    """What to say of a prompt of `tokens`, where prompt and output may have `limit` together and the output needs
-    `least`. It begins as Anthropic's message does, which clients look for too."""
+    """The error message for a prompt of `tokens` tokens, where prompt and output may have `limit` together and the
+    output needs `least`. It begins as Anthropic's message does, by which clients recognize that error."""
     most = limit - least
     return f"the prompt is too long: {tokens} tokens > {most} maximum; {MAX_CONTEXT} {limit} tokens, output included"

@@ -1,8 +1,8 @@
-"""Whether a grammar can be compiled, asked before anything is sent to a worker.
+"""Checks whether a grammar can be compiled, before a request is sent to a worker.
 
-xgrammar parses it here without a tokenizer; the worker compiles it against its own. What was found is remembered, so
-that a grammar which comes with every request of an agent is parsed once. The first of all imports xgrammar, seconds
-of time: `check_aside` does that beside the event loop.
+xgrammar parses it here without a tokenizer; the worker compiles it against its own. Results are cached, so that a
+grammar that an agent sends with every request is parsed once. The first check imports xgrammar, which takes seconds:
+`check_aside` does that off the event loop.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from radixrt.router.errors import FieldError
 from radixrt.schema_keywords import DATA, NAMED
 
 MAX_BYTES = 64 << 10
-"""Of a grammar's text, less what describes its schemas."""
+"""The most bytes of a grammar's text, without the descriptions in its schemas."""
 MAX_TEXT = 256 << 10
-"""Bytes of all of it."""
+"""The most bytes of a grammar's whole text."""
 MAX_DEPTH = 64
-"""Of objects and arrays within each other in a schema: the time that xgrammar takes grows with the cube of it."""
+"""The deepest nesting of objects and arrays in a schema: xgrammar's time grows with its cube."""
 MAX_REPEATS = 2000
-"""Of all {n} in a schema's patterns together: there the time grows with the square."""
+"""The largest sum of all {n} in a schema's patterns: xgrammar's time grows with its square."""
 NOTES = frozenset({"title", "description", "$comment"})
-"""Of a schema: nothing is compiled of them."""
+"""Keywords of a schema that are only descriptions."""
 PATTERNS = frozenset({"pattern", "grammar"})
-"""What is compiled of strings: of a schema, and of a structural tag."""
+"""Keys whose strings are compiled, of a schema and of a structural tag."""
 REMEMBERED = 256
+"""The most grammars whose result is cached."""
 
 NAMES: dict[GrammarKind, str] = {
     "json": "JSON",
@@ -45,33 +46,33 @@ NAMES: dict[GrammarKind, str] = {
 }
 REPEAT = re.compile(r"\{(?:\d*,)?(\d{1,9})\d*\}")
 NEEDS_TOKENIZER = "requires tokenizer_info"
-"""xgrammar's words for a structural tag that names a token: the worker knows whether there is one."""
+"""xgrammar's error for a structural tag that names a token, which only the worker can check."""
 
 _found: OrderedDict[Grammar, str] = OrderedDict()
-"""What is wrong with a grammar, the latest asked for last."""
+"""The error of each cached grammar ("" if there is none), the last used one last."""
 _lock = threading.Lock()
 
 
 def check_grammar(grammar: Grammar, field: str = "grammar") -> None:
-    """FieldError for what cannot be compiled; `field` is what the caller's API calls it."""
+    """Raise FieldError if a grammar cannot be compiled; `field` is its name in the caller's API."""
     found = _found.get(grammar)
     if found is None:
         found = _problem(grammar)
-    if len(grammar.text) <= MAX_TEXT:  # what is longer is refused at a glance, and not worth its room
+    if len(grammar.text) <= MAX_TEXT:  # longer ones are refused at once, and not worth caching
         _remember(grammar, found)
     if found:
         raise FieldError(field, f"{field}: {found}")
 
 
 async def check_aside(grammar: Grammar, field: str = "grammar") -> None:
-    """`check_grammar`, in a thread if it takes time."""
+    """`check_grammar`, in a thread if the result is not cached."""
     if not is_checked(grammar):
         await asyncio.to_thread(_try_out, grammar)
     check_grammar(grammar, field)
 
 
 def is_checked(grammar: Grammar) -> bool:
-    """Whether `check_grammar` knows the answer already."""
+    """Whether the result of `check_grammar` is cached."""
     return grammar in _found
 
 
@@ -87,11 +88,11 @@ def _try_out(grammar: Grammar) -> None:
     try:
         check_grammar(grammar)
     except FieldError:
-        pass  # remembered
+        pass  # the result is cached
 
 
 def _problem(grammar: Grammar) -> str:
-    """What is wrong with a grammar; "" if nothing is."""
+    """The error of a grammar; "" if there is none."""
     name = NAMES[grammar.kind]
     if importlib.util.find_spec("xgrammar") is None:
         return "structured output needs xgrammar: pip install 'radixrt[grammar]'"
@@ -120,7 +121,7 @@ def _problem(grammar: Grammar) -> str:
 
 
 def _bare(value: Any, named: bool = False) -> Any:
-    """A schema, or what holds some, without NOTES. `named`: its keys are names."""
+    """A schema, or a value with schemas in it, without NOTES. `named`: its keys are names, not keywords."""
     if isinstance(value, list):
         return [_bare(inner) for inner in value]
     if not isinstance(value, dict):
@@ -133,7 +134,7 @@ def _bare(value: Any, named: bool = False) -> Any:
 
 
 def _patterns(value: Any) -> Iterator[str]:
-    """All that may be compiled as one: a reference may be to anything."""
+    """All strings that may be compiled as patterns, wherever they are, since a reference may point anywhere."""
     if isinstance(value, list):
         for inner in value:
             yield from _patterns(inner)
@@ -147,7 +148,7 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def _depth(value: Any) -> int:
-    """Of objects and arrays within each other."""
+    """The nesting depth of objects and arrays."""
     depth, level = 0, [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1
@@ -167,7 +168,7 @@ def _parse(grammar: Grammar) -> str:
     }
     try:
         parse[grammar.kind](grammar.text)
-    except Exception as error:  # of many types, none of them promised
+    except Exception as error:  # xgrammar does not document its exceptions
         text = str(error)
         if NEEDS_TOKENIZER not in text:
             return f"{NAMES[grammar.kind]} cannot be compiled: {plain(text)}"

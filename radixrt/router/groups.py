@@ -1,10 +1,11 @@
-"""Branches of one fork, admitted together: others' requests that come between them do not come between them.
+"""Branches of one fork are placed and queued together, even if other clients' requests arrive between them.
 
-    fork --open--> first branch: its worker notes when it came
-                   others: placed as if nothing had come there since, queued as if they had come with the first
+    fork --open--> first branch: its worker notes its arrival
+                   others: placed as if nothing else had arrived there since, queued as if they had arrived with the
+                   first
 
-Only what is in flight when the fork comes, or comes within `GROUP_SECONDS` of it, can be overtaken so, and by no more
-than `MOST_MEMBERS` sequences of a fork: nobody starves.
+Other requests can be overtaken in this way only if they are in flight when the fork arrives or arrive within
+GROUP_SECONDS of it, and by at most MOST_MEMBERS sequences of a fork, so that nobody starves.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from radixrt.router.placement import Candidate
 from radixrt.router.states import Key
 
 GROUP_SECONDS = 1.0
-"""After the fork, a request counts for itself again."""
+"""How long after the fork requests may join its group."""
 MOST_MEMBERS = 128
-"""Sequences that are admitted together."""
+"""The most sequences of a group."""
 
 
 class Ahead(NamedTuple):
-    """What a worker had to do when the first of a group came, and what was sent there of the group since."""
+    """The load of a worker when the first request of a group arrived there, plus that of the group's own requests."""
 
     tokens: int
-    """To compute."""
+    """Uncomputed tokens."""
     requests: int
     wanted: int
-    """Tokens, of its cache."""
+    """See Candidate.wanted_tokens."""
 
 
 class Group:
-    """One fork. `id` is for workers; `left` requests may still join it, of `room` sequences at most, until the time
-    `until`."""
+    """The group of one fork. `id` names it for workers. Until the time `until`, `left` more requests may join it, with
+    at most `room` sequences in all."""
 
     __slots__ = ("ahead", "id", "left", "room", "until")
 
@@ -44,10 +45,11 @@ class Group:
         self.room = MOST_MEMBERS
         self.until = until
         self.ahead: dict[int, Ahead] = {}
-        """By worker, where there is one of the group."""
+        """By worker that has requests of the group."""
 
-    def seen(self, worker: Candidate) -> Candidate:
-        """A worker as the group sees it: without what came there after its first."""
+    def at_arrival(self, worker: Candidate) -> Candidate:
+        """A worker as the group's requests see it: without the other requests that arrived there after the group's
+        first."""
         ahead = self.ahead.get(worker.worker)
         if ahead is None:
             return worker
@@ -56,13 +58,13 @@ class Group:
         return worker._replace(queued_tokens=tokens, requests=requests, wanted_tokens=wanted)
 
     def placed(self, worker: Candidate, uncached: int) -> None:
-        """One of the group went to `worker`, as it was `seen`, to compute so many tokens."""
+        """A request of the group went to `worker`, a result of `at_arrival`, to compute `uncached` tokens."""
         wanted = worker.wanted_tokens + uncached
         self.ahead[worker.worker] = Ahead(worker.queued_tokens + uncached, worker.requests + 1, wanted)
 
 
 class Groups:
-    """Forks whose branches' first requests are still to come, by the state that these begin with."""
+    """The forks whose branches may still join their group, by the state that the branches begin with."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[Key, Group] = OrderedDict()
@@ -72,14 +74,14 @@ class Groups:
         return len(self._groups)
 
     def open(self, state: Key, count: int, now: float) -> None:
-        """`count` branches go on from a state. One alone is no group."""
+        """Open the group of a fork of a state into `count` branches. A single one is no group."""
         self.expire(now)
         if count > 1:
             self._groups[state] = Group(next(self._ids), count, now + GROUP_SECONDS)
             self._groups.move_to_end(state)
 
     def join(self, state: Key | None, runs: int, now: float) -> Group | None:
-        """The group that a request of so many sequences belongs to, which begins with a state; None if none."""
+        """Add a request of `runs` sequences, whose prompt begins with `state`, to its group; None if there is none."""
         group = self._groups.get(state) if state else None
         if group is None or now > group.until or runs > group.room:
             return None
@@ -89,6 +91,6 @@ class Groups:
         return group
 
     def expire(self, now: float) -> None:
-        """Forget those whose time has passed."""
+        """Forget groups whose time has passed."""
         while self._groups and next(iter(self._groups.values())).until < now:
             self._groups.popitem(last=False)

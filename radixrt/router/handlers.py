@@ -1,12 +1,12 @@
-"""What is done for each message of a client: token ids go to the core at once, what must be encoded first in a task.
+"""Handles each message of clients. Token prompts go to the core at once; other prompts are encoded first, in a task.
 
     Generate, Score            -> [encode, in a task] -> core
     Cancel                     -> the task, or the core
-    Fork, Pause, Forget        -> states of programs
-    Share, Recall              -> what several front ends have in common
-    Tokenize, Detokenize, Ask  -> an answer
+    Fork, Pause, Forget        -> program states
+    Share, Recall              -> memory that front ends share
+    Tokenize, Detokenize, Ask  -> a reply
 
-What is wrong with a message is its answer, an Error.
+An invalid message is answered with an Error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from radixrt.router.validate import Refused, refusal
 
 
 class Handlers:
-    """One for each message of clients. What follows is handed to `perform`, replies too."""
+    """The handlers of all message types. Replies and orders are passed to `perform`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Handlers:
         self._tasks = Tasks(core, perform)
 
     def take(self, client: bytes, message: ClientRequest) -> None:
-        """Act on a message of a client."""
+        """Handle a message of a client."""
         try:
             match message:
                 case Generate() | Score():
@@ -106,30 +106,30 @@ class Handlers:
                     self._answer(client, Done(message.id))
                 case Recall():
                     tenant, keys = self._core.tenant(message.api_key), message.keys
-                    if len(set(keys)) < len(keys):  # the answer could be of any size
+                    if len(set(keys)) < len(keys):  # the reply could be of any size
                         raise Refused("keys", "keys must not hold one twice")
                     self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
                 case Ask():
-                    self._answer(client, Info(message.id, self._ask(message)))
+                    self._answer(client, Info(message.id, self._query(message)))
         except FieldError as problem:
             self._answer(client, refusal(message.id, problem))
 
     def in_flight(self, client: bytes) -> list[int]:
-        """Ids of a client's messages that are not answered."""
+        """Ids of a client's messages that are not answered yet."""
         return self._tasks.in_flight(client) + self._core.in_flight(client)
 
     def drop(self, client: bytes) -> list[Effect]:
-        """A client has vanished: cancel everything of it."""
+        """A client has disconnected: cancel everything of it."""
         self._tasks.cancel_client(client)
         self._streams.forget_client(client)
         return self._core.drop_client(client)
 
     def close(self) -> None:
-        """Cancel what has not reached the core."""
+        """Cancel the tasks."""
         self._tasks.close()
 
     def _start(self, work: Handler, client: bytes, message: Any) -> None:
-        """Do `work` in a task. Refused (401, 429, or where the id is in flight)."""
+        """Run `work` in a task. Raises Refused (401; 429; or if the id is in flight)."""
         tenant, prompt = self._core.tenant(message.api_key), getattr(message, "prompt", None)
         resumes = isinstance(prompt, StatePrompt) and prompt.resumes
         self._tasks.start(work, client, message, tenant, self._programs.key(tenant, prompt) if resumes else None)
@@ -140,11 +140,11 @@ class Handlers:
     # ------------------------------------------------------------ requests
 
     def _take(self, client: bytes, request: Generate | Score) -> None:
-        """Submit what is token ids already; encode the rest first, off the loop."""
+        """Submit a request of token ids at once; others are encoded first, in a task."""
         if is_encoded(request):
             self._submit(client, request)
         elif isinstance(request.prompt, StatePrompt):
-            self._start(self._go_on, client, request)
+            self._start(self._submit_state_prompt, client, request)
         else:
             self._start(self._encode_and_submit, client, request)
 
@@ -159,12 +159,12 @@ class Handlers:
         self._submit(client, encoded, keep)
 
     def _remember(self, chat: Encoded, ids: bytes, text: str, stop: str | int | None) -> None:
-        """Keep an answer in a chat, unless it ended at a stop string: then its ids say more than its text."""
+        """Keep the ids of an answer in a chat, unless it ended at a stop string: then they are more than its text."""
         if not isinstance(stop, str):
             self._conversations.remember(chat, {"role": "assistant", "content": text}, ids)
 
-    async def _go_on(self, client: bytes, request: Generate | Score) -> None:
-        """Submit what follows a state."""
+    async def _submit_state_prompt(self, client: bytes, request: Generate | Score) -> None:
+        """Submit a request whose prompt continues a program state."""
         prompt, tenant = request.prompt, self._core.tenant(request.api_key)
         saving = self._programs.saving(tenant, request)
         if isinstance(request, Generate) and request.sampling.grammar:
@@ -183,7 +183,7 @@ class Handlers:
         keep: Keep | None = None,
         state: Key | None = None,
     ) -> None:
-        """Place a request of ids, which follow a state if one is named; `keep` is told of its answers."""
+        """Submit a request of token ids, which continue `state` if given. `keep` is called with its answers."""
         self._tasks.check_id(client, request.id)
         wanted = request
         if isinstance(request, Generate):
@@ -211,7 +211,7 @@ class Handlers:
     async def _fork(self, client: bytes, message: Fork) -> None:
         tenant = self._core.tenant(message.api_key)
         state = await self._programs.fork(tenant, message)
-        self._core.groups.open(state, message.count + 1, now())  # with the one that they were forked off
+        self._core.groups.open(state, message.count + 1, now())  # the branches, and the one that was forked
         self._answer(client, Done(message.id))
 
     def _pause(self, client: bytes, message: Pause) -> None:
@@ -224,7 +224,7 @@ class Handlers:
         self._answer(client, Done(message.id))
 
     async def _forget(self, client: bytes, message: Forget) -> None:
-        """In a task, for a Fork that came before must have begun."""
+        """In a task, so that it runs after an earlier Fork has started."""
         tenant = self._core.tenant(message.api_key)
         self._programs.forget(tenant, message.scope)
         self._perform(self._core.pauses.forget(tenant, message.scope))
@@ -240,7 +240,7 @@ class Handlers:
             tokens = Tokens(message.id, text=await self._text.decode(message.ids))
         self._answer(client, tokens)
 
-    def _ask(self, message: Ask) -> Any:
+    def _query(self, message: Ask) -> Any:
         match message.what:
             case "health":
                 return status.health(self._core, self._programs.states)
@@ -253,10 +253,10 @@ class Handlers:
                 return render(self._report, self._core, self._visible(message.api_key))
 
     def _decode(self, ids: bytes) -> str:
-        """Text of any ids that workers take, also those that the tokenizer does not have."""
+        """The text of any ids that workers accept, including ids that the tokenizer does not have."""
         return self._text.tokenizer.decode(memoryview(ids).cast("i").tolist())
 
     def _visible(self, api_key: str) -> str | None:
-        """The tenant whose figures a key may see; None, all of them, where no keys are configured."""
+        """The tenant whose figures a key may see; None (all tenants) if no keys are configured."""
         tenant = self._core.tenant(api_key)
         return tenant if self._config.api_key else None

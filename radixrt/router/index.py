@@ -1,12 +1,12 @@
-"""What every worker has cached, mirrored from its events, and what is being computed where.
+"""The index of what every worker has cached, mirrored from its events, and of what is being computed where.
 
 A worker describes its tree as runs. A run is a stretch of tokens that hangs below a prefix of another run:
 
     run 1  [ a b c d e f ]            parent 0 (the root)
     run 2        [ x y ]              parent 1, parent_at 3: its path is a b c x y
 
-One tree mirrors the runs of all workers, in which what they have in common is there once. It never guesses: an event
-that does not fit what it holds asks for a snapshot, and until that arrives the worker counts as empty.
+One tree mirrors the runs of all workers; common prefixes are stored once. It never guesses: after an event that does
+not fit its content, a snapshot is requested, and until that arrives the worker counts as empty.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from radixrt.tree import OwnerTree
 
 
 class Index:
-    """Who holds which prefix. Workers are numbers >= 0 that are never used again for another life."""
+    """Which workers hold which prefixes. Workers are numbers >= 0 that are never reused (see Member)."""
 
     def __init__(self) -> None:
         self._cached = OwnerTree()
         self._computing = OwnerTree()
         self._next_seqs: dict[int, int | None] = {}
-        """By worker; None while a snapshot is awaited."""
+        """The sequence number of each worker's next event; None while a snapshot is awaited."""
 
     @property
     def tokens(self) -> int:
@@ -30,7 +30,7 @@ class Index:
         return self._cached.tokens
 
     def add_worker(self, worker: int, *, fresh: bool) -> None:
-        """A worker whose events begin at 0 (`fresh`), or one whose snapshot must come first."""
+        """Add a worker whose events begin at 0 (`fresh`), or one whose snapshot must come first."""
         self._next_seqs[worker] = 0 if fresh else None
 
     def drop_worker(self, worker: int) -> None:
@@ -39,11 +39,11 @@ class Index:
         self._computing.remove_owner(worker)
 
     def awaits_snapshot(self, worker: int) -> bool:
-        """Until it comes, the worker counts as empty."""
+        """Whether a worker's snapshot has not arrived yet; until then it counts as empty."""
         return self._next_seqs[worker] is None
 
     def apply(self, worker: int, step: StepDone) -> bool:
-        """Mirror one message's events. False when something is missing: ask that worker for a Snapshot."""
+        """Apply the events of one message. False if some are missing: the caller must request a Snapshot."""
         next_seq = self._next_seqs[worker]
         if step.snapshot:
             self._cached.remove_owner(worker)
@@ -56,7 +56,7 @@ class Index:
         try:
             for event in step.events:
                 self._apply_event(worker, event)
-        except (ValueError, OverflowError):  # it refers to what is not held
+        except (ValueError, OverflowError):  # an event refers to a run that is not known
             self._empty(worker)
             return False
         return True

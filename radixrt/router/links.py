@@ -1,4 +1,4 @@
-"""Who is at the other end: workers by their names, clients by their identities; what waits to be sent to them."""
+"""Connections to workers, by name, and to clients, by identity; and what waits to be sent to them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from radixrt.wire.sockets import HIGH_WATER
 log = logging.getLogger("radixrt.router")
 
 MOST_ORDERS = 4
-"""For workers, sent together: to wake ZMQ's thread for each message costs more than all else about it, on both sides.
-The first of a turn of the event loop goes at once, the others wait for its end, but for no more than so many."""
+"""Messages to workers are sent in batches of up to this many, since waking ZMQ's thread for each message costs more
+than everything else about it, on both sides. The first message of a turn of the event loop is sent at once, the others
+at its end."""
 
 
 MOST_REFUSED = 256
-"""Workers that are known to have been told that they are unknown; others are told again."""
+"""The most workers for which the time of the last Unknown message is remembered."""
 REFUSED_SECONDS = 5.0
-"""Until a worker that still does not register is told again: the message, or the answer, was lost with a connection."""
+"""After this time a worker that still has not registered gets another Unknown: the message, or the reply, was lost with
+a connection."""
 
 MOST_OWED = 4 * HIGH_WATER
-"""Requests that a client is owed an Error for. One that asks on and on and never reads does not hear of the oldest."""
+"""The most requests for which a client is owed an Error; beyond that the oldest are dropped."""
 NOT_READ = "the client did not read its replies: cancelled"
 
 
 class WorkerLinks:
-    """Workers by name. `lost` is told, at the end of a turn, the names of those that what waited could not reach."""
+    """Connections to workers. `lost` is called at the end of a turn of the event loop with the names of the workers
+    that queued messages could not reach."""
 
     def __init__(self, socket: wire.RouterSocket, lost: Callable[[list[str]], None]) -> None:
         self._socket = socket
@@ -41,33 +44,33 @@ class WorkerLinks:
         self._identities: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._waiting: list[tuple[str, bytes]] | None = None
-        """Messages to the worker called so; None before the first of a turn."""
+        """Queued messages, (name of the worker, payload); None before the first message of a turn."""
         self._refused: dict[bytes, float] = {}
-        """When each was told, by `time.monotonic`."""
+        """When each worker last got an Unknown, by `time.monotonic`."""
 
     def name(self, identity: bytes) -> str | None:
-        """Of the worker at an identity."""
+        """The name of the worker with an identity."""
         return self._names.get(identity)
 
     def bind(self, name: str, identity: bytes) -> None:
-        """A worker called so is at an identity from now on."""
+        """The worker of that name has this identity from now on."""
         self.unbind(name)
         self._refused.pop(identity, None)
         self._identities[name], self._names[identity] = identity, name
 
     def unbind(self, name: str) -> None:
-        """Nobody is called so now; what waited for it goes nowhere."""
+        """No worker has that name now; messages queued for it are dropped."""
         if (identity := self._identities.pop(name, None)) is not None:
             self._names.pop(identity, None)
             self._waiting = self._waiting and [one for one in self._waiting if one[0] != name]
 
     def prune(self, known: Callable[[str], bool]) -> None:
-        """Forget workers that are not `known` any more."""
+        """Forget the workers that are not `known` any more."""
         for name in [name for name in self._identities if not known(name)]:
             self.unbind(name)
 
     def refuse(self, identity: bytes) -> None:
-        """Tell a worker that nobody here knows it; again after REFUSED_SECONDS."""
+        """Send Unknown to a worker, so that it registers; at most once in REFUSED_SECONDS."""
         now = time.monotonic()
         if now < self._refused.get(identity, -math.inf) + REFUSED_SECONDS:
             return
@@ -79,12 +82,13 @@ class WorkerLinks:
                 del self._refused[next(iter(self._refused))]
 
     def dismiss(self, identity: bytes, reason: str) -> None:
-        """Tell a worker that it must not serve, and why."""
+        """Send Stop to a worker that must not serve."""
         with contextlib.suppress(wire.PeerGone):
             self._socket.send(identity, wire.encode(Stop(reason)))
 
     def send(self, name: str, message: Any) -> list[str]:
-        """A message to a worker, with others of this turn. Those that cannot be reached, by name."""
+        """Send a message to a worker, or queue it until the end of this turn. Returns the names of workers that could
+        not be reached."""
         payload = wire.encode(message)
         if self._waiting is None:
             self._waiting = []
@@ -94,7 +98,8 @@ class WorkerLinks:
         return self.flush() if len(self._waiting) >= MOST_ORDERS else []
 
     def flush(self) -> list[str]:
-        """Send all that waits. The workers that cannot be reached, by name, who get none of it."""
+        """Send all queued messages. Returns the names of workers that could not be reached; their other messages are
+        dropped."""
         waiting, self._waiting = self._waiting or [], []
         gone: list[str] = []
         for name, payload in waiting:
@@ -120,25 +125,26 @@ class WorkerLinks:
 
 
 class ClientLinks:
-    """Clients, of a socket or on this event loop. One that does not read is owed an Error for each of its requests that
-    is not answered: those in flight, and those whose last answer it did not take."""
+    """Connections to clients, of a socket or on this event loop. A client that does not read is owed an Error for each
+    of its unanswered requests: those in flight, and those whose last message it did not receive."""
 
     def __init__(self) -> None:
         self.socket: wire.RouterSocket | None = None
-        """None before it listens."""
+        """None before the router listens."""
         self._attached: dict[bytes, Callable[[ClientReply], None]] = {}
         self._owed: dict[bytes, dict[int, None]] = {}
-        """Ids of requests, in the order of their Errors."""
+        """Ids of requests for which a client is owed an Error, in order."""
 
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes:
-        """The identity of a client on this event loop; `deliver` is called for each message, never within `send`."""
-        identity = b"here" + secrets.token_bytes(16)  # which no peer of a socket can choose to have
+        """Add a client on this event loop, and return its identity. `deliver` is called for each message, but never
+        within `send`."""
+        identity = b"here" + secrets.token_bytes(16)  # no peer of a socket can have this identity
         self._attached[identity] = deliver
         return identity
 
     def send(self, client: bytes, message: ClientReply, in_flight: Callable[[], Iterable[int]]) -> bool:
-        """False if the client has vanished or does not read: then it is owed Errors for its requests `in_flight`, and
-        for those that this message would have ended."""
+        """Send a message. False if the client has disconnected or does not read. In the latter case it is owed Errors
+        for its requests `in_flight`, and for those that this message would have ended."""
         if (deliver := self._attached.get(client)) is not None:
             asyncio.get_running_loop().call_soon(deliver, message)
             return True
@@ -155,8 +161,8 @@ class ClientLinks:
             del owed[next(iter(owed))]
         return False
 
-    def pay(self) -> None:
-        """Tell clients that read again which requests they lost."""
+    def send_owed(self) -> None:
+        """Send the owed Errors to clients that read again."""
         assert self.socket is not None
         for client, owed in list(self._owed.items()):
             try:
@@ -171,7 +177,7 @@ class ClientLinks:
 
 
 def _ended(message: ClientReply) -> list[int]:
-    """Requests of which a message has the last answer, or that of a choice."""
+    """Ids of the requests that a message ends, or of which it ends a choice."""
     if isinstance(message, Deltas):
         return [delta.id for delta in message.items if delta.finish is not None]
     return [] if message.id is None else [message.id]

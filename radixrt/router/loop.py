@@ -1,9 +1,9 @@
-"""The router process: sockets around the core. Receive, make tokens, decide, make text, send.
+"""The router's event loop: the sockets around the core. Receive, encode, decide, decode, send.
 
     client bytes -> message -> handlers: [encode text, in threads] -> core --Order--> worker
     worker bytes -> message ----------------------------------------> core --Reply--> streams: [decode ids] -> client
 
-Nothing is decided here.
+No decisions are made here.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _worker_message = wire.Decoder(ToRouter)
 
 
 class RouterServer:
-    """The router of `config`. `text` and `report` are made from the configuration where not given.
+    """The router of `config`. `text` and `report` are made from the configuration if not given.
 
     `run` serves on the event loop it is called in; the addresses that it listens on are then `client_address`
-    and `worker_address`. ValueError or OSError where it cannot listen.
+    and `worker_address`. Raises ValueError or OSError if it cannot listen.
 
-    A client that does not read is not waited for: when its queue is full its requests are cancelled, and it gets
-    one Error for each as soon as it reads again. One that vanished is forgotten.
+    The router never waits for a client that does not read: when its queue is full its requests are cancelled, and it
+    gets one Error for each as soon as it reads again. A disconnected client is forgotten.
     """
 
     def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
@@ -83,7 +83,7 @@ class RouterServer:
             while not await _is_set_within(stop, period):
                 self._perform(self.core.tick(now()))
                 self._workers.prune(self.core.members.known)
-                self._clients.pay()
+                self._clients.send_owed()
         finally:
             self._handlers.close()
             self._workers.flush()
@@ -114,8 +114,8 @@ class RouterServer:
     # ------------------------------------------------------------ from clients
 
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes:
-        """A client on this event loop: its identity for `take`. `deliver` is called for each reply, never within
-        `take`."""
+        """Add a client on this event loop; returns its identity for `take`. `deliver` is called for each reply, but
+        never within `take`."""
         return self._clients.attach(deliver)
 
     def _from_client(self, client: bytes, payload: bytes) -> None:
@@ -127,7 +127,7 @@ class RouterServer:
         self.take(client, message)
 
     def take(self, client: bytes, message: ClientRequest) -> None:
-        """Act on a message of a client."""
+        """Handle a message of a client."""
         self._handlers.take(client, message)
 
     # ------------------------------------------------------------ from workers
@@ -164,7 +164,7 @@ class RouterServer:
     # ------------------------------------------------------------ to both
 
     def _perform(self, effects: list[Effect]) -> None:
-        """Send what the core wants sent, and what follows from peers that are gone."""
+        """Send messages, and handle what follows if peers are gone."""
         work = deque(effects)
         while work:
             effect = work.popleft()
@@ -190,7 +190,7 @@ class RouterServer:
         self._perform([Reply(client, message)])
 
     def _lost(self, names: list[str]) -> None:
-        """Of workers that could not be reached."""
+        """Called with the names of workers that could not be reached."""
         self._perform(self.core.lose(names, now()))
 
 

@@ -1,4 +1,4 @@
-"""One worker: who it is, when it was last heard, what it has to do."""
+"""The router's state of one worker: its registration, when it was last heard, its load."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from radixrt.messages import Load, Register
 from radixrt.router.placement import Candidate
 
 MOST_SECONDS = 2.0
-"""For which a worker that says nothing is taken to compute: it speaks after each step."""
+"""For at most this long after its last message a worker is assumed to compute: it sends one after each step."""
 Process = tuple[int, int]
-"""Which process a worker is."""
+"""(pid, life) of a worker's process; see Register."""
 
 
 def process(info: Register) -> Process:
@@ -19,18 +19,19 @@ def process(info: Register) -> Process:
 
 
 class Sent(NamedTuple):
-    """A run, as it was sent."""
+    """A run that was dispatched to a worker."""
 
     tokens: int
     uncached: int
-    """Those that the worker was expected to compute."""
+    """Tokens that the worker was expected to compute."""
 
 
 class Member:
-    """One life of one worker. `number` is its owner id in the index, never used for another life."""
+    """A worker, from when it joins or comes back until it is lost or leaves. `number` is its owner id in the index, and
+    is never reused."""
 
     __slots__ = (
-        "asked", "heard", "info", "load", "number", "replaced", "runs", "told", "token_limit", "unseen_tokens",
+        "asked", "heard", "info", "load", "number", "replaced", "runs", "load_at", "token_limit", "unseen_tokens",
         "waiting_tokens",
     )  # fmt: skip
 
@@ -38,21 +39,22 @@ class Member:
         self.number = number
         self.info = info
         self.replaced = replaced
-        """Those that were called so before it."""
+        """Former processes of its name."""
         self.token_limit = min(info.max_model_len, info.total_pages * info.page_size)
-        """Tokens the longest sequence may have: by the model, and by what fits the pool."""
+        """The most tokens of a sequence, by the model and by the size of the pool."""
         self.heard = now
-        self.told = now
-        """When `load` came."""
+        """When its last message arrived."""
+        self.load_at = now
+        """When `load` arrived."""
         self.asked = now
-        """When a snapshot was asked for last."""
+        """When a snapshot was last requested."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""
         self.waiting_tokens = 0
-        """Of runs whose first token has not come."""
+        """Tokens of runs whose first token has not arrived."""
         self.unseen_tokens = 0
-        """Tokens of dispatched runs that `load` does not count yet."""
+        """Uncached tokens of dispatched runs that `load` does not include yet."""
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ class Member:
         return process(self.info)
 
     def is_process(self, pid: int, life: int) -> bool:
-        """Whether it is the one that says so; 0: any."""
+        """Whether this worker's process has that pid and life; 0 matches any."""
         return pid in (0, self.info.pid) and life in (0, self.info.life)
 
     def dispatched(self, run: int, sent: Sent) -> None:
@@ -72,24 +74,25 @@ class Member:
         self.waiting_tokens += sent.tokens
 
     def started(self, run: int) -> None:
-        """Its first token came."""
+        """The first token of a run has arrived."""
         if sent := self.runs.get(run):
             self.waiting_tokens -= sent.tokens
 
     def ended(self, run: int) -> None:
-        """After `started`."""
+        """A run has ended, after `started`."""
         self.runs.pop(run, None)
 
     def update(self, load: Load, now: float) -> None:
-        """Take a newer load, which counts runs up to the newest that the worker had seen."""
-        self.load, self.told = load, now
+        """Set a newer load, which includes the runs up to `load.newest_run`."""
+        self.load, self.load_at = load, now
         unseen = itertools.takewhile(lambda run: run > load.newest_run, reversed(self.runs))
         self.unseen_tokens = sum(self.runs[run].uncached for run in unseen)
 
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
-        """As it is now: what it had to compute when it was heard, less what it has computed since."""
+        """The worker as placement sees it now. Its queue is that of the last load, less what it should have computed
+        since, plus what was dispatched since."""
         load, info = self.load, self.info
-        computed = int(min(now - self.told, MOST_SECONDS) * load.prefill_rate)
+        computed = int(min(now - self.load_at, MOST_SECONDS) * load.prefill_rate)
         queued = max(0, load.queued_tokens + load.launched_tokens - computed)
         return Candidate(
             worker=self.number,

@@ -1,9 +1,10 @@
-"""The workers that serve: how they join, fall silent, come back and leave, and what they are told of it.
+"""Worker membership: how workers join, are lost, come back and leave.
 
-    register -> serving -> not heard for `timeout` seconds, or not reached: lost -> heard again: serving, a new life
+    register -> serving -> not heard for `timeout` seconds, or unreachable: lost -> heard again: serving again
                         -> leave: forgotten                                      -> FORGET_SECONDS: forgotten
 
-Each life has a number in the index, and the runs that were sent to it; where these go on is not decided here.
+Each time a worker joins or comes back it gets a new Member, with a number of its own in the index and the runs that
+were sent to it. `dispatch` decides where the runs of a lost one continue.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from radixrt.router.member import Member, Process, process
 from radixrt.router.record import Counters
 
 FORGET_SECONDS = 600.0
-"""A worker lost by silence may come back this long."""
+"""For how long a lost worker may come back."""
 SNAPSHOT_SECONDS = 10.0
-"""Until a snapshot that has not come is asked for again: it was lost with a connection."""
+"""After this time a snapshot that has not arrived is requested again: it may have been lost with a connection."""
 MOST_REPLACED = 16
-"""Processes that are known to have had a name before another took it."""
+"""The most former processes of a worker's name that are remembered."""
 
 
 class Serving(NamedTuple):
@@ -31,13 +32,13 @@ class Serving(NamedTuple):
 
     members: list[Member]
     vocab_size: int
-    """Token ids that it takes; 0 if no worker says so."""
+    """The largest vocabulary of any of them; 0 if none reports it."""
     token_limit: int
-    """Tokens that the longest sequence may have on the roomiest of them."""
+    """The most tokens of a sequence, on the worker with most room."""
 
 
 class Members:
-    """Serving workers by name, and those lost by silence, who may come back."""
+    """The serving workers, and the lost ones that may come back, by name."""
 
     def __init__(self, index: Index, counters: Counters, timeout: float) -> None:
         self._index = index
@@ -46,7 +47,7 @@ class Members:
         self._serving: dict[str, Member] = {}
         self._lost: dict[str, Member] = {}
         self._by_model: dict[str, Serving] = {}
-        """Of models that were asked for since a worker came or went."""
+        """A cache by model, cleared when a worker joins or leaves."""
         self._numbers = itertools.count()
         self._last_look: float | None = None
 
@@ -57,43 +58,44 @@ class Members:
         return iter(self._serving.values())
 
     def known(self, name: str) -> bool:
-        """Whether it serves, or may come back."""
+        """Whether a worker serves, or may come back."""
         return name in self._serving or name in self._lost
 
     def models(self) -> set[str]:
-        """Names of all models that are served, or were by a worker that may come back."""
+        """Names of the models of all serving workers, and of lost ones that may come back."""
         return {m.info.model for members in (self._serving, self._lost) for m in members.values()}
 
     def serving(self, model: str) -> Serving:
-        """Who serves a model now. To be read."""
+        """The workers that serve a model now. The result must not be modified."""
         found = self._by_model.get(model)
         if found is None:
             members = [member for member in self if member.info.model == model]
             vocab_size = max((m.info.vocab_size for m in members), default=0)
             found = Serving(members, vocab_size, max((m.token_limit for m in members), default=0))
-            if members:  # callers may ask for any name
+            if members:  # clients may request any name: others are not cached
                 self._by_model[model] = found
         return found
 
     # ------------------------------------------------------------ come and go
 
     def register(self, info: Register, now: float) -> tuple[list[int], list[Effect]]:
-        """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on.
-        The runs that its life before leaves behind, and what the worker is told."""
+        """A worker joins. If its name is known, it may be another process, whose cache is empty, or the same one, whose
+        cache is kept: then its snapshot is requested. Returns the ids of the former Member's runs, and orders for the
+        worker."""
         before = self._serving.get(info.name)
         again = before is not None and before.process == process(info)
         replaced = self._replaced_by(info)
-        take_out = self._take_out if again else self.remove  # a process that has its own name again is not lost
+        take_out = self._take_out if again else self.remove  # a process that joins again does not count as lost
         orphans = take_out(info.name, may_return=False)
         member = self._join(info, now, replaced, fresh=not again)
         if not again:
             return orphans, []
-        # It may have taken them after it had let go of all.
+        # The worker has dropped its runs, but some may have reached it after that.
         return orphans, [*_abort(info.name, orphans), *self._ask_snapshot(member, now)]
 
     def revive(self, name: str, now: float) -> list[Effect]:
-        """One that was lost by silence speaks again: a new life, after what it still computes is stopped. What it is
-        told; nothing if it may not come back."""
+        """A lost worker was heard again: it serves again, as a new Member. Returns orders for it, which abort what it
+        still computes; empty if it may not come back."""
         lost = self._lost.pop(name, None)
         if lost is None:
             return []
@@ -101,7 +103,7 @@ class Members:
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
     def remove(self, name: str, *, may_return: bool) -> list[int]:
-        """A worker serves no more: the runs that it leaves behind."""
+        """Remove a worker, which is lost if it `may_return`. Returns the ids of its runs."""
         if name in self._serving:
             self._counters.workers_lost += 1
         return self._take_out(name, may_return=may_return)
@@ -119,44 +121,44 @@ class Members:
         return list(member.runs)
 
     def speaks_for(self, name: str, pid: int, life: int) -> bool:
-        """Whether a process is the one that is called so, and not one before it."""
+        """Whether a process is the current one of a name, and not a former one."""
         member = self._serving.get(name) or self._lost.get(name)
         return member is None or member.is_process(pid, life)
 
     def is_replaced(self, info: Register) -> bool:
-        """Whether another process has taken its name since it joined."""
+        """Whether another process has joined under the same name since this one did."""
         member = self._serving.get(info.name)
         return member is not None and process(info) in member.replaced
 
     def _replaced_by(self, info: Register) -> tuple[Process, ...]:
-        """The last processes that were called so, but for its own."""
+        """The last processes of this name, except this one."""
         before = self._serving.get(info.name) or self._lost.get(info.name)
         known = () if before is None else (*before.replaced, before.process)
         return tuple(one for one in known if one != process(info))[-MOST_REPLACED:]
 
     def _join(self, info: Register, now: float, replaced: tuple[Process, ...], *, fresh: bool) -> Member:
-        """Begin a new life; the one before is over."""
+        """Make a new Member of a name; `fresh` if its cache is empty."""
         member = self._serving[info.name] = Member(next(self._numbers), info, now, replaced)
         self._by_model.clear()
         self._index.add_worker(member.number, fresh=fresh)
         return member
 
-    # ------------------------------------------------------------ what is heard of them
+    # ------------------------------------------------------------ messages of workers
 
     def hear(self, name: str, now: float) -> Member | None:
-        """A worker has spoken; None if it does not serve."""
+        """Note that a worker was heard; None if it does not serve."""
         member = self._serving.get(name)
         if member is not None:
             member.heard = now
         return member
 
     def mirror(self, member: Member, message: StepDone, now: float) -> list[Effect]:
-        """Take the events of a worker into the index."""
+        """Apply a worker's cache events to the index; a gap requests a snapshot."""
         return [] if self._index.apply(member.number, message) else self._ask_snapshot(member, now)
 
     def silent(self, now: float) -> list[str]:
-        """Names of those not heard for too long; forgets those lost very long ago. To be called about once a second: if
-        it was not, the router itself was away (suspended, starved), and what it did not hear is nobody's fault."""
+        """Names of the workers that were not heard for the timeout; forgets those that were lost long ago. To be called
+        about once a second: if it was not, the router itself did not run (suspended, starved), and nobody times out."""
         if self._last_look is not None and now - self._last_look > self._timeout / 2:
             for member in self:
                 member.heard = now
@@ -166,7 +168,7 @@ class Members:
         return [m.name for m in self if now - m.heard > self._timeout]
 
     def ask_again(self, now: float) -> list[Effect]:
-        """Ask for the snapshots that have not come."""
+        """Request snapshots again that have not arrived in time."""
         orders: list[Effect] = []
         for member in self:
             if now - member.asked > SNAPSHOT_SECONDS and self._index.awaits_snapshot(member.number):

@@ -1,4 +1,4 @@
-"""Numbers that no other router gives."""
+"""Numbers that no other router uses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from collections.abc import Iterator
 
 
 def fresh_numbers() -> Iterator[int]:
-    """Names for what workers keep, one after the other from a place drawn at random below 2^52: a worker may hear of a
-    new router's while it keeps an earlier one's, and nobody can tell a number beforehand."""
+    """Consecutive numbers from a random start below 2^52, to name what workers keep: a worker may still keep things of
+    an earlier router when a new one names others. They cannot be guessed."""
     return itertools.count(1 + secrets.randbits(52))

@@ -1,10 +1,10 @@
-"""What a chat template writes before each answer of a list, from a few renderings of it.
+"""Finds the prompts of all answers in a list of messages with only a few renderings of the chat template.
 
     marked    <user>hi</user><assistant>(0)Hello!</assistant><user>more</user><assistant>(1)Well.</assistant>
     text      <user>hi</user><assistant>Hello!</assistant><user>more</user><assistant>Well.</assistant>
     ends                                ^                                             ^
 
-To render the chat anew for each answer takes the square of the list's length.
+Rendering the chat for each answer would take time quadratic in the length of the list.
 """
 
 from __future__ import annotations
@@ -20,43 +20,42 @@ from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 
 LEAST_ANSWERS = 8
-"""Of a list, for which an outline costs less than rendering the chat for each."""
+"""The fewest answers in a list for which an outline costs less than rendering the chat for each."""
 _WORD = re.compile(r"\S")
 
 
 class Outline(NamedTuple):
-    """`text` is the chat as it is rendered for the last answer of a list; for all of them it is the beginnings of that
-    which end at `ends`."""
+    """`text` is the chat as rendered for the last answer of a list. The prompt of the n-th answer is text[:ends[n]]."""
 
     text: str
     ends: list[int]
 
 
 class _Answer(NamedTuple):
-    """It begins in the chat's `message`th message, after so many characters of that."""
+    """The place of an answer: in the chat's message of index `message`, after `offset` characters of that."""
 
     message: int
     offset: int
 
 
 def as_chat(messages: Sequence[dict[str, Any]], open: str) -> ChatPrompt:
-    """These messages, and one of the assistant that goes on if anything was said of it."""
-    goes_on = [{"role": "assistant", "content": open}] if open else []
-    return ChatPrompt([*messages, *goes_on], partial=bool(open))
+    """A prompt of these messages, and of a partial one of the assistant if `open` is not empty."""
+    partial = [{"role": "assistant", "content": open}] if open else []
+    return ChatPrompt([*messages, *partial], partial=bool(open))
 
 
 def outline(
     service: TextService, messages: Sequence[dict[str, Any]], open: str | None, said: Sequence[Said]
 ) -> Outline | None:
-    """Of a list that goes on from these messages and from what is open of the next one. None where there is little to
-    win, where the list is not right, and where the template does not leave what it wrote: it looks at what follows,
-    drops thinking, or trims what goes on.
+    """The outline of a list `said` that continues these messages, and the `open` text of the next one. None if there
+    are few answers, if the list is not valid, or if the template does not write the same text for a prefix of the list
+    as it does in the whole: because it looks at what follows, drops thinking, or trims a partial message.
 
-    That it does is seen by marks that do not come back where they were put, and by comparing with some of the prompts
-    as they are rendered alone: the first, one in the middle, the last but one, the last of an earlier message and the
-    one behind it, the last before the user has spoken last, the first that begins a message, and the first that goes on
-    after white space alone, after white space behind words, and after a word. A template that tells other messages
-    apart by what they say is not found out: then what it writes is right, but cut into tokens in other places.
+    The latter is detected by marks that do not come back where they were put, and by rendering some of the prompts
+    alone for comparison: the first, one in the middle, the last but one, the last of an earlier message and the one
+    after it, the last before the last user message, the first that begins a message, and the first that continues after
+    white space alone, after white space behind words, and after a word. A template that makes other distinctions
+    between messages is not detected. Then the prompts are still correct, but divided into tokens at other places.
     """
     if sum(isinstance(one, SaidAnswer | SaidChoice) for one in said) < LEAST_ANSWERS:
         return None
@@ -74,14 +73,14 @@ def outline(
 
 
 class _Chat(NamedTuple):
-    """A list as messages, the last of which may go on, and where answers begin in it."""
+    """A list as messages, the last of which may be partial, and the places of answers in it."""
 
     messages: list[dict[str, Any]]
     answers: list[_Answer]
 
     @classmethod
     def of(cls, messages: Sequence[dict[str, Any]], open: str | None, said: Sequence[Said]) -> Self | None:
-        """None for a list that is not right."""
+        """None if the list is not valid."""
         messages, answers = list(messages), []
         spoken = None if open is None else [open]
         chars = len(open or "")
@@ -110,11 +109,12 @@ class _Chat(NamedTuple):
         return as_chat(self.messages[: answer.message], self._before(answer))
 
     def _before(self, answer: _Answer) -> str:
-        """What its message said before it."""
+        """The text before an answer in its message."""
         return self.messages[answer.message]["content"][: answer.offset] if answer.offset else ""
 
     def ends(self, service: TextService, text: str) -> list[int] | None:
-        """Where the prompts end in that of the last answer, if the template leaves marks there."""
+        """Where the answers' prompts end in `text`, the prompt of the last one; found by rendering marks in their
+        places. None if the template changes anything else because of the marks."""
         nonce, last = secrets.token_hex(8), self.answers[-1]
         marked = self.messages[: last.message]
         goes_on = self._before(last)
@@ -132,7 +132,7 @@ class _Chat(NamedTuple):
         return list(itertools.accumulate(map(len, pieces)))
 
     def samples(self) -> set[int]:
-        """Answers whose prompts are rendered alone."""
+        """Indices of the answers whose prompts are rendered alone."""
         *others, last = self.answers
         roles = [message["role"] for message in self.messages[: last.message]]
         user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else 0
@@ -142,7 +142,8 @@ class _Chat(NamedTuple):
         return {0, len(others) // 2, most, *kinds.values(), min(begins, most), max(0, begins - 1), max(0, spoken - 1)}
 
     def _kind(self, answer: _Answer) -> tuple[bool, ...]:
-        """Whether its message says anything before it but white space, and white space last; () if nothing at all."""
+        """(whether its message has anything but white space before it, whether white space is right before it); () if
+        it begins its message."""
         if not answer.offset:
             return ()
         content = self.messages[answer.message]["content"]
@@ -150,7 +151,7 @@ class _Chat(NamedTuple):
 
 
 def _with_marks(content: str, marks: Iterable[tuple[int, str]]) -> str:
-    """A text with marks put into it, each before the character of its offset."""
+    """Insert marks into a text, each at its offset."""
     parts, at = [], 0
     for offset, mark in marks:
         parts += [content[at:offset], mark]

@@ -1,4 +1,4 @@
-"""Sessions that wait for something outside, a tool: their prefix is kept at a worker until they go on."""
+"""Pauses: a program waits for something outside, such as a tool, and a worker keeps its prefix until it continues."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from radixrt.report import Report
 
 LONGEST_SECONDS = 3600.0
-"""A session that was not heard of for so long has ended without a word."""
+"""A program that has not continued after this time is taken to have ended."""
 MOST_PAUSES = 16384
-"""That are known at once; for more, those of the state that paused first go, of the tenant that has most."""
+"""The most pauses that are kept. Beyond that the oldest ones of the tenant with most pauses are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """One pause of a session of so many tokens. `worker` keeps it under `name`; nobody does if that is empty."""
+    """One pause of a state of `tokens` tokens. `worker` pins them under `name`; if it is empty, no worker does."""
 
     name: int
     tenant: str
@@ -31,17 +31,17 @@ class Paused:
     worker: str
 
     def unpin(self) -> list[Effect]:
-        """What the worker need not keep any more."""
+        """The order that releases the worker's pin, if there is one."""
         return [Order(self.worker, Unpin(self.name))] if self.worker else []
 
 
 class Pauses:
-    """Those that are paused now, by state: branches that have said the same may share one."""
+    """The current pauses, by state. Several branches may pause in the same state."""
 
     def __init__(self, report: Report | None) -> None:
         self._report = report
         self._paused: dict[str, dict[Key, list[Paused]]] = {}
-        """By tenant; those of a state in the order in which they came."""
+        """By tenant and state, in order of time."""
         self._shares = Shares()
         self._names = fresh_numbers()
 
@@ -49,11 +49,11 @@ class Pauses:
         return self._shares.total
 
     def waiting(self, state: Key) -> int:
-        """How many have paused there."""
+        """The number of pauses of a state."""
         return len(self._paused.get(state.tenant, {}).get(state, ()))
 
     def begin(self, state: Key, namespace: str, ids: bytes, seconds: float, worker: str, now: float) -> list[Effect]:
-        """A session pauses; the worker that holds its ids, if any does, is to keep them for so many seconds."""
+        """Begin a pause; `worker`, if any, is ordered to pin the `ids` for `seconds`."""
         effects: list[Effect] = []
         while len(self) >= MOST_PAUSES:
             effects += self._drop(next(iter(self._paused[self._shares.largest()])))
@@ -65,7 +65,7 @@ class Pauses:
         return effects + ([Order(worker, Pin(paused.name, namespace, ids, seconds))] if worker else [])
 
     def end(self, state: Key, now: float) -> Paused | None:
-        """One that has paused there goes on; None if nobody has."""
+        """End a pause of a state; None if there is none."""
         if not self.waiting(state):
             return None
         paused = self._take(state)
@@ -74,12 +74,12 @@ class Pauses:
         return paused
 
     def forget(self, tenant: str, scope: str) -> list[Effect]:
-        """All of a scope have ended."""
+        """Drop all pauses of a scope."""
         states = [state for state in self._paused.get(tenant, ()) if state.scope == scope]
         return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
 
     def expire(self, now: float) -> list[Effect]:
-        """Those that nobody has heard of for `LONGEST_SECONDS` have ended."""
+        """Drop the pauses that are older than LONGEST_SECONDS."""
         known = [pair for own in self._paused.values() for pair in own.items()]
         effects: list[Effect] = []
         for state, paused in known:
@@ -88,7 +88,7 @@ class Pauses:
         return effects
 
     def _drop(self, state: Key, at: int = -1) -> list[Effect]:
-        """One that has paused there is not known any more, and has not gone on."""
+        """Drop a pause without counting it as continued."""
         paused = self._take(state, at)
         if self._report:
             self._report.dropped_pause(paused.tenant)

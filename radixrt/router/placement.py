@@ -1,4 +1,5 @@
-"""Which worker gets a request: the one expected to give its first token soonest, but for what others lose by it."""
+"""Placement: a request goes to the worker with the shortest estimated time to first token, corrected for what that
+costs other requests."""
 
 from __future__ import annotations
 
@@ -6,25 +7,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 DEFAULT_PREFILL_RATE = 5_000.0
-"""Tokens a second, for workers of which none has measured its rate yet."""
+"""Tokens per second, if no worker has measured its rate yet."""
 NEAR_TIE = 0.1
-"""Estimates this close (as a share of the best, plus `TIE_SECONDS`) are noise of the measured rates."""
+"""Estimates this close (as a share of the best, plus `TIE_SECONDS`) count as equal: the difference is measurement
+noise."""
 TIE_SECONDS = 0.001
 SAME = 1.3
-"""Measured rates and steps within this factor of their mean are taken for equal, and those that nobody measured: a
-moment's noise must not have two workers compute one prefix."""
-AGAIN = 2.0
-"""What a token counts for that a busy worker would compute and another one holds: what is there already waits for it,
-and it takes room twice."""
-WAITS = 0.25
-"""What it counts for beyond that, for each request there, where these fill the cache: what is thrown out for it is soon
-computed again, too, and they wait for both (bench/placement.py)."""
-FILLED = 0.5, 1.0
-"""Of the cache: what the requests there want, where WAITS begins to count and where it counts whole."""
+"""Measured rates and step times within this factor of their mean, and unknown ones, are replaced by the mean, so that
+noise does not make two workers compute the same prefix."""
+RECOMPUTE_WEIGHT = 2.0
+"""Weight of a token that a busy worker would compute although another worker holds it: the requests there wait for it,
+and it takes memory twice."""
+CROWDING_WEIGHT = 0.25
+"""Additional weight for each request there, as these fill the cache: what is evicted for the token is soon computed
+again as well, and they wait for both (bench/placement.py)."""
+FILL_RANGE = 0.5, 1.0
+"""Shares of the cache that the requests there need, at which CROWDING_WEIGHT begins to count and at which it counts in
+full."""
 PARTS = 8
-"""Of the longest hit, for each of which is counted who shares it."""
+"""Parts of the largest hit, for each of which sharers are counted."""
 TYPICAL_OUTPUT = 128
-"""Tokens a running request is expected to generate before its place is free."""
+"""Tokens that a running request is expected to generate before its place is free."""
 
 
 class Candidate(NamedTuple):
@@ -34,9 +37,9 @@ class Candidate(NamedTuple):
     hit_tokens: int
     """Leading tokens of this request that it holds or is computing."""
     queued_tokens: int
-    """Uncomputed tokens of requests that are there already."""
+    """Uncomputed tokens of the requests there."""
     requests: int
-    """Running and waiting there."""
+    """Requests there, running and waiting."""
     max_running: int
     free_tokens: int
     """Token slots that are free or hold evictable pages."""
@@ -45,9 +48,10 @@ class Candidate(NamedTuple):
     empty_tokens: int = 0
     """Token slots that hold nothing."""
     wanted_tokens: int = 0
-    """Those that requests there hold, once each, and those of requests whose first token is still to come."""
+    """Token slots that the requests there hold (shared ones once), and tokens of requests whose first token has not
+    come."""
     total_tokens: int = 0
-    """Token slots; 0: nobody knows."""
+    """Token slots in all; 0: unknown."""
 
 
 def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
@@ -55,21 +59,21 @@ def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DE
 
         uncached  = tokens - hit_tokens
         prefill   = (queued_tokens + uncached) / prefill_rate         everything before it, and itself
-        step      = step_seconds                                      the step under way must end
+        step      = step_seconds                                      the current step has to end
         memory    = max(0, uncached - free_tokens) * step_seconds / requests
         place     = max(0, requests + 1 - max_running) * TYPICAL_OUTPUT * step_seconds / max_running
         estimate  = prefill + step + memory + place                   [s]
 
-    Memory: in a steady state running requests free slots as fast as they fill them, `requests` a step.
+    Memory: in a steady state running requests free slots as fast as they fill them, `requests` per step.
     Place: of `max_running` requests, one ends every TYPICAL_OUTPUT / max_running steps.
-    What counts is the absolute uncached work: a prefix that everybody shares and that is short against the
-    queue pulls nobody to its worker.
+    Uncached work counts in absolute terms, so a prefix that all requests share and that is short compared with the
+    queue does not attract them to its worker.
     """
     return _estimate(tokens, worker, worker.prefill_rate or default_rate, worker.step_seconds)
 
 
 def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float:
-    """`time_to_first_token` at a rate and a step that need not be the worker's own."""
+    """`time_to_first_token` with a given rate and step time instead of the worker's own."""
     uncached = tokens - worker.hit_tokens
     estimate = (worker.queued_tokens + uncached) / rate + step
     if uncached > worker.free_tokens:
@@ -80,22 +84,23 @@ def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float
     return estimate
 
 
-def times_again(worker: Candidate) -> float:
-    """What a token counts for that another worker holds: itself for an idle one, AGAIN for a busy one, and up to WAITS
-    more for each request there, as they fill its cache."""
+def recompute_weight(worker: Candidate) -> float:
+    """Weight of a token that `worker` would compute although another one holds it: 1 if it is idle, RECOMPUTE_WEIGHT if
+    it is busy, and up to CROWDING_WEIGHT more for each request there, as these fill its cache."""
     if not worker.requests:
         return 1.0
-    least, most = FILLED
+    least, most = FILL_RANGE
     filled = worker.wanted_tokens / worker.total_tokens if worker.total_tokens else 0.0
-    return AGAIN + WAITS * worker.requests * min(1.0, max(0.0, (filled - least) / (most - least)))
+    return RECOMPUTE_WEIGHT + CROWDING_WEIGHT * worker.requests * min(1.0, max(0.0, (filled - least) / (most - least)))
 
 
-def shared_out(hit: int, best: int, sharers: Sequence[int]) -> float:
-    """Tokens that hit to `best` of a request are in equal shares, for the request and those that begin likewise.
-    `sharers[i]`: so many others decode behind the first (i + 1) / PARTS of `best` tokens; none are given where nobody
-    was asked.
+def shared_cost(hit: int, best: int, sharers: Sequence[int]) -> float:
+    """Cost in tokens of computing the tokens [hit, best) of a request once more, if it is divided equally among the
+    requests that share them. `sharers[i]` is the number of others that decode behind the first (i + 1) / PARTS of the
+    `best` tokens; without `sharers` there are no others.
 
-    What everybody shares is soon everywhere so, and what nobody else needs is not computed twice for a moment's queue.
+    So a prefix that all requests share soon spreads to all workers, and one that only this request needs is not
+    computed twice because of a momentary queue.
     """
     if not sharers:
         return best - hit
@@ -105,12 +110,14 @@ def shared_out(hit: int, best: int, sharers: Sequence[int]) -> float:
 
 
 def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()) -> tuple[Candidate, float]:
-    """The worker for a request of `tokens`, and its estimate in seconds. ValueError without workers.
+    """Returns the worker for a request of `tokens` tokens, and its estimate in seconds. Raises ValueError without
+    workers.
 
-    The smallest estimate wins. In it tokens that another worker holds are `shared_out`, and count `times_again`: what a
-    worker computes for them keeps others waiting, and serves others later. Among near ties: most hits (in sixteenths of
-    the request, so that a few tokens that everything begins with decide nothing), then fewest requests, then most empty
-    slots, then the lowest number, so that idle workers fill their caches evenly.
+    The smallest estimate wins. In it, uncached tokens that another worker holds count as their `shared_cost` times
+    `recompute_weight`, because computing them keeps others waiting, and serves others later. Among near ties: the
+    largest hit (in sixteenths of the request, so that a few tokens that all requests begin with do not decide), then
+    the fewest requests, then the most empty slots, so that idle workers fill their caches evenly, then the lowest
+    number.
     """
     if not workers:
         raise ValueError("no workers")
@@ -125,9 +132,9 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
     for i, (worker, rate) in enumerate(zip(workers, rates, strict=True)):
         if worker.hit_tokens < best:
             missing = best - worker.hit_tokens
-            estimates[i] += (times_again(worker) * shared_out(worker.hit_tokens, best, sharers) - missing) / rate
-    bar = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
-    near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= bar]
+            estimates[i] += (recompute_weight(worker) * shared_cost(worker.hit_tokens, best, sharers) - missing) / rate
+    limit = min(estimates) * (1 + NEAR_TIE) + TIE_SECONDS
+    near = [(w, estimate) for w, estimate in zip(workers, estimates, strict=True) if estimate <= limit]
 
     def rank(pair: tuple[Candidate, float]) -> tuple[int, ...]:
         worker = pair[0]
@@ -137,7 +144,7 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
 
 
 def _steady(values: list[float], unknown: float) -> list[float]:
-    """Without noise; `unknown` if none is measured (0: not)."""
+    """Measured values without noise (see SAME); 0 means not measured, and if none is, all are `unknown`."""
     measured = [value for value in values if value > 0]
     if len(values) == len(measured) == 1:
         return values

@@ -1,4 +1,4 @@
-"""The router as a process of its own, or as a thread of another."""
+"""Runs the router as a process, or in a thread of another process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from radixrt.router.tokens import TextService
 
 
 def run(config: RouterConfig) -> None:
-    """The router process: serve until SIGTERM or SIGINT. ValueError or OSError where it cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises ValueError or OSError if the router cannot start."""
 
     async def serve() -> None:
         stop = asyncio.Event()
@@ -33,7 +33,8 @@ def run(config: RouterConfig) -> None:
 
 
 class RouterThread:
-    """A router on an event loop of its own thread, serving when made (or raising why it cannot). `stop` ends it."""
+    """A router in a thread with an event loop of its own. It serves when the constructor returns, which raises if it
+    cannot start. `stop` ends it."""
 
     def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
         self.server = RouterServer(config, text, report)

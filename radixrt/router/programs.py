@@ -1,6 +1,6 @@
-"""Programs on token state: requests that name a state and say what is new, and the states that they leave.
+"""Program states: turns requests that name a state and what is new since into prompts, and keeps the resulting states.
 
-StatePrompt --PromptBuilder--> ids, Saving ... answer ... --> a state under the number that the client chose
+StatePrompt --PromptBuilder--> ids, Saving ... answer ... --> a state, under a number that the client chose
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from radixrt.router.tokens.text import INLINE_CHARS, INLINE_MESSAGES
 from radixrt.router.validate import Refused
 
 INLINE_CHAT_CHARS = 32_768
-"""Up to this many of a chat, which its template may write anew from some answer on."""
+"""Chats of up to this many characters are encoded on the event loop: the template may rewrite them from some answer
+on."""
 
 Build = Callable[[State, Sequence[Said], TextService], tuple[PromptBuilder, bytes]]
 
 
 class Saving:
-    """What a request says, to be kept under `key` when it has ended well; `before` is then not needed any more."""
+    """Keeps the state after a request under `key`, when that has ended well; the state `before` is then dropped."""
 
     __slots__ = ("__weakref__", "_before", "_sampling", "_states", "builder", "key", "namespace", "wanted")
 
@@ -35,14 +36,14 @@ class Saving:
         self._sampling = sampling
         """None for a Score, which generates nothing."""
         self.builder: PromptBuilder | None = None
-        """Of what was said up to the answer, set when it has made the prompt."""
+        """Has the state up to the answer. Set when it has built the prompt."""
         self.namespace = ""
-        """Where it is computed, set when it is placed."""
+        """The namespace of the request. Set when it is submitted."""
         self.wanted = True
-        """False once its scope was forgotten."""
+        """False once the scope of the state was forgotten."""
 
     def __call__(self, ids: bytes = b"", text: str = "", stop: str | int | None = None) -> None:
-        """It has ended, with this answer."""
+        """The request has ended, with this answer."""
         if not self.wanted or self.builder is None:
             return
         answer = None if self._sampling is None else SaidAnswer(ids, text, stop, self._sampling)
@@ -52,18 +53,19 @@ class Saving:
 
 
 class Programs:
-    """The states of all programs, and how they become prompts."""
+    """The states of all programs; builds prompts from them."""
 
     def __init__(self, text: TextService, config: RouterConfig) -> None:
         self.states = States(config.state_bytes)
         self._text = text
         self._coming: dict[Key, asyncio.Future[None]] = {}
-        """States that forks are putting together: clients do not wait for them, requests that begin with them do."""
+        """States that forks are still building. Clients do not wait for them, but requests that begin with them do."""
         self._savings: WeakSet[Saving] = WeakSet()
-        """Of requests in flight."""
+        """Those of requests in flight."""
 
     def saving(self, tenant: str, request: Generate | Score) -> Saving | None:
-        """What will keep a request with a StatePrompt; a Forget that comes from now on sees it. Refused."""
+        """The Saving of a request with a StatePrompt; None if it saves nothing. Later `forget`s see it. Raises
+        Refused."""
         prompt = request.prompt
         sampling = request.sampling if isinstance(request, Generate) else None
         if prompt.save and isinstance(request, Generate):
@@ -79,7 +81,8 @@ class Programs:
         return saving
 
     async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None) -> bytes:
-        """The ids of a prompt, which `saving` is told of. Refused; FieldError for what cannot be said."""
+        """The token ids of a prompt, whose builder `saving` gets. Raises Refused for an unknown state, and FieldError
+        for what cannot be said (see PromptBuilder)."""
         coming = self._coming.get(self.key(tenant, prompt))
         builder, ids = await self._built(tenant, prompt, _build_and_prompt, coming)
         if saving is not None:
@@ -87,7 +90,7 @@ class Programs:
         return ids
 
     async def fork(self, tenant: str, message: Fork) -> Key:
-        """Keep what was said up to a fork; the state's key. Errors as of `prompt`."""
+        """Keep the state of a fork; returns its key. Raises as `prompt` does."""
         prompt = message.prompt
         if not prompt.save:
             raise Refused("prompt.save", "prompt.save: branches need a number to begin with, above 0")
@@ -96,7 +99,7 @@ class Programs:
         coming = self._coming[key] = asyncio.get_running_loop().create_future()
         try:
             builder, _ = await self._built(tenant, prompt, _build_alone, before)
-            if self._coming.get(key) is coming:  # not forgotten meanwhile
+            if self._coming.get(key) is coming:  # otherwise it was forgotten meanwhile
                 if prompt.replaces:
                     self.states.drop(self.key(tenant, prompt))
                 self.states.put(key, builder.state())
@@ -107,7 +110,7 @@ class Programs:
         return key
 
     def forget(self, tenant: str, scope: str) -> None:
-        """Drop all states of a scope, and those that are on their way."""
+        """Drop all states of a scope, also those that are still being built or computed."""
         for key in [key for key in self._coming if key[:2] == (tenant, scope)]:
             del self._coming[key]
         for saving in [saving for saving in self._savings if saving.key[:2] == (tenant, scope)]:
@@ -117,13 +120,13 @@ class Programs:
 
     @staticmethod
     def key(tenant: str, prompt: StatePrompt) -> Key:
-        """What a prompt begins with."""
+        """The key of the state that a prompt begins with."""
         return Key(tenant, prompt.scope, prompt.state)
 
     async def _built(
         self, tenant: str, prompt: StatePrompt, build: Build, coming: asyncio.Future[None] | None
     ) -> tuple[PromptBuilder, bytes]:
-        """In a thread where much is to be encoded, when the state is no more `coming`."""
+        """Build a prompt, after its state is there if it is `coming`; in a thread if there is much to encode."""
         if coming is not None:
             await asyncio.wait([coming])
         state = self.states.get(self.key(tenant, prompt))
@@ -144,7 +147,7 @@ def _build_and_prompt(state: State, said: Sequence[Said], text: TextService) -> 
 
 
 def _is_short(state: State, said: Sequence[Said]) -> bool:
-    """Little is to be decoded, rendered and encoded."""
+    """Whether there is little to decode, render and encode."""
     answer = state.answer
     if len(state.messages) + len(said) > INLINE_MESSAGES or (
         answer and isinstance(answer.stop, str) and len(answer.ids) > INLINE_CHARS

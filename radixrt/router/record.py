@@ -1,4 +1,4 @@
-"""What the router counts, and what it tells the hit-rate report of each run."""
+"""The router's counters, and what it passes to the hit-rate report for each run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counters:
 
 
 class Recorder:
-    """Counts, and passes on to a report where there is one."""
+    """Updates the counters, and the report if there is one."""
 
     def __init__(self, report: Report | None) -> None:
         self.counters = Counters()
@@ -51,7 +51,7 @@ class Recorder:
             self._report.load(worker, load)
 
     def ended(self, run: RunState) -> None:
-        """A run of which at least the prompt was computed."""
+        """A run has ended of which at least the prompt was computed."""
         counters, request = self.counters, run.request
         counters.prompt_tokens += run.prompt_len
         counters.generated_tokens += len(run.emitted)

@@ -1,4 +1,4 @@
-"""What the router remembers of a request in flight."""
+"""The router's state of a request in flight."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from radixrt.router.pauses import Paused
 
 Client = Hashable
-"""Who asked: the ZMQ identity of a client."""
+"""The ZMQ identity of a client."""
 
 
 class Request:
-    """One client request: `runs` are its choices, `open` of which are not finished."""
+    """A client's request. `runs` are its choices, of which `open` are not finished."""
 
     __slots__ = (
         "bounded",
@@ -58,13 +58,13 @@ class Request:
         self.stream = stream
         self.scores = scores
         self.bounded = False
-        """The client has said how many tokens it wants at most, and there is room for as many."""
+        """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
-        """(tokens, seconds): prefixes of the prompt that its worker is to keep."""
+        """(tokens, seconds): prefixes of the prompt that its worker is to pin."""
         self.group: Group | None = None
-        """The fork that it is admitted with."""
+        """The fork whose branches it is placed with, if any."""
         self.resumed: Paused | None = None
-        """The pause that it ends."""
+        """The pause that it ends, if any."""
         self.runs: list[RunState] = []
         self.open = 0
 
@@ -76,10 +76,10 @@ class Request:
 
 
 class RunState:
-    """One sequence on its way: prompt and emitted ids suffice to go on at another worker.
+    """One sequence of a request. Its prompt and emitted ids are enough to continue on another worker.
 
-    `id` is drawn anew for each dispatch, so that what a lost worker still says about it is nobody's.
-    `member` is None while no worker serves it; `waiting_since` says from when.
+    `id` is new for each dispatch, so that late outputs of a lost worker match no run. `member` is its worker, None
+    while it waits for one, since `waiting_since`.
     """
 
     __slots__ = (
@@ -120,14 +120,16 @@ class RunState:
         """For the client's first Delta."""
         self.cached = 0
         self.counts_hits = True
-        """False once tokens were emitted and the run moved: its prompt's hits are known already."""
+        """Whether `cached` is still to be taken from outputs; False once the run has moved after its first token."""
         self.hit = 0
-        """Hit predicted at the first dispatch, in tokens; `best_hit` the best of any worker then."""
+        """Hit predicted at the first dispatch, in tokens."""
         self.best_hit = 0
+        """The largest hit on any worker then."""
         self.bound = 0
-        """What an infinite cache would have hit."""
+        """Tokens that an infinite cache would have hit."""
         self.started = False
-        """Its worker has computed the prompt: it is in the index as cached, no more as being computed."""
+        """Whether its worker has computed the prompt, which then counts as cached in the index, not as being
+        computed."""
         self.finished = False
         self.losses = 0
         self.waiting_since: float | None = None
@@ -138,17 +140,18 @@ class RunState:
 
     @property
     def reusable(self) -> int:
-        """Prompt tokens whose KV may come from a cache: all but the last, and those whose logits are to be scored."""
+        """The most prompt tokens that may come from a cache: all but the last, and only those before the scored
+        ones."""
         return (self.prompt_len if self.score_from is None else min(self.prompt_len, self.score_from)) - 1
 
     @property
-    def missing(self) -> int:
-        """Tokens that it may yet emit."""
+    def remaining(self) -> int:
+        """Tokens that it may still emit."""
         return self.sampling.max_tokens - len(self.emitted)
 
     @property
     def scored(self) -> bool:
-        """Nothing of its prompt is to be scored again: it came with the first token."""
+        """Whether the scores of its prompt have arrived: they come with the first token."""
         return not self.request.scores and bool(self.emitted)
 
     @property
@@ -159,7 +162,7 @@ class RunState:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)
 
     def order(self, ids: bytes) -> Run:
-        """What a worker is asked for; `ids` are the prompt and what was emitted."""
+        """The Run for a worker; `ids` are the prompt and the emitted tokens."""
         return Run(
             id=self.id,
             namespace=self.request.namespace,

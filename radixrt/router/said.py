@@ -1,6 +1,8 @@
-"""What a program has said, as a prompt that keeps generated token ids.
+"""Program states, and the prompts that are built from them, in which generated text keeps its token ids.
 
-State --> PromptBuilder: `add` what was said since, `prompt` --> ids ... answer ... --> State
+    State --> PromptBuilder: `add` what was said since, `prompt` --> ids ... answer ... --> State
+
+"Said" is all that is in a program's prompt so far: text, messages, and generated answers (see `messages.Said`).
 """
 
 from __future__ import annotations
@@ -29,28 +31,28 @@ from radixrt.router.tokens import TextService
 
 FIELD = "prompt.said"
 MOST_DECODED = 1 << 20
-"""Tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
+"""The most tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
 OVERHEAD = 160
-"""Bytes of an object and of what refers to it, about."""
+"""About the bytes of an object and of the references to it."""
 
 
 class Piece:
-    """What states share; it never changes. In every state that has it the same one is `before` it, which is set when
-    the first of them is made. `users` counts the kept states that end with it and the pieces of kept states that
-    follow it."""
+    """An immutable element of a list that states share. In all states that have it, the same piece is `before` it; this
+    is set when the first of them is made. `users` counts the kept states that end with it, and the pieces of kept
+    states that come right after it."""
 
     __slots__ = ("before", "chars", "size", "users")
 
     def __init__(self, chars: int, size: int) -> None:
         self.before: Piece | None = None
         self.chars = chars
-        """Of its text, and once it is in a state, of all before it too."""
+        """Characters of its text; once it is in a state, also those of all pieces before it."""
         self.size = OVERHEAD + size
         self.users = 0
 
     @staticmethod
     def link(pieces: Sequence[Piece]) -> None:
-        """Say of the new ones, at the end, what is before them."""
+        """Set `before` of the new pieces at the end of a list."""
         new = len(pieces) - 1
         while new > 0 and pieces[new].before is not pieces[new - 1]:
             new -= 1
@@ -60,7 +62,8 @@ class Piece:
 
 
 class Part(Piece):
-    """A stretch of the prompt: its text, and its ids once it has been in a prompt."""
+    """A part of the prompt: its text, and its token ids once it has been in a prompt. `special`: whether BOS and the
+    like are added to it."""
 
     __slots__ = ("ids", "special", "text")
 
@@ -82,9 +85,9 @@ class Message(Piece):
 
 
 class State:
-    """All that was said up to a moment. Never changed; states share their parts and messages."""
+    """All that was said up to some point. Immutable; states share their parts and messages."""
 
-    __slots__ = ("answer", "asked", "encoded", "messages", "namespace", "open", "parts", "size")
+    __slots__ = ("answer", "is_prompt", "encoded", "messages", "namespace", "open", "parts", "size")
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class State:
         messages: list[Message],
         encoded: int,
         open: str | None,
-        asked: bool,
+        is_prompt: bool,
         namespace: str,
         answer: SaidAnswer | None = None,
     ) -> None:
@@ -101,16 +104,16 @@ class State:
         self.parts = parts
         self.messages = messages
         self.encoded = encoded
-        """So many parts have been in a prompt."""
+        """The number of parts that have been in a prompt."""
         self.open = open
-        """What the assistant has said of a message that goes on."""
-        self.asked = asked
-        """The parts are a prompt: nothing was said since."""
+        """The text so far of the assistant's message, if one has begun and not ended."""
+        self.is_prompt = is_prompt
+        """Whether the parts are a complete prompt: nothing was said since."""
         self.namespace = namespace
-        """Where what has ids was computed last; "" if nothing was."""
+        """The namespace in which the ids were last computed; "" if none were."""
         self.answer = answer
-        """Generated since, and not among the parts yet: the next builder puts it there."""
-        # Looked up once: Python's strings grow when they are first encoded.
+        """An answer that was generated since, and is not among the parts yet: the next builder adds it."""
+        # Computed once, because Python's strings grow when they are first encoded.
         self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open)
         """Bytes of the state itself, without its pieces."""
         if answer is not None:
@@ -118,17 +121,17 @@ class State:
 
     @property
     def ends(self) -> Iterable[Piece]:
-        """The last part and the last message, before which are the others."""
+        """The last part and the last message, from which all others can be reached by `before`."""
         return (*self.parts[-1:], *self.messages[-1:])
 
     @property
     def chars(self) -> int:
-        """Of all parts."""
+        """Characters of all parts."""
         return self.parts[-1].chars if self.parts else 0
 
     @property
     def ids(self) -> bytes:
-        """Token ids of what was computed: the prompt, and what was generated."""
+        """Token ids, int32 bytes, of what was computed: the prompt, and the generated answer."""
         said = b"".join(itertools.takewhile(bool, (part.ids for part in self.parts)))
         return said + self.answer.ids if self.answer else said
 
@@ -137,50 +140,51 @@ NOTHING = State([], [], 0, None, False, "")
 
 
 class PromptBuilder:
-    """Puts a prompt together from parts.
+    """Builds a prompt from parts.
 
     With roles, the text between generated parts is what the model's chat template writes: the conversation so far is
-    rendered, and what it has beyond the parts is one more part.
+    rendered, and the rendered text beyond the known parts becomes one more part.
 
         rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
         parts     text                         token ids     text
 
     Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
-    text: right, but what was generated there is encoded anew.
+    text: correct, but what was generated there is encoded again.
 
-    Neighbours of a kind become one part, but for text that has been in a prompt: it was encoded by itself, and stays
-    so, for what was computed for it is to be found. Every method raises FieldError for what cannot be said.
+    Neighbouring parts of the same kind are joined, except text that has been in a prompt: it was encoded by itself, and
+    its ids must stay the same for its KV to be found. Every method raises FieldError for what cannot be said.
     """
 
     def __init__(self, state: State, text: TextService) -> None:
         self._text = text
         self._parts, self._messages = state.parts.copy(), state.messages.copy()
-        self._encoded, self._asked = state.encoded, state.asked
+        self._encoded, self._is_prompt = state.encoded, state.is_prompt
         self._open = None if state.open is None else [state.open]
-        """What the assistant has said of a message that goes on, in pieces."""
+        """See State.open; as a list of strings."""
         self._namespace = state.namespace
-        self._followed = ("", 0, 0)
-        """A rendered chat, so many characters of which so many parts are known to say."""
+        self._matched = ("", 0, 0)
+        """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
+        parts)."""
         if state.answer is not None:
             self._add_answer(state.answer)
 
     def state(self, namespace: str = "", answer: SaidAnswer | None = None) -> State:
-        """All that was said; the builder must not be used any more."""
+        """The state of all that was said. The builder must not be used afterwards."""
         namespace = namespace or self._namespace
         open = None if self._open is None else "".join(self._open)
-        return State(self._parts, self._messages, self._encoded, open, self._asked, namespace, answer)
+        return State(self._parts, self._messages, self._encoded, open, self._is_prompt, namespace, answer)
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ adding
 
     def add(self, said: Sequence[Said]) -> None:
-        """Say more. It takes as long as what is said, where the template leaves what it wrote (see `outline`)."""
+        """Add what was said. The time is linear in that, unless the template rewrites earlier text (see `outline`)."""
         open = None if self._open is None else "".join(self._open)
         found = outline(self._text, [message.fields for message in self._messages], open, said)
         prompts = iter([(found.text, end) for end in found.ends] if found else ())
         for i, one in enumerate(said):
             try:
                 self._add(one, next(prompts, None) if isinstance(one, SaidChoice | SaidAnswer) else None)
-            except _Unsayable as problem:
+            except _OutOfPlace as problem:
                 raise FieldError(f"{FIELD}[{i}]", f"{FIELD}[{i}]: {problem}") from None
 
     def _add(self, said: Said, rendered: tuple[str, int] | None) -> None:
@@ -195,49 +199,49 @@ class PromptBuilder:
                 self._open = []
             case TurnEnds():
                 if self._open is None:
-                    raise _Unsayable("no turn has begun")
+                    raise _OutOfPlace("no turn has begun")
                 self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
                 self._open = None
             case SaidChoice(text=text):
-                self._ask(rendered)
+                self._end_prompt(rendered)
                 self._parts.append(self._encode(len(self._parts), Part(text)))
                 self._encoded = len(self._parts)
                 self._continue(text)
             case SaidAnswer():
                 self._add_answer(said, rendered)
-        self._asked = False
+        self._is_prompt = False
 
     def _say(self, text: str) -> None:
         if self._open is not None:
             self._open.append(text)
         elif self._messages:
-            raise _Unsayable("text outside of a role, after messages")
+            raise _OutOfPlace("text outside of a role, after messages")
         else:
             self._append_text(text, special=not self._parts)
 
     def _check_chat(self) -> None:
         if self._open is not None:
-            raise _Unsayable("the assistant's turn has not ended")
+            raise _OutOfPlace("the assistant's turn has not ended")
         if self._parts and not self._messages:
-            raise _Unsayable("a role, after text outside of roles")
+            raise _OutOfPlace("a role, after text outside of roles")
 
     def _continue(self, text: str) -> None:
         if self._open is not None:
             self._open.append(text)
 
     def _add_answer(self, answer: SaidAnswer, rendered: tuple[str, int] | None = None) -> None:
-        """Its token ids, as far as they are what its text says, and the rest as text."""
+        """Add an answer: its token ids as far as they stand for its text, and the rest as text."""
         if self._messages and self._open is None:
-            raise _Unsayable("an answer outside of the assistant's turn")
+            raise _OutOfPlace("an answer outside of the assistant's turn")
         if len(answer.ids) % TOKEN_BYTES:
-            raise _Unsayable(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
-        self._ask(rendered)
+            raise _OutOfPlace(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
+        self._end_prompt(rendered)
         ids, kept = ids_of_text(self._text, answer.ids, answer.text, answer.stop, answer.sampling)
         if ids:
             self._append_ids(ids, answer.text[:kept])
         self._append_text(answer.text[kept:])
         self._continue(answer.text)
-        self._asked = False
+        self._is_prompt = False
 
     def _append_ids(self, ids: bytes, text: str) -> None:
         if self._parts and isinstance(last := self._parts[-1], Generated):
@@ -254,32 +258,32 @@ class PromptBuilder:
         else:
             self._parts.append(Part(text, None, special))
 
-    # ------------------------------------------------------------ as a prompt
+    # ------------------------------------------------------------ the prompt
 
     def prompt(self) -> bytes:
         """Token ids of all that was said, at least one."""
         if self._messages and self._open is None:
             raise FieldError(FIELD, f"{FIELD}: in a chat only the assistant generates, in a turn of its own")
-        self._ask()
+        self._end_prompt()
         return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
 
-    def _ask(self, rendered: tuple[str, int] | None = None) -> None:
-        """A prompt ends here: what is not encoded yet is encoded now. `rendered` is a text that begins with it, if that
-        is known, and its length."""
-        if self._asked:
+    def _end_prompt(self, rendered: tuple[str, int] | None = None) -> None:
+        """End a prompt here: encode what is not encoded yet. `rendered`, if known, is (a rendered chat that begins with
+        the prompt, the length of the prompt)."""
+        if self._is_prompt:
             return
         if self._open is not None:
             if rendered is None:
                 text = self._text.render(as_chat([message.fields for message in self._messages], "".join(self._open)))
                 rendered = text, len(text)
-            self._follow(*rendered)
+            self._match_rendered(*rendered)
         for i in range(self._encoded, len(self._parts)):
             self._parts[i] = self._encode(i, self._parts[i])
-        self._encoded, self._asked = len(self._parts), True
+        self._encoded, self._is_prompt = len(self._parts), True
 
-    def _follow(self, rendered: str, end: int) -> None:
-        """Keep the parts that the text `rendered[:end]` begins with; the rest of it becomes one."""
-        text, at, kept = self._followed
+    def _match_rendered(self, rendered: str, end: int) -> None:
+        """Keep the parts whose texts rendered[:end] begins with; the rest of it becomes one new part."""
+        text, at, kept = self._matched
         if text is not rendered:
             at = kept = 0
         for part in self._parts[kept:]:
@@ -290,8 +294,8 @@ class PromptBuilder:
         del self._parts[kept:]
         self._encoded = min(self._encoded, kept)
         self._append_text(rendered[at:end])
-        # The last part may grow.
-        self._followed = rendered, end - len(self._parts[-1].text if self._parts else ""), max(0, len(self._parts) - 1)
+        # Without the last part, which may still grow.
+        self._matched = rendered, end - len(self._parts[-1].text if self._parts else ""), max(0, len(self._parts) - 1)
 
     def _encode(self, index: int, part: Part) -> Part:
         if part.ids is not None:
@@ -302,22 +306,22 @@ class PromptBuilder:
 
 
 class Generated(Part):
-    """One whose ids were drawn."""
+    """A part whose ids were generated."""
 
     __slots__ = ()
 
 
-class _Unsayable(ValueError):
-    """It does not fit what was said before."""
+class _OutOfPlace(ValueError):
+    """Something does not fit what was said before."""
 
 
 def ids_of_text(
     service: TextService, ids: bytes, text: str, stop: str | int | None, sampling: Sampling
 ) -> tuple[bytes, int]:
-    """The generated `ids` that stand for a beginning of `text`, and the length of that, in characters.
+    """Returns those generated `ids` that stand for a beginning of `text`, and the length of that in characters.
 
-    All of them for all of it, as a rule. A token that ended the turn is no part of the text: with roles, the template
-    writes it. A stop string that ended it was cut off, and may begin or end within a token:
+    Usually these are all ids and the whole text. A token that ended the turn is not part of the text: with roles, the
+    template writes it. A stop string that ended the answer was cut off, and may begin or end within a token:
 
         ids    |The|_cat|_sat|.\\n|      stop = "\\n"
         text   |The _cat _sat .|         kept: three ids, and "." as text
@@ -327,7 +331,7 @@ def ids_of_text(
         return ids if named else ids.removesuffix(stop.to_bytes(TOKEN_BYTES, "little", signed=True)), len(text)
     if stop is None:
         return ids, len(text)
-    if sampling.skip_special_tokens:  # as decoding does
+    if sampling.skip_special_tokens:  # `decode_now` skips them as well
         fewest = 0 if sampling.include_stop else 1
         tries = min(len(stop.encode()) + 2 - fewest, MOST_DECODED * TOKEN_BYTES // max(1, len(ids)))
         for cut in range(fewest, fewest + tries):

@@ -1,4 +1,4 @@
-"""What several front ends have in common: values by tenant and key, which the router keeps and does not look into."""
+"""A key-value store that several front ends share, by tenant. The values are opaque to the router."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections import OrderedDict
 from radixrt.router.shares import Shares
 
 ENTRY_BYTES = 256
-"""That an entry costs beside its key and value."""
+"""About what an entry takes beside its key and value."""
 
 
 class SharedMemory:
-    """At most `max_bytes`; beyond it the least recently used values go, of the tenant that has most."""
+    """Holds at most `max_bytes`. Beyond that the least recently used values of the tenant with most bytes are
+    dropped."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._tenants: dict[str, OrderedDict[bytes, bytes]] = {}
-        """The latest used last."""
+        """By tenant and key, the last used one last."""
         self._shares = Shares()
 
     @property
@@ -31,7 +32,7 @@ class SharedMemory:
         return own[key]
 
     def put(self, tenant: str, key: bytes, value: bytes | None) -> None:
-        """Keep a value in place of the one before; None: forget that one."""
+        """Set the value of a key; None removes it."""
         self._drop(tenant, key)
         if value is not None:
             self._tenants.setdefault(tenant, OrderedDict())[key] = value

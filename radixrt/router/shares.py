@@ -1,4 +1,4 @@
-"""What each tenant has of a memory that all share, and who is to give when it is full."""
+"""Sizes of the parts of a shared memory by tenant, and which tenant has to give up memory when it is full."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ SPARE = 16
 
 
 class Shares:
-    """Sizes by tenant. Who has most gives first, so that nobody's burst costs another what is his: as a switch drops
-    from its longest queue (McKenney, Stochastic Fairness Queueing, 1990).
+    """Sizes by tenant. The tenant with most gives up first, so that a burst of one tenant does not cost another its
+    part: as a switch drops from its longest queue (McKenney, Stochastic Fairness Queueing, 1990).
 
-    A heap holds for each tenant an entry that says at least what he has; `largest` mends those on top that say too
-    much. Both methods take O(log n) of n tenants, amortised.
+    A heap has an entry for each tenant that is at least its size; `largest` corrects entries at the top that are too
+    large. Both methods take amortised O(log n) for n tenants.
     """
 
     def __init__(self) -> None:
         self.total = 0
         self._sizes: dict[str, int] = {}
-        self._said: dict[str, int] = {}
-        """What a tenant's entry in the heap says; an entry that says something else is out of date."""
+        self._recorded: dict[str, int] = {}
+        """The size in each tenant's entry of the heap; entries with other sizes are out of date."""
         self._heap: list[tuple[int, str]] = []
 
     def __getitem__(self, tenant: str) -> int:
         return self._sizes.get(tenant, 0)
 
     def add(self, tenant: str, size: int) -> None:
-        """A tenant has so much more, or less."""
+        """Add to a tenant's size; `size` may be negative."""
         self.total += size
         now = self._sizes.get(tenant, 0) + size
         if now == 0:
             self._sizes.pop(tenant, None)
-            self._said.pop(tenant, None)
+            self._recorded.pop(tenant, None)
             return
         self._sizes[tenant] = now
-        if now > self._said.get(tenant, 0):
-            self._say(tenant, now)
+        if now > self._recorded.get(tenant, 0):
+            self._push(tenant, now)
 
     def largest(self) -> str:
-        """The tenant that has most. IndexError if nobody has anything."""
+        """The tenant with the largest size. Raises IndexError if there are none."""
         while True:
             size, tenant = -self._heap[0][0], self._heap[0][1]
-            if self._said.get(tenant) != size:
+            if self._recorded.get(tenant) != size:
                 heapq.heappop(self._heap)
             elif (now := self._sizes[tenant]) == size:
                 return tenant
             else:
                 heapq.heappop(self._heap)
-                self._say(tenant, now)
+                self._push(tenant, now)
 
-    def _say(self, tenant: str, size: int) -> None:
-        self._said[tenant] = size
-        if len(self._heap) < 2 * len(self._said) + SPARE:
+    def _push(self, tenant: str, size: int) -> None:
+        self._recorded[tenant] = size
+        if len(self._heap) < 2 * len(self._recorded) + SPARE:
             heapq.heappush(self._heap, (-size, tenant))
         else:
-            self._heap = [(-said, one) for one, said in self._said.items()]
+            self._heap = [(-said, one) for one, said in self._recorded.items()]
             heapq.heapify(self._heap)
 
     def check(self) -> None:
-        """Assert that sizes add up, and that every tenant's entry is in the heap and says enough."""
+        """Assert that sizes add up, and that every tenant's entry is in the heap and large enough."""
         assert self.total == sum(self._sizes.values()) and min(self._sizes.values(), default=1) > 0, "sizes add up"
-        assert self._said.keys() == self._sizes.keys(), "an entry for each tenant"
-        for tenant, said in self._said.items():
+        assert self._recorded.keys() == self._sizes.keys(), "an entry for each tenant"
+        for tenant, said in self._recorded.items():
             assert (-said, tenant) in self._heap and said >= self._sizes[tenant], "which says at least what he has"

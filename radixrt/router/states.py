@@ -1,10 +1,10 @@
-"""States of programs, kept by number, and sessions that are paused: what lets a program send only what is new.
+"""Program states, kept by number, so that a program sends only what is new.
 
-    (tenant, scope, number) --> State      when all have more than `limit` bytes, the tenant that has most loses those
-                                           that it has not used for longest
+    (tenant, scope, number) --> State      beyond `limit` bytes, the tenant with most bytes loses its least recently
+                                           used states
 
-A scope is a secret of the client that chose it; with the tenant in the key nobody reaches another's states even by one
-that leaked.
+A scope is a secret that a client chooses. Because the tenant is part of the key, no tenant can reach another's states,
+even by a scope that leaked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from radixrt.router.validate import Refused
 
 
 class Key(NamedTuple):
-    """Which state."""
+    """The key of a state."""
 
     tenant: str
     scope: str
@@ -28,14 +28,15 @@ class Key(NamedTuple):
 
 
 class States:
-    """Keeps states within `limit` bytes, all that they share counted once. States of different tenants share nothing.
+    """Keeps states within `limit` bytes; pieces that several states share count once. States of different tenants share
+    nothing.
 
-    Keeping and dropping one takes as long as it has pieces that no other has."""
+    Keeping and dropping a state takes time linear in the pieces that no other state has."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._states: dict[str, OrderedDict[Key, State]] = {}
-        """By tenant, the latest used last."""
+        """By tenant, the last used one last."""
         self._scopes: dict[tuple[str, str], set[int]] = {}
         self._shares = Shares()
 
@@ -44,11 +45,11 @@ class States:
 
     @property
     def bytes(self) -> int:
-        """Memory of all states, about."""
+        """About the memory of all states."""
         return self._shares.total
 
     def get(self, key: Key, field: str = "prompt.state") -> State:
-        """A state, which is then the latest used; Refused (GONE) for one that is not known."""
+        """A state, which becomes the last used one. Raises Refused (GONE) if it is not known; state 0 is NOTHING."""
         if key.number == 0:
             return NOTHING
         own = self._states.get(key.tenant, {})
@@ -58,7 +59,8 @@ class States:
         return own[key]
 
     def put(self, key: Key, state: State) -> None:
-        """Keep a state, in place of what has its key; others may go for it, or itself if it is too large."""
+        """Keep a state, replacing the one of the same key. Others may be dropped for it, or itself if it is too
+        large."""
         added = state.size + sum(map(_use, state.ends))  # before the old one goes, which may hold the same pieces
         self._shares.add(key.tenant, added)
         self.drop(key)
@@ -87,7 +89,7 @@ class States:
             self.drop(Key(tenant, scope, number))
 
     def check(self) -> None:
-        """Assert that bytes and users are what they say."""
+        """Assert that the counts of bytes and users are right."""
         self._shares.check()
         users: Counter[Piece] = Counter()
         sizes: defaultdict[str, int] = defaultdict(int)
@@ -117,7 +119,7 @@ class States:
 
 
 def _use(piece: Piece | None) -> int:
-    """One more ends with a piece, or follows it: bytes of those that nobody used before."""
+    """Count one more user of a piece. Returns the bytes of this piece and those before it that had no user."""
     size = 0
     while piece is not None:
         piece.users += 1
@@ -129,7 +131,7 @@ def _use(piece: Piece | None) -> int:
 
 
 def _leave(piece: Piece | None) -> int:
-    """The inverse of `_use`: bytes of those that nobody uses any more."""
+    """The inverse of `_use`. Returns the bytes of the pieces that have no user any more."""
     size = 0
     while piece is not None:
         piece.users -= 1

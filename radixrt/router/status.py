@@ -1,4 +1,4 @@
-"""What the router says about itself when asked."""
+"""The router's replies to questions about its health and its models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixrt.router.states import States
 
 
 def health(core: RouterCore, states: States) -> dict[str, Any]:
-    """`serving` is True while a worker serves; `max_model_len` is that of the roomiest worker, 0 without any."""
+    """`serving` is True while a worker serves; `max_model_len` is the largest of all workers, 0 without any."""
     members = list(core.members)
     return {
         "serving": bool(members),
@@ -43,7 +43,7 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
 
 
 def models(core: RouterCore) -> list[dict[str, Any]]:
-    """The models that a worker serves now, each once."""
+    """The models that workers serve now, each once."""
     longest: dict[str, int] = {}
     for member in core.members:
         longest[member.info.model] = max(longest.get(member.info.model, 0), member.token_limit)

@@ -1,7 +1,7 @@
-"""The text stage around the core: text becomes ids before it, ids become text behind it, stop strings end choices.
+"""The text stage around the core: encodes text before it, decodes ids after it, and ends choices at stop strings.
 
-Only requests with text=True are decoded here; front ends that detokenize themselves do without. A reply that is
-not streamed is gathered here when stop strings must be looked for as tokens come, else in the core.
+Only requests with text=True are decoded here; front ends that detokenize themselves do not set it. A reply that is not
+streamed is gathered here if stop strings must be found while tokens arrive, and otherwise in the core.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from radixrt.router.tokens import Encoded, TextService, TextStream
 
 Request = TypeVar("Request", Generate, Score)
 Keep = Callable[[bytes, str, str | int | None], None]
-"""Takes the ids, the text and the stop of an answer that has ended well."""
+"""Called with the ids, the text and the stop of an answer that has ended well."""
 
 
 ENDED_WELL: tuple[FinishReason, ...] = ("stop", "length")
 
 
 def is_encoded(request: Generate | Score) -> bool:
-    """True where everything is token ids already, and a grammar one that is known to compile, or not to."""
+    """Whether a request consists of token ids only, and its grammar, if any, is checked already."""
     if isinstance(request, Generate) and request.sampling.grammar and not is_checked(request.sampling.grammar):
         return False
     choices = request.choices if isinstance(request, Score) else ()
@@ -48,7 +48,7 @@ def is_encoded(request: Generate | Score) -> bool:
 
 
 async def encode(request: Request, service: TextService) -> Request:
-    """The same request of token ids alone. FieldError names the part that cannot be encoded, or compiled."""
+    """The same request with token ids only. Raises FieldError that names a part that cannot be encoded, or compiled."""
     if isinstance(request, Generate) and request.sampling.grammar:
         await check_aside(request.sampling.grammar)
     changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt))}
@@ -58,7 +58,8 @@ async def encode(request: Request, service: TextService) -> Request:
 
 
 async def encode_chat(request: Generate, conversations: Conversations, tenant: str) -> tuple[Generate, Encoded]:
-    """A request whose prompt is a chat, of token ids, and what became of the chat. FieldError names what is wrong."""
+    """Encode a request whose prompt is a chat. Returns it with token ids, and the encoded chat. Raises FieldError that
+    names an invalid field."""
     chat = await conversations.encode(request.prompt, tenant, request.cache_salt)
     return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
 
@@ -68,18 +69,18 @@ def _encode_choices(choices: list[TextPrompt | TokenPrompt], service: TextServic
 
 
 def wants_text(request: Generate, service: TextService) -> bool:
-    """True where the router decodes for the client."""
+    """Whether the router decodes for the client."""
     return request.text and service.has_tokenizer
 
 
 def core_streams(request: Generate, service: TextService) -> bool:
-    """Whether the core must hand over tokens as they come."""
+    """Whether the core must pass on tokens as they arrive."""
     return request.stream or (wants_text(request, service) and bool(request.sampling.stop))
 
 
 @dataclass(slots=True)
-class _Said:
-    """An answer so far, in pieces: to add to bytes would copy all of them each time."""
+class _Gathered:
+    """An answer so far, as lists: appending to bytes would copy all of them each time."""
 
     ids: list[bytes] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -87,7 +88,7 @@ class _Said:
     prompt_logprobs: list[TokenLogprob] | None = None
 
     def add(self, delta: Delta, logprobs: bool) -> None:
-        """`logprobs`: they, too, are wanted with the whole."""
+        """Add a delta; with `logprobs`, its log-probabilities as well."""
         self.ids.append(delta.ids)
         self.texts.append(delta.text)
         if not logprobs:
@@ -98,7 +99,7 @@ class _Said:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
 
     def whole(self, last: Delta) -> Delta:
-        """All of it as one delta, which ends as its last one does."""
+        """The whole answer as one delta, with the finish reason and usage of the last one."""
         ids, text = b"".join(self.ids), "".join(self.texts)
         return Delta(
             last.id, last.index, ids, text, last.finish, last.usage, self.logprobs, last.stop, self.prompt_logprobs
@@ -109,18 +110,18 @@ class _Said:
 class _Choice:
     text: TextStream
     gathers: bool
-    """It leaves when it has ended. False for a stream: each delta leaves at once."""
-    said: _Said | None
-    """Of an answer that gathers, or that is to be kept."""
+    """Whether it is sent as a whole when it has ended. False for a stream, whose deltas are sent at once."""
+    gathered: _Gathered | None
+    """The answer so far, if it is gathered or to be kept."""
     push: Callable[[bytes], str] | None
-    """Of a stream in which nothing is looked for and that is not kept: the text that ids add."""
+    """Returns the text that ids add. Only for a stream without stop strings that is not kept (the fast path)."""
 
 
 @dataclass(slots=True)
-class _Texts:
+class _OpenRequest:
     choices: list[_Choice]
     keep: Keep | None
-    """What remembers the answers, if anything does."""
+    """Called with each answer, if given."""
     open: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,24 +134,24 @@ class TextStreams:
     def __init__(self, service: TextService, core: RouterCore) -> None:
         self._service = service
         self._core = core
-        self._texts: dict[Client, dict[int, _Texts]] = {}
+        self._texts: dict[Client, dict[int, _OpenRequest]] = {}
 
     def add(self, client: Client, request: Generate, keep: Keep | None = None) -> None:
-        """Decode for a request; `keep` is told of its answers."""
+        """Decode for a request from now on; `keep` is called with its answers."""
         gathers = not request.stream and core_streams(request, self._service)
         choices = []
         for _ in range(request.n):
             text = TextStream(self._service, request.sampling)
-            said = _Said() if gathers or keep else None
-            choices.append(_Choice(text, gathers, said, None if keep else text.plain_push))
-        self._texts.setdefault(client, {})[request.id] = _Texts(choices, keep)
+            gathered = _Gathered() if gathers or keep else None
+            choices.append(_Choice(text, gathers, gathered, None if keep else text.plain_push))
+        self._texts.setdefault(client, {})[request.id] = _OpenRequest(choices, keep)
 
     def add_score(self, client: Client, request: Score, keep: Keep) -> None:
-        """Tell `keep` when a Score has been answered."""
-        self._texts.setdefault(client, {})[request.id] = _Texts([], keep)
+        """Call `keep` when a Score has been answered."""
+        self._texts.setdefault(client, {})[request.id] = _OpenRequest([], keep)
 
     def scored(self, client: Client, request_id: int) -> None:
-        """A Score is answered."""
+        """A Score has been answered."""
         texts = self._texts.get(client, {}).get(request_id)
         self.forget(client, request_id)
         if texts is not None and texts.keep is not None:
@@ -165,7 +166,7 @@ class TextStreams:
         self._texts.pop(client, None)
 
     def decode(self, client: Client, deltas: Deltas) -> tuple[Deltas, list[Effect]]:
-        """`deltas` with text, and the orders that end choices whose stop string was found."""
+        """Add text to `deltas`. Returns those to send, and orders that end choices whose stop string was found."""
         texts = self._texts.get(client)
         if texts is None:
             return deltas, []
@@ -182,8 +183,8 @@ class TextStreams:
                 items.append(delta)
                 continue
             effects += self._add_text(client, choice, delta)
-            if choice.said is not None:
-                delta = _gather(choice, choice.said, delta, request.keep)
+            if choice.gathered is not None:
+                delta = _gather(choice, choice.gathered, delta, request.keep)
             if delta.finish is not None:
                 request.open -= 1
                 if not request.open:
@@ -207,19 +208,19 @@ class TextStreams:
         return effects
 
 
-def _gather(choice: _Choice, said: _Said, delta: Delta, keep: Keep | None) -> Delta:
-    """Add to an answer: what leaves of it. When it has ended, it is kept if it ended well."""
-    said.add(delta, choice.gathers)
+def _gather(choice: _Choice, gathered: _Gathered, delta: Delta, keep: Keep | None) -> Delta:
+    """Add a delta to an answer; returns the delta to send. When the answer has ended well, it is kept."""
+    gathered.add(delta, choice.gathers)
     if delta.finish is None:
         return delta
-    whole = said.whole(delta)
+    whole = gathered.whole(delta)
     if keep is not None and delta.finish in ENDED_WELL:
         keep(whole.ids, whole.text, whole.stop)
     return whole if choice.gathers else delta
 
 
 def _cut(delta: Delta, past: int) -> None:
-    """Take the last tokens from a delta, and from what its usage counts."""
+    """Remove the last `past` tokens from a delta, and from its usage."""
     delta.ids = delta.ids[: -TOKEN_BYTES * past]
     delta.logprobs = delta.logprobs and delta.logprobs[:-past]
     if delta.usage is not None:

@@ -1,9 +1,9 @@
-"""What clients' messages need that takes longer than a turn of the event loop, done in tasks.
+"""Runs the work for clients' messages that takes longer than a turn of the event loop, in asyncio tasks.
 
-    start -> the work answers, or it hands its message on to the core (`leave`), or it fails: an Error
-          -> cancel, or the client has vanished: nothing
+    start -> the work replies, or hands its message on to the core (`leave`), or fails: an Error
+          -> cancelled, or the client has disconnected: no reply
 
-A message may end a pause of a state. Whatever becomes of the message, the pause is over when its task is at the latest.
+A message may end a pause of a state. However the message ends, the pause is over when its task is at the latest.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ now = time.monotonic
 
 
 class Tasks:
-    """Tasks by client and message id, no more than there are places beside what the core has in flight. `perform` is
-    told what follows from them."""
+    """The tasks by client and message id. They take places of the queue, like runs in flight. Replies and orders are
+    passed to `perform`."""
 
     def __init__(self, core: RouterCore, perform: Callable[[list[Effect]], None]) -> None:
         self._core = core
         self._perform = perform
         self._tasks: dict[tuple[bytes, int], tuple[asyncio.Task[None], str]] = {}
-        """Each with its tenant."""
+        """(task, tenant) by client and message id."""
         self._tenants: Counter[str] = Counter()
-        """Tasks of each."""
+        """Number of tasks by tenant."""
         self._resuming: dict[asyncio.Task[None], Key] = {}
-        """Tasks that end a pause of a state, unless they have handed that on to the core."""
+        """Tasks that are to end a pause of a state, and have not passed that on to the core."""
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def check_id(self, client: bytes, request_id: int) -> None:
-        """Refused if a client's message of this id is in flight, here or in the core."""
+        """Raise Refused if a client's message of this id is in flight, here or in the core."""
         if (client, request_id) in self._tasks or self._core.serves(client, request_id):
             raise Refused("id", f"request id {request_id} is in flight already")
 
@@ -64,9 +64,9 @@ class Tasks:
         *,
         always: bool = False,
     ) -> None:
-        """Do `work` for a tenant in a task that answers with an Error if it fails. `paused` is the state in which a
-        pause is over with the message, also where that is Refused. `always`: also where there is no place, for what
-        frees something."""
+        """Run `work` for a tenant in a task, which replies with an Error if it fails. Raises Refused if the id is in
+        flight, or there is no place; with `always`, for work that frees resources, a place is not needed. `paused` is a
+        state of which the message ends a pause, even if it is refused."""
         try:
             self.check_id(client, message.id)
             if not always and not self._core.has_place(tenant, len(self._tasks), self._tenants[tenant]):
@@ -98,46 +98,46 @@ class Tasks:
         finally:
             task, _ = self._tasks.get((client, request_id), (None, ""))
             if task is asyncio.current_task():
-                self._take_off(client, request_id)
+                self._remove(client, request_id)
 
-    def _take_off(self, client: bytes, request_id: int) -> asyncio.Task[None]:
-        """The task, whose place is free from now on."""
+    def _remove(self, client: bytes, request_id: int) -> asyncio.Task[None]:
+        """Remove a task, and free its place."""
         task, tenant = self._tasks.pop((client, request_id))
         self._tenants[tenant] -= 1
         return task
 
     def in_flight(self, client: bytes) -> list[int]:
-        """Ids of a client's messages that are being worked on."""
-        return [request_id for whose, request_id in self._tasks if whose == client]
+        """Ids of a client's messages that have a task."""
+        return [request_id for owner, request_id in self._tasks if owner == client]
 
-    # ------------------------------------------------------------ from within the work
+    # ------------------------------------------------------------ called by the work
 
     def leave(self, client: bytes, request_id: int) -> None:
-        """The message is the core's from now on."""
-        self._take_off(client, request_id)
+        """The message has been passed on to the core: free its place here."""
+        self._remove(client, request_id)
 
     def hand_on_pause(self) -> bool:
-        """Whether the running task ends a pause: the caller sees to that from now on."""
+        """Whether the current task is to end a pause; if so, that is now up to the caller."""
         return bool(self._resuming) and self._resuming.pop(asyncio.current_task(), None) is not None
 
     def _resume(self, task: asyncio.Task[None]) -> None:
-        """End the pause that a task ends, unless that is done or handed on."""
+        """End the pause that a task is to end, unless that was done or passed on."""
         if (paused := self._resuming.pop(task, None)) is not None:
             self._perform(self._core.resume(paused, now()))
 
-    # ------------------------------------------------------------ to end them
+    # ------------------------------------------------------------ cancellation
 
     def cancel(self, client: bytes, request_id: int) -> None:
         if (client, request_id) in self._tasks:
-            self._take_off(client, request_id).cancel()
+            self._remove(client, request_id).cancel()
 
     def cancel_client(self, client: bytes) -> None:
         """Cancel everything of a client."""
         for key in [key for key in self._tasks if key[0] == client]:
-            self._take_off(*key).cancel()
+            self._remove(*key).cancel()
 
     def close(self) -> None:
-        """Cancel everything; pauses are left as they are."""
+        """Cancel all tasks. Pauses stay as they are."""
         self._resuming.clear()
         for task, _ in self._tasks.values():
             task.cancel()

@@ -1,4 +1,4 @@
-"""Checks of what callers send. Pure; every refusal names the field and says what would be right."""
+"""Validation of requests. Pure functions; every error names the field and the valid range."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_BIASES = 1024
 MAX_PINS = 4
 MAX_PIN_SECONDS = 3600.0
 MAX_NUMBER = (1 << 31) - 1
-"""Workers count in int32."""
+"""Workers use int32."""
 
 
 class Refused(FieldError):
-    """A request that is not served: `code` is an HTTP status, `field` names what is wrong in it."""
+    """A request that is not served. `code` is an HTTP status, `field` names the invalid field."""
 
     def __init__(self, field: str, message: str, code: int = 400, retry_after: float | None = None) -> None:
         super().__init__(field, message)
@@ -42,9 +42,9 @@ def _refuse(field: str, message: str) -> NoReturn:
 
 
 def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
-    """Refused (400) unless every field is in range. `vocab_size` 0: token ids are only checked to be >= 0.
+    """Raise Refused (400) unless every field is in range. With `vocab_size` 0, token ids are only checked to be >= 0.
 
-    Written so that NaN is out of every range."""
+    Conditions are written so that NaN is out of every range."""
     s = sampling
     if s.max_tokens is not None and s.max_tokens < 0:
         _refuse("max_tokens", "must be at least 0")
@@ -109,7 +109,8 @@ def _check_ids(lowest: int, highest: int, field: str, vocab_size: int) -> None:
 
 
 def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
-    """Refused (400) unless `ids` is int32 little-endian, not empty, and every id is in the vocabulary (0: unknown)."""
+    """Raise Refused (400) unless `ids` are little-endian int32, at least one, and all within `vocab_size` (0:
+    unknown)."""
     if not ids:
         raise Refused(field, f"{field} is empty: at least one token is needed")
     if len(ids) % TOKEN_BYTES:
@@ -122,7 +123,7 @@ def check_token_bytes(ids: bytes, field: str, vocab_size: int = 0) -> None:
 
 
 def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:
-    """Refused (400) unless there are few, and each is of tokens of the prompt and for at most an hour."""
+    """Raise Refused (400) unless there are at most MAX_PINS pins, each within the prompt and for at most an hour."""
     if len(pins) > MAX_PINS:
         _refuse("pin", f"may have {MAX_PINS} entries at most")
     for tokens, seconds in pins:
@@ -133,13 +134,13 @@ def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:
 
 
 def check_choices(n: int) -> None:
-    """Refused (400) unless 1 <= n <= MAX_CHOICES."""
+    """Raise Refused (400) unless 1 <= n <= MAX_CHOICES."""
     if not 1 <= n <= MAX_CHOICES:
         _refuse("n", f"must be in [1, {MAX_CHOICES}]")
 
 
 def parse_api_keys(entries: list[str]) -> dict[str, str]:
-    """`TENANT:KEY` entries -> key: tenant. ValueError names a bad entry (never its key)."""
+    """Parse `TENANT:KEY` entries into {key: tenant}. Raises ValueError that names an invalid entry (never its key)."""
     tenants: dict[str, str] = {}
     for number, entry in enumerate(entries, 1):
         tenant, colon, key = entry.partition(":")
@@ -159,14 +160,14 @@ _head = msgspec.msgpack.Decoder(_Head)
 
 
 def refusal(request_id: int, problem: FieldError) -> Error:
-    """The Error for a request with a field that is wrong."""
+    """The Error for a request with an invalid field."""
     if isinstance(problem, Refused):
         return problem.error(request_id)
     return Error(request_id, 400, str(problem), problem.field)
 
 
 def malformed(payload: bytes, problem: Exception) -> Error:
-    """The Error for a payload that is no message: with its id where that can be read, and the field by its path."""
+    """The Error for a payload that cannot be decoded, with its id if that can be read, and the path of the field."""
     try:
         request_id = _head.decode(payload).id
     except (msgspec.MsgspecError, RecursionError):

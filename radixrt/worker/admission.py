@@ -1,4 +1,4 @@
-"""Which request's prompt is computed next: a running one that is behind, or a waiting one for which there is room."""
+"""Decides whose tokens are computed next: a running request's that is behind, or a waiting request's that fits."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ class Admission:
         self._waiting = waiting
         self._counter = counter
         self._in_vain: set[tuple[int, bool, int]] = set()
-        """(request id, whether all kept contexts could go, pages needed) for which releasing them did not make enough
-        room. Forgotten when a request leaves or pins change."""
-        self._seen = (0, 0)
+        """(request id, whether all kept contexts could be released, pages needed) for which releasing them would not
+        have made enough room. Cleared when a request leaves or the number of pins changes."""
+        self._in_vain_state = (0, 0)
+        """(departures, pins) for which `_in_vain` holds."""
 
     def next(self, behind: list[Request], step: int) -> Request | None:
-        """The request whose chunk is planned next: one that is `behind`, from which it is removed, or one that waited
-        and was admitted. None if there are no more."""
+        """The request whose chunk is planned next: one of `behind`, which is removed from that list, or a waiting one,
+        which is admitted. None if there are no more."""
         behind[:] = [request for request in behind if request.row >= 0]
         if not behind:
             return self._admit(step) if self._waiting else None
         at = 0
         if self._counter.several:
-            # Tokens that a grammar has forced are few and should not wait.
+            # Requests that generate already come first: the tokens that their grammars forced are few.
             at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._counter.of(behind[i].tenant)))
             if not behind[at].generated and self._comes_before(behind[at].tenant) and (request := self._admit(step)):
                 return request
         return behind.pop(at)
 
     def _comes_before(self, tenant: str) -> bool:
-        """Whether a tenant that was served less than this one waits."""
+        """Whether a tenant that was served less than this one has a waiting request."""
         first = self._waiting.tenant
         return first is not None and self._counter.of(first) < self._counter.of(tenant)
 
     def _admit(self, step: int) -> Request | None:
-        """Admit the first waiting request for whose tokens, all of them, there is room beside the running ones."""
+        """Admit the first waiting request whose tokens all fit beside the running requests."""
         self._waiting.refresh(step)
         if not self._cache.has_row:
             return None
         passed = []
         for request in self._waiting.candidates():
-            if request.pending:  # preempted while its token was drawn, which comes with the step in flight
+            if request.pending:  # preempted, and the step in flight is still to sample its next token
                 return None
             self._cache.admit(request)
             missing = -(-request.total // self._cache.page_size) - int(self._cache.held[request.row])
@@ -72,9 +73,9 @@ class Admission:
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:
-        """Whether that many pages can be taken for a request. If that needs it, kept contexts are released: those of
-        tenants that hold much more than the request's own tenant, or those of all tenants if little runs or the request
-        has waited long enough."""
+        """Whether `pages` pages can be allocated for a request. Kept contexts are released if that makes enough room:
+        those of tenants that hold much more than the request's own tenant, or those of all tenants if little runs or
+        the request has waited long enough."""
         cache, kept = self._cache, self._cache.kept
         if cache.can_take(pages):
             return True
@@ -82,8 +83,8 @@ class Admission:
             return False
         running = max(0, cache.leased_pages * cache.page_size - kept.tokens())
         all_goes = running < SHARE * cache.total_pages * cache.page_size or self._waiting.has_waited(request)
-        if self._seen != (seen := (self._running.departures, len(cache.pins))):
-            self._seen = seen
+        if self._in_vain_state != (state := (self._running.departures, len(cache.pins))):
+            self._in_vain_state = state
             self._in_vain.clear()
         if (request.id, all_goes, pages) in self._in_vain:
             return False
@@ -95,9 +96,9 @@ class Admission:
         return True
 
     def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
-        """The tenants whose kept contexts are not released for a request; its own is one of them. What a tenant holds
-        is its kept tokens, plus its part of the `running` tokens in proportion to the lengths of its requests, whoever
-        shares their pages."""
+        """The tenants whose kept contexts are not released for a request; its own is one of them. A tenant holds its
+        kept tokens, and a part of the `running` tokens that is proportional to the total length of its running requests
+        (shared pages are not attributed to anybody in particular)."""
         kept = self._cache.kept.by_tenant
         totals = self._running.totals()
         each = min(1.0, running / max(1, sum(totals.values())))
@@ -109,5 +110,5 @@ class Admission:
         return frozenset(tenant for tenant in kept if held(tenant) < least)
 
     def _would_have_room(self, pages: int) -> bool:
-        """Whether about that many pages could be taken if nothing were kept."""
+        """Whether about that many pages could be allocated if all kept contexts were released."""
         return self._cache.can_take(pages - self._cache.kept.tokens() // self._cache.page_size)

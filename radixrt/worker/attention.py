@@ -1,4 +1,4 @@
-"""Attention over pages in plain torch: what a CPU runs, and the reference of the GPU's kernels (`cuda/`)."""
+"""Paged attention in plain torch: for CPUs, and as the reference of the GPU kernels in `cuda/`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Attention(Protocol):
     """Attention of one runner over its pool."""
 
     def bind(self, table: np.ndarray) -> None:
-        """`table` is int32[rows, pages], which the scheduler goes on writing."""
+        """Set the page table, int32[rows, pages], which the scheduler keeps writing to."""
 
     def begin(self, plan: Plan, device: torch.device) -> Attend:
         """The attention of one step."""
 
 
 class TorchAttention:
-    """Reads the page table in place; one request after the other.
+    """Computes one request after the other, and reads the page table in place.
 
     q positions      start ......... start + count - 1
     k positions  0 ..................................   a query at p sees (p - window, p]
 
-    `windows` and `sinks` (see `ModelSpec.sinks`) are those of all layers.
+    `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TorchAttention:
         scale: float | None = None,
         sinks: tuple[torch.Tensor | None, ...] | None = None,
     ) -> None:
-        """`scale` of the softmax; None: head_dim^-0.5."""
+        """`scale` multiplies the scores; None: head_dim^-0.5."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
@@ -54,13 +54,14 @@ class TorchAttention:
         return TorchStep(self, plan, device)
 
     def slots(self, row: int, tokens: int) -> np.ndarray:
-        """int64[tokens]: slots of the first tokens of a row."""
+        """int64[tokens]: slots of the first `tokens` tokens of a row."""
         size = self._page_size
         pages = self._table[row, : -(-tokens // size)].astype(np.int64)
         return pages if size == 1 else (pages[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
 
     def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[count, heads, width of V]: the last `count` tokens of one sequence over all of it."""
+        """Attention of the last tokens of one sequence over all of it: [count, heads, width of V] for q[count, heads,
+        D] and the sequence's slots."""
         count, end, window = len(q), len(slots), self._windows[layer]
         first = first_key(end - count, window)
         k, v = self.pool.read(layer, slots[first:], q.dtype)
@@ -80,7 +81,7 @@ class TorchAttention:
     def _of_one_head(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """All heads' queries as those of one, over keys that are not copied for each."""
+        """Attention with one KV head: all heads' queries are stacked, so that the keys are not repeated for each."""
         count, heads, _ = q.shape
         mask = None if mask is None else mask.repeat_interleave(heads, 0)
         q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
@@ -89,15 +90,17 @@ class TorchAttention:
 
 
 SINK_QUERIES = 64
-"""That are masked at once, each head by a mask of its own."""
+"""Queries that are computed at once: each head needs a mask of its own, [heads, queries, keys]."""
 
 
 def attend_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """[T, heads, D] for q[T, heads, D] over k, v [L, kv_heads, D], under bool mask[T, L] of what is seen (None: all).
+    """Attention with sinks: [T, heads, D] for q[T, heads, D] over k, v [L, kv_heads, D], under the bool mask[T, L]
+    (True: visible; None: all are).
 
-    The `sinks` [heads] are the scores of one more key, which is 0 and has no value: what a mask adds to its 0."""
+    `sinks` [heads] are the scores of one more key whose value is 0. It is appended as a zero key, and the additive mask
+    gives it its score."""
     none = torch.zeros_like(k[:1])
     k, v = (torch.cat((x, none)).transpose(0, 1)[None] for x in (k, v))
     parts = []
@@ -131,7 +134,7 @@ class TorchStep:
         return heads.values(self.over_pages(layer, q))
 
     def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """[T, heads, width of V] for q[T, heads, D]; K and V are in their pages already."""
+        """[T, heads, width of V] for q[T, heads, D], when K and V of the step are written to their pages."""
         parts = zip(q.split(self._counts), self._slots, strict=True)
         return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
 
@@ -142,11 +145,11 @@ def first_key(position: int, window: int | None) -> int:
 
 
 class BatchInvariantAttention(TorchAttention):
-    """The same to the last bit for a query, whatever else is computed with it.
+    """Attention whose result for a query does not depend, to the last bit, on what else is in the batch.
 
-    A matrix product rounds by its shape, so all have one shape: queries go in tiles of QUERIES, keys in blocks of KEYS
-    that start at multiples of KEYS, and blocks are merged from left to right as in online softmax (arXiv 1805.02867).
-    What is masked weighs exactly nothing, so a tile may be cut anywhere.
+    The rounding of a matrix product depends on its shape, so all have the same shape: queries go in tiles of QUERIES,
+    keys in blocks of KEYS that start at multiples of KEYS, and blocks are merged from left to right as in online
+    softmax (arXiv 1805.02867). Masked keys have weight exactly 0, so tiles may begin at any query.
     """
 
     QUERIES = 8
@@ -175,28 +178,28 @@ class BatchInvariantAttention(TorchAttention):
         return out.reshape(-1, heads, v.shape[-1])[:count].to(q.dtype)
 
     def _start(self, layer: int, kv_heads: int) -> torch.Tensor | None:
-        """float32[kv_heads, rows]: the sinks of a tile's rows, with which their softmax begins."""
+        """float32[kv_heads, rows of a tile]: the sinks, as initial scores of the softmax; None without sinks."""
         if (sinks := self._sinks[layer]) is None:
             return None
         return sinks.view(kv_heads, 1, -1).expand(-1, self.QUERIES, -1).flatten(1)
 
 
 def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[L, kv_heads, D] as [blocks, kv_heads, size, D], zeros after the end."""
+    """[L, kv_heads, D] as [blocks, kv_heads, size, D], padded with zeros."""
     x = F.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
     return x.unflatten(0, (-1, size)).transpose(1, 2).contiguous()
 
 
 def _tiles(q: torch.Tensor, size: int, kv_heads: int) -> torch.Tensor:
-    """[count, heads, D] as [tiles, kv_heads, size * group, D], zeros after the end."""
+    """[count, heads, D] as [tiles, kv_heads, size * group, D], padded with zeros."""
     q = F.pad(q, (0, 0, 0, 0, 0, -len(q) % size))
     q = q.unflatten(0, (-1, size)).unflatten(2, (kv_heads, -1))
     return q.transpose(1, 2).flatten(2, 3).contiguous()
 
 
 class _Softmax:
-    """Running maximum, sum and weighted values, `width` of them, of [tiles, kv_heads, rows], in float32. It begins with
-    nothing, or with the score of a sink, float32[kv_heads, rows]."""
+    """State of an online softmax in float32: running maximum, sum of weights, and weighted sum of values of `width`,
+    for each of [tiles, kv_heads, rows]. It starts empty, or with the scores of sinks, float32[kv_heads, rows]."""
 
     def __init__(self, q: torch.Tensor, width: int, scale: float, masked: float, sinks: torch.Tensor | None) -> None:
         self._q = q
@@ -210,7 +213,7 @@ class _Softmax:
         self._values = torch.zeros((*q.shape[:-1], width), device=q.device)
 
     def add(self, first: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> None:
-        """One block of keys, [kv_heads, KEYS, D], for the tiles from `first` on."""
+        """Add a block of keys, [kv_heads, KEYS, D], to the tiles from `first` on; `hidden` is True where masked."""
         scores = (self._q[first:] @ k.transpose(-1, -2)).float() * self._scale
         scores.masked_fill_(hidden, self._masked)
         peak = torch.maximum(self._peak[first:], scores.amax(-1))

@@ -1,4 +1,4 @@
-"""A step as it is planned: drafts and chunks are collected, and go behind the decodes."""
+"""Builds the Plan of a step: decodes first, then drafts, then chunks."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from radixrt.worker.plan import FROM_DEVICE, Draft, Plan
 from radixrt.worker.request import Request
 
 MOST_SCORED = 256
-"""Tokens of prompts that are scored in a step: each takes a row of logits."""
+"""The most prompt tokens that are scored in a step: each takes a row of logits."""
 
 
 class Decodes:
-    """The decodes of a step: arrays by request, of which all but `positions` and `last` are the same until the batch
-    changes. Plans share them: nobody writes to them."""
+    """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
+    changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("last", "ones", "positions", "requests", "rows", "short_rows", "yes")
+    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
-        self.short_rows = self.rows.astype(np.int32)
+        self.rows32 = self.rows.astype(np.int32)
         self.ones = np.ones(len(requests), dtype=np.int32)
-        self.yes = np.ones(len(requests), dtype=bool)
+        self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
-        """Of the tokens to compute."""
+        """Positions of the tokens to compute."""
         self.last = np.array([FROM_DEVICE if r.pending else r.tokens[-1] for r in requests], dtype=np.int32)
-        """Their ids."""
+        """Ids of these tokens."""
 
-    def move_on(self) -> None:
-        """The step is planned: the tokens that it draws come next."""
+    def advance(self) -> None:
+        """Move on to the next step, whose tokens are those that the planned step samples."""
         self.positions = self.positions + 1
         self.last = np.full(len(self.requests), FROM_DEVICE, dtype=np.int32)
 
-    def know(self, drawn: list[int]) -> None:
-        """What was drawn for them, in order, is all that there is to know."""
+    def set_drawn(self, drawn: list[int]) -> None:
+        """Set the ids of the tokens to compute, which the last step sampled."""
         self.last = np.array(drawn[: len(self.requests)], dtype=np.int32)
 
 
 class StepBuilder:
-    """Collects the drafts of a step, then its chunks."""
+    """Collects the drafts of a step, then its chunks. The lists are the fields of a Plan."""
 
     def __init__(self, cache: PageCache) -> None:
         self.cache = cache
@@ -55,17 +55,19 @@ class StepBuilder:
         self.samples: list[bool] = []
         self.starts: list[int] = []
         self.drafts: list[Draft] = []
-        """These come first."""
+        """Their entries come before those of chunks."""
         self.scored = 0
+        """Prompt tokens that the step scores so far, of MOST_SCORED."""
 
-    def most(self, request: Request) -> int:
-        """Tokens of it that may be computed in this step, by what is scored already."""
+    def max_count(self, request: Request) -> int:
+        """The most tokens of a request that this step can compute without scoring more than MOST_SCORED."""
         if request.score_from is None:
             return request.behind
         return max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
 
     def add_draft(self, request: Request, ids: list[int]) -> None:
-        """Plan the last token of a request, whose pages are reserved, and `ids` behind it; they are not published."""
+        """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
+        published to the tree."""
         count, start = 1 + len(ids), request.computed
         self.drafts.append(Draft(request, ids, len(self.requests)))
         self.requests += [request] * count
@@ -77,11 +79,11 @@ class StepBuilder:
         self.starts += range(start, start + count)
 
     def add(self, request: Request, count: int) -> None:
-        """Plan `count` tokens of a request whose pages are reserved, and publish them."""
+        """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved."""
         start, stop = request.computed, request.computed + count
         slots = self.cache.row_slots(request.row, start, stop)
         if request.lease.length > start:
-            slots[: request.lease.length - start] = 0
+            slots[: request.lease.length - start] = 0  # cached already: their KV goes to the trash page
         self.cache.publish(request, stop)
         self.requests.append(request)
         self.counts.append(count)
@@ -96,21 +98,21 @@ class StepBuilder:
         self.starts.append(start)
 
     def build(self, step: int, decodes: Decodes) -> Plan:
-        """Decodes and chunks as one Plan."""
+        """The decodes and what was collected, as one Plan."""
         slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
         if not self.requests:
-            return Plan(step, decodes.requests, decodes.short_rows, starts, decodes.ones, decodes.last, slots,
-                        decodes.ones, decodes.yes, self.cache.drain_writes())  # fmt: skip
+            return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
+                        decodes.ones, decodes.all_true, self.cache.drain_writes())  # fmt: skip
         return Plan(
             step=step,
             requests=(*decodes.requests, *self.requests),
-            rows=_appended(decodes.short_rows, [r.row for r in self.requests]),
+            rows=_appended(decodes.rows32, [r.row for r in self.requests]),
             starts=_appended(starts, self.starts),
             counts=_appended(decodes.ones, self.counts),
             tokens=np.concatenate([decodes.last, *self.tokens]),
             slots=np.concatenate([slots, *self.slots]),
             wants=_appended(decodes.ones, self.wants),
-            samples=_appended(decodes.yes, self.samples),
+            samples=_appended(decodes.all_true, self.samples),
             table_writes=self.cache.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
         )

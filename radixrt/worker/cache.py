@@ -34,7 +34,8 @@ def _int32(raw: bytes) -> np.ndarray:
 class PageCache:
     """`num_pages` pages of `page_size` token slots for at most `rows` running requests of `max_model_len` tokens.
 
-    `table` is int32[rows, pages of a request]. Page 0 belongs to nobody: what is written there is never read.
+    `table` is the page table, int32[rows, max pages of a request]. Page 0 is the trash page: it is never allocated, and
+    what is written there is never read. With `events` the tree records its changes for the router's index.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class PageCache:
         self._rows = list(range(rows - 1, -1, -1))
         self._running: dict[int, Request] = {}
         self._writes: list[tuple[np.ndarray, np.ndarray] | tuple[int, range]] = []
-        """Which places of which rows of the table have changed since `drain_writes`."""
-        self._counting = np.arange(self.table.shape[1], dtype=np.int32)
+        """(row or rows, indices in them) of the table's entries that have changed since `drain_writes`."""
+        self._indices = np.arange(self.table.shape[1], dtype=np.int32)
         self._before_admit = 0
+        """Length of `_writes` before the last `admit`."""
 
     # ------------------------------------------------------------ figures
 
@@ -73,7 +75,7 @@ class PageCache:
 
     @property
     def leased_pages(self) -> int:
-        """Pages of running requests, whether in the tree or private, and pages that are pinned or kept."""
+        """Pages of running requests, in the tree or private, and pages that pins or `kept` hold."""
         return self.tree.leased_tokens // self.page_size + self._private_pages()
 
     @property
@@ -86,20 +88,20 @@ class PageCache:
         return bool(self._rows)
 
     def held_only_by(self, leases: Sequence[Lease]) -> int:
-        """Pages that could be evicted, beside those that can be now, if these leases were released."""
+        """Pages that would become evictable if all these leases were released."""
         return self.tree.held_only_by(leases) // self.page_size
 
     def _private_pages(self) -> int:
         return sum(int(self.held[row]) - r.lease.length // self.page_size for row, r in self._running.items())
 
     def hit(self, request: Request) -> int:
-        """Tokens of a waiting request that need not be computed."""
+        """Tokens of a waiting request that the tree holds and that need not be computed."""
         return min(self.tree.match(request.namespace, request.tokens).length, request.reusable)
 
     # ------------------------------------------------------------ a request's life
 
     def admit(self, request: Request) -> None:
-        """Give a waiting request a row and lease what the tree holds of it. `has_row` must be true."""
+        """Give a waiting request a row, and lease what the tree holds of its tokens. `has_row` must be true."""
         self._before_admit = len(self._writes)
         request.row = self._rows.pop()
         request.lease = self.tree.lease(self.tree.match(request.namespace, request.tokens))
@@ -108,12 +110,12 @@ class PageCache:
         request.computed = min(request.lease.length, request.reusable)
 
     def withdraw(self, request: Request) -> None:
-        """Undo the `admit` just before, except that its path now counts as recently used."""
+        """Undo the last `admit`, except that the request's path now counts as recently used."""
         self._leave(request)
         del self._writes[self._before_admit :]
 
     def catch_up(self, request: Request) -> None:
-        """Let a request lease what others have computed of its path since."""
+        """Extend a request's lease by what others have computed of its path since."""
         start = request.lease.length
         with request.path(start) as rest:
             gained = request.lease.extend_match(rest)
@@ -126,14 +128,16 @@ class PageCache:
         request.computed = max(request.computed, min(request.lease.length, request.reusable))
 
     def reserve(self, request: Request, tokens: int) -> None:
-        """Give a running request pages for `tokens` tokens in all, evicting if needed. OutOfPages if there are none."""
+        """Ensure that a running request has pages for its first `tokens` tokens, evicting if needed. Raises OutOfPages
+        if there are not enough."""
         held = int(self.held[request.row])
         missing = -(-tokens // self.page_size) - held
         if missing > 0:
             self._fill(request.row, held, self._take(missing))
 
     def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Give each row a page for the token at its position, an int64. OutOfPages if there are none."""
+        """Ensure that each row has a page for the token at its position; both are int64[N]. Raises OutOfPages if there
+        are not enough, and then allocates none."""
         index = positions if self.page_size == 1 else positions // self.page_size
         held = self.held[rows]
         lacking = held <= index
@@ -148,21 +152,22 @@ class PageCache:
         self._writes.append((rows, index))
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int32 slots of `positions` of running requests; both arrays have the same shape."""
+        """int32 slots of `positions` in `rows`; all three arrays have the same shape."""
         if self.page_size == 1:
             return self.table[rows, positions]
         page, offset = np.divmod(positions, self.page_size)
         return self.table[rows, page] * self.page_size + offset.astype(np.int32)
 
     def row_slots(self, row: int, start: int, stop: int) -> np.ndarray:
-        """int32 slots of positions [start, stop) of one running request."""
+        """int32 slots of positions [start, stop) of one row."""
         if self.page_size == 1:
             return self.table[row, start:stop].copy()
         positions = np.arange(start, stop)
         return self.slots(np.full(len(positions), row), positions)
 
     def publish(self, request: Request, tokens: int) -> None:
-        """Insert the whole pages of the first `tokens` tokens into the tree; the step being planned completes them."""
+        """Insert the full pages of the first `tokens` tokens into the tree. Their KV may still have to be computed by
+        the step being planned."""
         start, stop = request.lease.length, tokens - tokens % self.page_size
         if stop <= start:
             return
@@ -175,21 +180,21 @@ class PageCache:
             self._fill(request.row, start // self.page_size, theirs)
 
     def retire(self, request: Request, keep: bool = False) -> None:
-        """Take a request off its row. What it has computed of known tokens stays in the tree, and is kept for a moment
-        if `keep`."""
+        """Take a request off its row. The KV of its known tokens stays in the tree, and `kept` takes over its lease if
+        `keep`."""
         self.publish(request, min(request.computed, len(request.tokens)))
         self._leave(request, keep)
 
     def discard(self, request: Request, keep: int) -> None:
-        """Take a request off its row, and drop what the tree has of its path beyond `keep` tokens, as `forget` does."""
+        """Take a request off its row, and remove its path beyond `keep` tokens from the tree, as `forget` does."""
         length = request.lease.length
         self._leave(request)
         if length > keep:
             self.forget(request, length, keep)
 
     def forget(self, request: Request, length: int, keep: int = 0) -> None:
-        """Drop from the tree what it has of a request's first `length` tokens beyond `keep`, except what others run on;
-        pins and kept contexts there are released."""
+        """Remove a request's tokens [keep, length) from the tree, except what running requests lease. Pins and kept
+        contexts there are released."""
         path = request.tokens[:length]
         self.pins.release_along(request.namespace, path.tobytes(), keep)
         self.kept.release_along(request.namespace, path.tobytes(), keep)
@@ -212,7 +217,7 @@ class PageCache:
     # ------------------------------------------------------------ pages
 
     def drain_writes(self) -> np.ndarray:
-        """What has changed in the table since the last call, as int32[3, N]: row, index in the row, page."""
+        """The table's entries that have changed since the last call, int32[3, N]: row, index in the row, page."""
         writes, self._writes = self._writes, []
         found = np.empty((3, sum(len(index) for _, index in writes)), dtype=np.int32)
         begin = 0
@@ -220,7 +225,7 @@ class PageCache:
             rows, indices, pages = found[:, begin : begin + len(index)]
             rows[:] = row
             if isinstance(index, range):
-                indices[:] = self._counting[index.start : index.stop]
+                indices[:] = self._indices[index.start : index.stop]
                 pages[:] = self.table[row, index.start : index.stop]
             else:
                 indices[:] = index
@@ -256,7 +261,7 @@ class PageCache:
         self.held[row] = max(int(self.held[row]), stop)
         before, places = self._writes[-1] if self._writes else (None, None)
         if isinstance(places, range) and before == row and places.stop == first:
-            self._writes[-1] = row, range(places.start, stop)  # merged: an entry costs as much as a hundred places
+            self._writes[-1] = row, range(places.start, stop)  # merging saves the overhead of an item in drain_writes
         else:
             self._writes.append((row, range(first, stop)))
 

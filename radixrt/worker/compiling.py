@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar: it is compiled beside the loop, which goes on with the others."""
+"""Requests that wait for their grammar. Grammars are compiled in threads, while the loop serves other requests."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from radixrt.worker.grammar import Compiled, Grammars
 from radixrt.worker.matching import Matcher
 from radixrt.worker.request import Request
 
-LOOK_SECONDS = 0.001
-"""Between looks at what is compiled, when there is nothing else to do."""
+POLL_SECONDS = 0.001
+"""How often an idle loop checks whether a grammar is compiled."""
 LIMIT_SECONDS = 60.0
-"""That a request waits for its grammar."""
+"""The longest that a request waits for its grammar before it fails."""
 
 
 class Compiling:
-    """By the ids of requests. Times are in seconds, of any clock that does not go back."""
+    """The waiting requests, by id. Times are in seconds of any monotonic clock."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._waiting: dict[int, tuple[Request, Future[Compiled], float]] = {}
-        """Until when, too."""
+        """(request, its grammar, when it times out), by request id."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -31,29 +31,30 @@ class Compiling:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of all that wait."""
+        """Tokens of all waiting requests."""
         return sum(request.total for request, _, _ in self._waiting.values())
 
     def __contains__(self, id: int) -> bool:
         return id in self._waiting
 
     def add(self, request: Request, now: float) -> None:
-        """A request with a grammar comes; its id is not among those that wait."""
+        """Add a request that has a grammar; its id must be new."""
         compiled = self._grammars.get(request.sampling.grammar)
         self._waiting[request.id] = request, compiled, now + LIMIT_SECONDS
 
     def drop(self, id: int) -> bool:
-        """Nobody wants a request any more; False if it does not wait here."""
+        """Drop a request; False if it is not waiting here."""
         return self._waiting.pop(id, None) is not None
 
     def clear(self) -> None:
         self._waiting.clear()
 
     def take(self, now: float) -> list[tuple[Request, ValueError | None]]:
-        """Requests that wait no longer: they have their matcher, or the error says why they get none."""
+        """Remove the requests whose grammar is ready, which now have their matcher, and those whose grammar failed or
+        timed out, with the error."""
         taken = []
-        for id, (request, compiled, until) in list(self._waiting.items()):
-            if compiled.done() or now > until:
+        for id, (request, compiled, deadline) in list(self._waiting.items()):
+            if compiled.done() or now > deadline:
                 del self._waiting[id]
                 taken.append((request, _set_matcher(request, compiled)))
         return taken

@@ -1,17 +1,17 @@
-"""Tokens that are guessed, and verified many at a time: speculative decoding (arXiv 2211.17192) without a second model.
+"""Speculative decoding (arXiv 2211.17192) without a second model: draft tokens are looked up in earlier text.
 
-Agents say what they have read, and what they have said before: names, file contents, calls, in this conversation and in
-others. Where the last tokens of a request stand earlier in it, or in what was generated of late in its namespace, what
-follows there is a draft of what comes next (prompt lookup; hash chains in `repeats.cpp`). A step computes the last
-token and the draft behind it, one row each, as if they were decodes of several requests, and draws at each of them:
+Agents repeat what they have read and generated before: names, file contents, calls, in this conversation and in others.
+Where the last tokens of a request occur earlier in it, or in recent outputs of its namespace, the tokens that follow
+there are drafted (prompt lookup; hash chains in `repeats.cpp`). A step computes the last token and the draft after it,
+one row each, as if they were decodes of several requests, and samples at each of them:
 
-    tokens of the step   t  d1  d2  d3        d1 is right, d2 is not: a and b are gained,
-    drawn after each     a   b   c   e        as a = d1 and b != d2; c and e are of no use
+    tokens of the step     t  d1  d2  d3        d1 is right, d2 is not: a and b are accepted,
+    sampled after each     a   b   c   e        as a = d1 and b != d2; c and e are discarded
 
-What is drawn depends on the tokens before it, the position and the seed alone, so that it is what would have been drawn
-one by one, but for the rounding of kernels. A penalty counts the tokens of the draft before it; a draft of text that
-follows a grammar ends where that forces what comes next. A step that reads all weights takes hardly longer for a few
-rows more.
+A sampled token depends only on the tokens before it, the position and the seed, so the result is the same as without
+drafts, but for the rounding of kernels. Penalties count the drafted tokens before a position. With a grammar, a draft
+ends where the grammar forces what comes next. A decode step is bound by reading the weights, so a few more rows hardly
+make it longer.
 """
 
 from __future__ import annotations
@@ -30,63 +30,64 @@ if TYPE_CHECKING:
     from radixrt.worker.request import Request
 
 SHORTEST = 3
-"""Tokens that must match; as many as match are drafted."""
-WORTH_A_REST = 5
-"""The same, to begin with drafts among so many others that they do not wait (`waits`): until its last token is known, a
-request rests for one of the steps that the others make."""
+"""The fewest last tokens that must match earlier text; at most as many tokens as match are drafted."""
+SHORTEST_IF_ALTERNATING = 5
+"""The same for a request that begins to draft while others do not wait for it (`should_wait`): it then takes part in
+every other step only, because its last token must be known before its next step is planned."""
 WAIT = 0.1
-"""Of a step's time, what is lost where the next one is planned when its result is known (4.63 ms become 5.16 for Llama
-8B on an H200)."""
+"""Cost of planning a step only when the result of the one before is known, as a share of a step's time (4.63 ms become
+5.16 for Llama 8B on an H200)."""
 SURE = 16
-"""So long a match is followed even by a request whose drafts have been wrong, if rows are cheap."""
+"""A match of this many tokens is drafted from even if earlier drafts of the request were wrong, if rows are cheap."""
 ACCEPTANCE, SURE_ACCEPTANCE = 0.4, 0.5
-"""Share of its drafted tokens that is expected to be right: of a request that has drafted nothing yet, and of a long
-match."""
+"""Expected share of drafted tokens that are accepted: for a request without drafts so far, and for a match of SURE
+tokens or more."""
 LEAST_ACCEPTANCE = 0.06
-"""Below it nothing is drafted, cheap as a row may be."""
+"""Below this acceptance nothing is drafted, however little a row costs."""
 MEMORY = 0.8
-"""Weight of what was right before, in the moving average."""
+"""Weight of the old value in the moving average of acceptance."""
 FORGETTING = 0.98
-"""Weight of earlier steps for what a row costs, a step."""
+"""Weight of earlier steps in `Costs`, for each step."""
 ROW = 0.005
-"""What a row costs, in steps of a single one, as long as none had more."""
+"""Cost of a row, as a share of a step of one row, until steps of different sizes were timed."""
 MOST_ROWS = 128
-"""Decodes and drafts of a step; beyond, a row more takes its time (an H200 computes 3.9 ms for 1, 4.6 for 128, 6.6 for
-256 of Llama 8B's)."""
+"""The most decode and draft rows of a step with drafts; beyond that rows are no longer nearly free (an H200 takes 3.9
+ms for 1, 4.6 for 128, 6.6 for 256 rows of Llama 8B)."""
 MOST_MATCHED = 8
-"""Requests among which those with a grammar draft: the host tries their tokens out and masks what follows, 20 to 90 µs
-each."""
+"""The most generating requests with which requests with a grammar draft: for these the host has to match and mask the
+drafted tokens, 20 to 90 µs each."""
 MOST_SPARSE = 8
-"""Requests among which anybody drafts, where the model has experts: each row more reads others of them, and its steps,
-which keep the host longest, would wait for it (the agents of `bench.serve`'s *sessions* got 2,863 tokens/s of
-Qwen3 30B with drafts among 64 of them, 3,043 without any)."""
+"""The most generating requests with which a model with experts drafts: each additional row reads other experts, and the
+steps of such models, which take the host longest, would have to wait for results (the agents of `bench.serve`'s
+*sessions* got 2,863 tokens/s of Qwen3 30B with drafts among 64 of them, 3,043 without any)."""
 TAIL = 64
-"""Tokens that are compared, at most."""
-SAID_TOKENS = 1 << 17
-"""Generated tokens of a namespace that are remembered: as many at least, twice as many at most. 16 to 50 bytes each."""
-SAID_IN_ALL = 1 << 21
-"""The same of all namespaces; those that generate nothing are forgotten first."""
-SAID_NAMESPACES = 1024
-"""Of them, at most: each takes some memory, however little it has generated."""
+"""The most last tokens that are compared with earlier text."""
+RECENT_TOKENS = 1 << 17
+"""Generated tokens that are remembered for a namespace: at least this many, at most twice. Each takes 16 to 50
+bytes."""
+RECENT_IN_ALL = 1 << 21
+"""The most for all namespaces; those that have generated nothing for longest are forgotten first."""
+RECENT_NAMESPACES = 1024
+"""The most namespaces: each takes some memory, however little it has generated."""
 END = array("i", [-1])
-"""Between answers."""
+"""Separator between outputs."""
 
 
-class Said:
-    """What was generated of late, by namespace. None sees what another's has."""
+class RecentOutputs:
+    """Recently generated tokens, by namespace. They are never used for another namespace."""
 
-    def __init__(self, most: int = SAID_TOKENS, in_all: int = SAID_IN_ALL) -> None:
+    def __init__(self, most: int = RECENT_TOKENS, in_all: int = RECENT_IN_ALL) -> None:
         self._most = most
         self._in_all = in_all
         self._texts: OrderedDict[str, list[Repeats]] = OrderedDict()
         self.tokens = 0
 
     def texts(self, namespace: str) -> Sequence[Repeats]:
-        """The newer first."""
+        """The one or two texts of a namespace, the newer first. Each consists of many outputs."""
         return self._texts.get(namespace, ())
 
     def add(self, namespace: str, ids: array[int]) -> None:
-        """An answer, int32."""
+        """Add an output, int32."""
         texts = self._texts.setdefault(namespace, [Repeats()])
         self._texts.move_to_end(namespace)
         texts[0].extend(ids)
@@ -95,34 +96,35 @@ class Said:
         if len(texts[0]) > self._most:
             self.tokens -= sum(map(len, texts[1:]))
             texts[:] = [Repeats(), texts[0]]
-        while len(self._texts) > 1 and (self.tokens > self._in_all or len(self._texts) > SAID_NAMESPACES):
+        while len(self._texts) > 1 and (self.tokens > self._in_all or len(self._texts) > RECENT_NAMESPACES):
             _, gone = self._texts.popitem(last=False)
             self.tokens -= sum(map(len, gone))
 
 
 @dataclass(slots=True)
-class Guessing:
+class DraftState:
     """What a request's drafts are made from."""
 
     repeats: Repeats
+    """Its own tokens."""
     acceptance: float = ACCEPTANCE
-    """Share of its drafted tokens that was right of late."""
+    """Moving average of the share of its drafted tokens that were accepted."""
 
 
-def waits(drafting: int, requests: int) -> bool:
-    """Whether the next step is planned when the tokens of so many that draft are known, of as many requests in all.
-    Otherwise the others go on without them, and they take part in every other step."""
+def should_wait(drafting: int, requests: int) -> bool:
+    """Whether the next step waits until the tokens of `drafting` requests are known, of `requests` that generate in
+    all. Otherwise the others go on without them, and the drafting ones take part in every other step."""
     return drafting > WAIT * requests
 
 
 class Costs:
-    """Seconds of a step of decodes by its rows: a line through those of late (least squares)."""
+    """Seconds of a decode step as a linear function of its rows: a least-squares fit, weighted towards recent steps."""
 
     def __init__(self) -> None:
         self._count = self._rows = self._seconds = self._squares = self._products = 0.0
 
     def add(self, rows: int, seconds: float) -> None:
-        """A step took so long."""
+        """Add a measured step."""
         values = 1.0, rows, seconds, rows * rows, rows * seconds
         sums = self._count, self._rows, self._seconds, self._squares, self._products
         self._count, self._rows, self._seconds, self._squares, self._products = (
@@ -130,7 +132,8 @@ class Costs:
         )
 
     def row(self, requests: int) -> float:
-        """Tokens that so many requests together lose by a row more in their step, as it takes longer."""
+        """Cost of an additional row: tokens that `requests` requests, one row each, lose together because their step
+        takes longer."""
         spread = self._count * self._squares - self._rows**2
         if spread <= 0.01 * self._rows**2:
             slope = ROW
@@ -142,79 +145,82 @@ class Costs:
 
 
 class Drafter:
-    """Drafts of up to `most` tokens, `among` as many requests at most. `rests`: steps overlap."""
+    """Drafts up to `most` tokens for a request, while at most `among` requests generate. `overlaps` is the runner's."""
 
-    def __init__(self, most: int, rests: bool, among: int = sys.maxsize) -> None:
+    def __init__(self, most: int, overlaps: bool, among: int = sys.maxsize) -> None:
         self.most = most
         self.among = among
         self.drafted = 0
         self.accepted = 0
         self.costs = Costs()
-        self._rests = rests
-        self._said = Said()
+        self._overlaps = overlaps
+        self._recent = RecentOutputs()
 
     def begins(self, request: Request, requests: int) -> bool:
-        """Whether one of so many requests that decode should be held back until its last token is known, to draft what
-        follows."""
+        """Whether to start drafting for a decoding request, one of `requests` that generate. From then on it is planned
+        only when its last token is known."""
         if request.score_from is not None or request.total + 2 > request.limit:
             return False
-        guessing = self._guessing(request)
-        matched, _, _ = self._match(request, guessing)
-        least = WORTH_A_REST if self._rests and not waits(1, requests) else SHORTEST
+        draft_state = self._draft_state(request)
+        matched, _, _ = self._match(request, draft_state)
+        least = SHORTEST_IF_ALTERNATING if self._overlaps and not should_wait(1, requests) else SHORTEST
         return matched >= least and self._pays(request, matched, requests)
 
     def draft(self, request: Request, most: int, requests: int) -> list[int]:
-        """Up to `most` tokens that may follow the last of one of so many requests, which is known; empty if nothing is
-        likely enough."""
-        guessing = self._guessing(request)
-        matched, text, tail = self._match(request, guessing)
-        # The last token that may come is drawn after all drafts.
+        """Draft up to `most` tokens for one of `requests` that generate; its last token must be known. Empty if nothing
+        is likely enough to be accepted."""
+        draft_state = self._draft_state(request)
+        matched, text, tail = self._match(request, draft_state)
+        # The last token before the limit is always sampled, after the draft.
         most = min(most, self.most, matched, request.limit - len(request.tokens) - 1)
         if most < 1 or matched < SHORTEST or not self._pays(request, matched, requests):
             return []
         return text.propose(most, tail)
 
     def refuse(self, request: Request) -> None:
-        """Its grammar does not allow the first of a draft: as if all had been wrong."""
-        if request.guessing is not None:
-            request.guessing.acceptance *= MEMORY
+        """A request's grammar does not allow the first drafted token: count the draft as one of which none was
+        accepted."""
+        if request.draft_state is not None:
+            request.draft_state.acceptance *= MEMORY
 
     def learn(self, draft: Draft, accepted: int) -> None:
-        """So many of its tokens were right."""
-        guessing = draft.request.guessing
-        if guessing is not None:
-            guessing.acceptance = MEMORY * guessing.acceptance + (1 - MEMORY) * accepted / len(draft.ids)
+        """Count a draft, of which the first `accepted` tokens were right."""
+        draft_state = draft.request.draft_state
+        if draft_state is not None:
+            draft_state.acceptance = MEMORY * draft_state.acceptance + (1 - MEMORY) * accepted / len(draft.ids)
         self.drafted += len(draft.ids)
         self.accepted += accepted
 
     def ends(self, request: Request) -> None:
-        """What it has generated may be said again."""
+        """Remember what a finished request has generated."""
         if len(request.tokens) > request.prompt_len:
-            self._said.add(request.namespace, request.tokens[request.prompt_len :])
+            self._recent.add(request.namespace, request.tokens[request.prompt_len :])
 
     def _pays(self, request: Request, matched: int, requests: int) -> bool:
         if requests > self.among or (request.matcher is not None and requests > MOST_MATCHED):
             return False
-        guessing = self._guessing(request)
-        acceptance = max(guessing.acceptance, SURE_ACCEPTANCE) if matched >= SURE else guessing.acceptance
+        draft_state = self._draft_state(request)
+        acceptance = max(draft_state.acceptance, SURE_ACCEPTANCE) if matched >= SURE else draft_state.acceptance
         return acceptance >= max(LEAST_ACCEPTANCE, self.costs.row(requests))
 
-    def _match(self, request: Request, guessing: Guessing) -> tuple[int, Repeats, array[int] | None]:
-        """(tokens that match, the text where most do, the tail to find them by if that is another's)."""
-        best, where, tail = guessing.repeats.matched(), guessing.repeats, None
-        if texts := self._said.texts(request.namespace):
+    def _match(self, request: Request, draft_state: DraftState) -> tuple[int, Repeats, array[int] | None]:
+        """Find the text with the longest match of a request's last tokens. Returns (length of the match, the text, the
+        tail to pass to its `propose`: None if the text is the request's own)."""
+        best, where, tail = draft_state.repeats.matched(), draft_state.repeats, None
+        if texts := self._recent.texts(request.namespace):
             last = request.tokens[-TAIL:]
             for text in texts:
-                if (found := text.matched(last)) > best:
-                    best, where, tail = found, text, last
+                if (length := text.matched(last)) > best:
+                    best, where, tail = length, text, last
         return best, where, tail
 
-    def _guessing(self, request: Request) -> Guessing:
-        found = request.guessing
-        if found is None:
-            found = request.guessing = Guessing(Repeats())
-        known = len(found.repeats)
+    def _draft_state(self, request: Request) -> DraftState:
+        """A request's state, with all its known tokens."""
+        state = request.draft_state
+        if state is None:
+            state = request.draft_state = DraftState(Repeats())
+        known = len(state.repeats)
         if known < len(request.tokens):
             with request.path(known) as new:
-                found.repeats.extend(new)
-        return found
+                state.repeats.extend(new)
+        return state

@@ -1,9 +1,9 @@
-"""How a request ends, and what of it stays in the cache.
+"""How a request ends, and what of its path stays in the cache:
 
-done, or dropped by its client      all it computed; if it is done, kept for a moment while others wait
-its grammar allows no token         all it computed
-its logits are not finite           nothing of its path, except what other requests run on
-its step could not be run           what was there before that step
+finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
+its grammar allows no token           all it computed
+its logits are not finite             nothing, except what other requests lease
+its step could not be run             what was cached before that step
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ending:
         self._counter = counter
 
     def end(self, request: Request, keep: bool = False) -> None:
-        """End a request, waiting or running. What it computed stays cached, and is kept for a moment if `keep`."""
+        """End a request, waiting or running. What it computed stays cached, protected by `kept` if `keep`."""
         if request.row >= 0:
             self._running.remove(request)
             self._cache.retire(request, keep)
@@ -44,37 +44,37 @@ class Ending:
         self._is_over(request)
 
     def stop_short(self, request: Request, reason: str) -> Output:
-        """End a request that cannot go on because of what it asks for. What it computed stays cached."""
+        """Fail a request whose grammar allows no token. What it computed stays cached."""
         self.end(request)
         return _failed(request, reason, "grammar")
 
     def fail_for_good(self, request: Request, reason: str) -> list[Output]:
-        """Fail a request whose results are useless. Nothing of its path stays cached, whoever computed it, except what
-        other requests run on."""
+        """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other
+        requests lease."""
         outputs = [] if request.over else [self._fail(request, 0, reason)]
         self._cache.forget(request, len(request.tokens))
         return outputs
 
     def fail_step(self, plan: Plan, reason: str) -> list[Output]:
-        """Fail every request of a step that could not be run. Nothing of that step stays cached."""
+        """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
         outputs: list[Output] = []
         for request in [r for r in self._running.behind if r not in plan.requests]:
-            # Admitted but not planned: it may lease what this step was to compute.
+            # Admitted but not in this plan: it may lease what this step was to compute.
             self._running.remove(request)
             self._cache.discard(request, request.lease.length)
             self._waiting.add(request)
         # In reverse: later ones may lease what earlier ones were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             start -= start % self._cache.page_size  # a partly filled page is useless
-            sent_back = request.row < 0
+            had_left = request.row < 0
             if not request.over:
                 outputs.append(self._fail(request, start, reason))
-            if sent_back:  # preempted or dropped while the step ran: what it was to compute is in the tree
+            if had_left:  # preempted or aborted while the step ran: what it was to compute is in the tree
                 self._cache.forget(request, len(request.tokens), start)
         return outputs
 
     def _fail(self, request: Request, keep: int, reason: str) -> Output:
-        """Fail a request; if it runs, nothing beyond `keep` tokens of it stays cached."""
+        """Fail a request. If it runs, nothing beyond its first `keep` tokens stays cached."""
         if request.row < 0:
             self.end(request)
         else:
@@ -86,7 +86,7 @@ class Ending:
     def _is_over(self, request: Request) -> None:
         request.over = True
         del self._requests[request.id]
-        self._counter.go(request.tenant)
+        self._counter.remove_request(request.tenant)
         if not self._requests:
             self._cache.kept.clear()
 

@@ -1,7 +1,8 @@
-"""A runner without a model: tokens by a formula, time by two rates. The whole stack runs on it in milliseconds.
+"""A runner without a model: tokens by a formula, step times by configured rates. The whole stack runs on it in
+milliseconds.
 
-With `check` it keeps a note in every KV slot of which prefix was written there, and asserts at each step that every
-token a request would attend to is the right one: any slip in page accounting shows, wherever it was made.
+With `check` it records for every KV slot a hash of the prefix that was written there, and asserts at each step that a
+request would attend to its own prefix: this finds any error in page accounting.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def fake_token(last: int, position: int, vocab_size: int) -> int:
 
 
 def fake_logprob(token: int) -> float:
-    """The natural log-probability that the fake reports for a token."""
+    """The natural log-probability that FakeRunner reports for a token."""
     return -1.0 - (token % 97) / 97
 
 
@@ -38,8 +39,8 @@ def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 class FakeRunner:
-    """A Runner whose steps take `decode_step` seconds and `decode_each` for each decode, plus what prefilling takes at
-    `prefill_rate` tokens a second."""
+    """A Runner whose steps take `decode_step` seconds, plus `decode_each` seconds for each decode, plus the time of
+    chunks at `prefill_rate` tokens per second (0: no time)."""
 
     sparse = False
 
@@ -71,8 +72,10 @@ class FakeRunner:
         self.steps: list[tuple[int, int]] = []
         """(requests, tokens) of each step, while `check` is on."""
         self._check = check
-        self._notes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
+        self._hashes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
+        """With `check`: the prefix hash of each slot."""
         self._drawn: dict[int, int] = {}
+        """The last sampled token of each row of the page table."""
         self._free_at = 0.0
 
     def bind(self, table: np.ndarray) -> None:
@@ -86,16 +89,16 @@ class FakeRunner:
         done_at = self._free_at
         if self._check:
             self.steps.append((len(plan.requests), len(plan.tokens)))
-            # As on a device, what a step reads and writes is fixed when it is launched, and done in order.
+            # As on a device, the slots that a step reads and writes are fixed at launch, and steps run in order.
             read = self._read_slots(plan)
             return lambda: self._wait(plan, done_at, read)
         return lambda: self._wait(plan, done_at, None)
 
     def draw(self) -> None:
-        """Nothing: tokens are drawn when they are asked for."""
+        """Nothing to do: tokens are computed when the result is read."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
     def _seconds(self, plan: Plan) -> float:
         if not self.prefill_rate and not self.decode_each:
@@ -126,7 +129,7 @@ class FakeRunner:
         return self._result(plan, tokens, stuck) if serial else Result(tokens)
 
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
-        """Put in place of tokens others that the grammars allow, ends first; why some cannot go on."""
+        """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
         asked = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
         chosen = [b for b in asked if plan.draws_for(b)]
         if not chosen:
@@ -162,7 +165,7 @@ class FakeRunner:
             return [fake_logprob(t) for t in known]
         return [self._logprob(request, t) for t in known]
 
-    # ------------------------------------------------------------ the notes
+    # ------------------------------------------------------------ check
 
     def _read_slots(self, plan: Plan) -> list[np.ndarray]:
         """The slots that each request of a step attends to."""
@@ -173,7 +176,7 @@ class FakeRunner:
         return found
 
     def _check_step(self, plan: Plan, last: np.ndarray, read: list[np.ndarray]) -> None:
-        """Write the notes of a step, then compare those it reads with what they should be."""
+        """Write the hashes of a step, then compare those it reads with the expected ones."""
         expected, end = [], 0
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
         for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
@@ -185,7 +188,7 @@ class FakeRunner:
                 assert np.array_equal(computed[computed != FROM_DEVICE], history[start:][computed != FROM_DEVICE])
             expected.append(prefix_hashes(history))
             real = slots >= self.page_size
-            self._notes[slots[real]] = expected[b][start:][real]
+            self._hashes[slots[real]] = expected[b][start:][real]
         for request, slots, hashes in zip(plan.requests, read, expected, strict=True):
             if not request.over:
-                assert np.array_equal(self._notes[slots], hashes), f"request {request.id} would read another's KV"
+                assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"

@@ -1,4 +1,4 @@
-"""The process of a rank that follows (see `ranks`): python -m radixrt.worker.follower, its RankConfig on stdin."""
+"""The process of a rank above 0 (see `ranks`): python -m radixrt.worker.follower, with its RankConfig on stdin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from radixrt.worker.ranks import RankConfig, follow
 
 
 def _end_with_rank_0(folder: str) -> None:
-    """When stdin closes this process ends, whatever it waits for."""
+    """End this process when stdin closes, even while it waits on the device."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

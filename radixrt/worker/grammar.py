@@ -1,10 +1,10 @@
-"""Text that follows a grammar: which tokens may come next.
+"""Compiles grammars (JSON schemas, regular expressions, EBNF, structural tags) against the tokens of a model.
 
-    Grammar  --Grammars.get-->  Compiled   one for all who ask for it, made in a thread, kept while there is room
-    Compiled + Request    -->   Matcher    one a request: where its text stands (`matching`)
-    fill_masks(requests)  -->   int32[requests, words], a bit a token: what the sampler chooses from
+    Grammar  --Grammars.get-->  Compiled   shared by all requests with this grammar, compiled in a thread, LRU-cached
+    Compiled + Request    -->   Matcher    one per request: the state of its text (`matching`)
+    fill_masks(requests)  -->   int32[requests, words], one bit per token: which tokens may be sampled
 
-xgrammar is imported when the first grammar comes.
+xgrammar is imported when the first grammar arrives.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ from typing import Any
 from radixrt.grammar_errors import plain
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.worker.jump import Spelling, is_bounded, on_one_line
-from radixrt.worker.schema import made_fit
+from radixrt.worker.schema import adapt_schema
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
-"""Of compiled grammars that are kept."""
+"""The most memory of cached grammars."""
 ENTRY_BYTES = 2048
-"""That a grammar costs beside its text and what is compiled of it, about."""
+"""About what a cached grammar takes beside its text and its compiled form."""
 AT_ONCE = 4
-"""Grammars that are compiled at once: some take seconds, and others need not wait for them."""
+"""The most grammars that are compiled at the same time: some take seconds, and others need not wait for them."""
 MOST_THREADS = 8
+"""The most threads that compile one grammar."""
 SPELLINGS: dict[GrammarKind, str] = {"json": "json", "json_schema": "json", "structural_tag": "tag"}
-"""Special tokens are hidden in text, so no grammar may count on them; but a structural tag may name one."""
+"""How tokens are spelled for a kind of grammar ("text" if not listed). Special tokens have no text, except that a
+structural tag may name one; for "json" and "tag" tokens with CONTROL characters have none either."""
 CONTROL = {"json": re.compile(rb"[\0-\t\x0b\x0c\x0e-\x1f]"), "tag": re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f]")}
-"""JSON has them escaped, but xgrammar's strings of bounded length let them in. Free text of a tag may hold tabs."""
+"""Control characters, which JSON requires to be escaped, but xgrammar's strings of bounded length allow. The free text
+of a tag may hold tabs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar against the tokens of a model. `ends`: those that can end a text, for they stand for none; `silent`:
-    those that stand for none in such a grammar, which xgrammar warns of when it is shown one."""
+    """A grammar compiled against the tokens of a model."""
 
     grammar: Any
     words: int
-    """int32 of a mask's row."""
+    """Length of a mask's row, in int32."""
     ends: frozenset[int]
+    """Ids that may end a text: eos, and all ids that have no text."""
     eos_ids: frozenset[int]
     silent: frozenset[int]
+    """Ids that have no text for this kind of grammar. xgrammar prints a warning if it is given one."""
     spelling: Spelling | None = None
-    """Of text that it forces; None: all tokens are drawn."""
+    """Tokenizes text that the grammar forces; None if all tokens are to be sampled."""
 
     @property
     def nbytes(self) -> int:
@@ -58,14 +62,15 @@ class Compiled:
 
 
 class BadGrammar(ValueError):
-    """It cannot be compiled: the request is at fault."""
+    """The grammar of a request is invalid or not supported."""
 
 
 class Grammars:
-    """Compiles the grammars of one model, in threads, and keeps those used last. For one thread to ask.
+    """Compiles the grammars of one model in threads, and caches those used last. `get` is for one thread only.
 
-    With `jump_forward` text that a grammar forces is not drawn, and JSON of a schema is on one line, its separators
-    ", " and ": ": with white space wherever JSON allows it next to nothing is forced."""
+    With `jump_forward`, text that a grammar forces is appended without sampling, and JSON of a schema is restricted to
+    one line with the separators ", " and ": ": if white space were allowed everywhere, hardly any text would be forced.
+    """
 
     def __init__(
         self,
@@ -83,21 +88,23 @@ class Grammars:
         self._jobs: deque[tuple[Grammar, Future[Compiled]]] = deque()
         self._threads = 0
         self._lock = threading.Lock()
-        """Over `_jobs` and `_threads`."""
+        """Guards `_jobs` and `_threads`."""
         self._making = threading.Lock()
-        """Over `_vocabulary`, `_ends` and `_compilers`."""
+        """Guards `_vocabulary`, `_ends` and `_compilers`."""
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._sizes: dict[Grammar, int] = {}
-        """Bytes of those that are known and done."""
+        """Bytes of each cached grammar that is compiled."""
         self._bytes = 0
         self._undone: list[Grammar] = []
+        """Cached grammars whose size is not counted yet, as they may still be compiling."""
         self._vocabulary: Vocabulary | None = None
         self._ends: frozenset[int] | None = None
-        """See Compiled. One for all: a vocabulary may have thousands."""
+        """`Compiled.ends`, shared by all grammars: it may have thousands of ids."""
         self._compilers: dict[str, tuple[Any, Spelling | None, frozenset[int]]] = {}
 
     def get(self, grammar: Grammar) -> Future[Compiled]:
-        """Done at once if it is known. ValueError, in the future, says why there is none."""
+        """The compiled grammar; the future is done at once if it is cached. The future raises ValueError if there is no
+        xgrammar or no tokenizer, and BadGrammar if the grammar cannot be compiled."""
         if grammar not in self._known:
             self._drop_oldest()
             self._known[grammar] = self._submit(grammar)
@@ -111,7 +118,7 @@ class Grammars:
             self._jobs.append((grammar, future))
             more = self._threads < AT_ONCE
             self._threads += more
-        if more:  # a daemon: a process that is to end does not wait for a grammar
+        if more:  # a daemon thread, so that a compilation does not keep the process from ending
             threading.Thread(target=self._work, name="grammar", daemon=True).start()
         return future
 
@@ -129,7 +136,7 @@ class Grammars:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept and done: the grammars, and the texts they are known by."""
+        """Memory of the cached grammars that are compiled, with their texts."""
         undone, self._undone = self._undone, []
         for grammar in undone:
             future = self._known[grammar]
@@ -159,17 +166,17 @@ class Grammars:
             raise ValueError(f"grammar: {error}") from error
         try:
             compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
-            text = made_fit(grammar.kind, grammar.text) if grammar.holds_schemas else grammar.text
+            text = adapt_schema(grammar.kind, grammar.text) if grammar.holds_schemas else grammar.text
             text = _of_four_digits(text) if grammar.kind == "regex" else text
             compiled = compile(text)
-            if spelling and not _forces_little(grammar.kind, text):
+            if spelling and not _forced_text_is_bounded(grammar.kind, text):
                 spelling = None
             return Compiled(compiled, -(-self._vocab_size // 32), ends, self._eos_ids, silent, spelling)
         except Exception as error:  # of many types, none of them promised
             raise BadGrammar(f"grammar: {plain(str(error))}") from error
 
     def _compiler(self, spelling: str) -> tuple[Any, Spelling | None, frozenset[int], frozenset[int]]:
-        """What compiles texts spelled so, how what is forced is spelled, `silent` and `ends` (see Compiled)."""
+        """For a spelling (see SPELLINGS): the compiler, and `spelling`, `silent` and `ends` of what it compiles."""
         import xgrammar
 
         if self._vocabulary is None:
@@ -182,10 +189,10 @@ class Grammars:
             encoded = [b"" if i in self._eos_ids else spelled.get(i, token) for i, token in enumerate(tokens)]
             if spelling != "text":
                 encoded = [b"" if CONTROL[spelling].search(token) else token for token in encoded]
-            encoded += [b""] * (-len(encoded) % 32)  # or the bits beyond the vocabulary would be set
+            encoded += [b""] * (-len(encoded) % 32)  # otherwise mask bits beyond the vocabulary would be set
             info = xgrammar.TokenizerInfo(encoded, xgrammar.VocabType.RAW, stop_token_ids=sorted(self._eos_ids))
             threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
-            # Its cache is for the rules that grammars have in common.
+            # The compiler's own cache is for rules that several grammars share.
             compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=self._limit)
             forced = Spelling(encoded, self._vocabulary.encode) if self._jumps else None
             silent = frozenset(i for i, token in enumerate(encoded) if not token)
@@ -194,7 +201,7 @@ class Grammars:
 
 
 def _size(future: Future[Compiled]) -> int:
-    """Bytes of what is compiled, if it could be."""
+    """Bytes of a compiled grammar; 0 if it could not be compiled."""
     return future.result().nbytes if future.exception() is None else 0
 
 
@@ -221,8 +228,8 @@ def _compile_by(compiler: Any, one_line: bool) -> dict[GrammarKind, Callable[[st
     }
 
 
-def _forces_little(kind: GrammarKind, text: str) -> bool:
-    """Whether xgrammar may be asked for what a grammar that compiles forces."""
+def _forced_text_is_bounded(kind: GrammarKind, text: str) -> bool:
+    """Whether xgrammar can be asked which text the grammar forces: that text is bounded (see `is_bounded`)."""
     try:
         return is_bounded(_parsed(kind, text).serialize_json())
     except Exception:  # a tag that names a token is not parsed without the tokenizer
@@ -230,7 +237,7 @@ def _forces_little(kind: GrammarKind, text: str) -> bool:
 
 
 def _parsed(kind: GrammarKind, text: str) -> Any:
-    """The same grammar before it is compiled, on one line."""
+    """The grammar as an xgrammar Grammar, not compiled, with JSON on one line."""
     import xgrammar
 
     make = xgrammar.Grammar
@@ -250,6 +257,6 @@ def _ebnf_on_one_line(schema: str) -> str:
 
 
 def _of_four_digits(text: str) -> str:
-    """A regular expression, or EBNF that xgrammar wrote, without \\xNN: where xgrammar reads that, it takes all
-    hexadecimal digits that follow for its own."""
+    """Replace \\xNN by \\u00NN in a regular expression, or in EBNF that xgrammar wrote: xgrammar reads \\x with any
+    number of hexadecimal digits."""
     return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)

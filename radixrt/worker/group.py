@@ -1,4 +1,4 @@
-"""A tensor-parallel group by torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""A tensor-parallel group on torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from radixrt.worker.model.sharding import Shard
 log = logging.getLogger("radixrt.ranks")
 
 LEAVE_SECONDS = 5.0
-"""For all ranks to leave."""
+"""How long a rank waits for the others when it leaves the group."""
 WAIT_SECONDS = 1800.0
-"""For other ranks, which may read weights more slowly; those that have ended are noticed otherwise."""
-# torch 2.13 has another name for it.
+"""Timeout of collectives. It is long because other ranks may read weights more slowly; a rank whose process has ended
+is noticed by `ranks.Followers`."""
+# torch 2.13 renamed it.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 BLOCK = 1 << 24
-"""Elements of a sum, all ranks together, that are gathered at once where its order is fixed."""
+"""The most elements, of all ranks together, that an `exact` sum gathers at once."""
 
 
 class TorchGroup:
-    """A rank's end of `model.parallel.Group`. A row of an `exact` sum does not depend on how many rows there are: the
-    parts are added in the order of the ranks, and then to the residual."""
+    """Implements `model.parallel.Group` for one rank. If `exact`, a row of a sum does not depend on the number of rows:
+    the ranks' parts are added in the order of ranks, in float32, and then to the residual."""
 
     def __init__(self, shard: Shard, device: torch.device, exact: bool) -> None:
         self.shard = shard
@@ -59,11 +60,11 @@ class TorchGroup:
             theirs.copy_(theirs.float() + total)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        # Of a single column flatten gives a view, whose rows do not lie side by side.
+        # With a single column flatten returns a view whose rows are not contiguous.
         return self._stacked(x).transpose(0, 1).flatten(1).contiguous()
 
     def _stacked(self, x: torch.Tensor) -> torch.Tensor:
-        """x[S, N] of all ranks: [ranks, S, N]."""
+        """Gather x[S, N] of all ranks as [ranks, S, N]."""
         found = torch.empty((self.shard.size * len(x), x.shape[1]), dtype=x.dtype, device=x.device)
         _all_gather(found, x.contiguous())
         return found.unflatten(0, (self.shard.size, len(x)))
@@ -72,14 +73,15 @@ class TorchGroup:
         distributed.broadcast(x, 0)
 
     def smallest(self, number: int) -> int:
-        """Of what all ranks say."""
+        """The smallest of all ranks' numbers."""
         found = torch.tensor(number, device=self._device)
         distributed.all_reduce(found, distributed.ReduceOp.MIN)
         return int(found)
 
 
 def join(folder: Path, shard: Shard, device: torch.device) -> None:
-    """Meet the other ranks, all of this machine, in an empty folder that they share. A process is in one group."""
+    """Create this process' only group with the other ranks, which are on the same machine; `folder` is empty, and the
+    same for all."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     store = distributed.FileStore(str(folder / "ranks"), shard.size)
@@ -90,8 +92,8 @@ def join(folder: Path, shard: Shard, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """The other end of `join`; NCCL's ranks leave together, when the graphs that hold some of it are gone. If others do
-    not come, this one goes alone. Idempotent."""
+    """Undo `join`. NCCL ends a group only when all ranks leave it and no CUDA graph uses it, so this gives up after
+    LEAVE_SECONDS. Idempotent."""
     if not distributed.is_initialized():
         return
     leaving = threading.Thread(target=distributed.destroy_process_group, name="leave", daemon=True)

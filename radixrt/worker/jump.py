@@ -1,12 +1,13 @@
-"""Text that a grammar forces is not drawn token by token: its tokens are appended at once, and computed as a chunk.
+"""Jump-forward decoding: the tokens of text that a grammar forces are appended at once and computed as a chunk, instead
+of being sampled one by one.
 
-    the schema says      {"name": "...", "age": ...}
-    drawn  {"            appended  name ":          drawn  " Ada ",           appended   " age ":        drawn  ...
+    schema:  {"name": "...", "age": ...}
+    sampled  {"          appended  name":          sampled  "Ada",           appended   "age":        sampled  ...
 
-Only the text is forced; it has as many spellings as there are ways to cut it into tokens. Taken is the tokenizer's own,
-up to where a token may begin that goes on beyond the forced text: there the model chooses.
+Only the text is forced, not how it is split into tokens. The tokenizer's own split is taken, up to where a token could
+begin that reaches beyond the forced text: from there the model chooses.
 
-What is appended depends on the tokens before alone: not on the batch, on chunks, on preemption or on the worker.
+What is appended depends only on the tokens before: not on the batch, on chunks, on preemption or on the worker.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SHORTEST = 3
-"""Tokens. A run saves as many steps of its request less one; but the step with its chunk is not the graph of a batch
-of decodes and takes a millisecond or more longer for all the others. At the beginning of a text, where a chunk is
-computed anyway, any run will do."""
+"""The fewest tokens that are appended. n tokens save their request n - 1 steps; but a step with a chunk cannot use the
+CUDA graph of decodes, and takes all other requests a millisecond or more longer. At the beginning of a text, where a
+chunk is computed anyway, one token is enough."""
 LONGEST = 2048
-"""Characters that are appended at once; what is forced beyond them comes after the next token."""
+"""The most characters that are appended at once; forced text beyond them is appended after the next sampled token."""
 MOST_FORCED = 1 << 16
-"""Bytes: a grammar with a part of which every text is longer is drawn, as xgrammar looks for all that is forced."""
+"""A grammar whose forced text may be longer than this many bytes is not used for jump-forward: xgrammar always looks
+for all of it (see `is_bounded`)."""
 REMEMBERED = 4096
-"""Texts whose tokens are kept."""
+"""The most texts whose tokens are cached."""
 ANCHOR = "\n"
-"""Before a text, for tokenizers that put a space before the first word (SentencePiece)."""
+"""Put before a text for tokenizers that add a space before the first word (SentencePiece)."""
 
 
 class Spelling:
-    """How a tokenizer writes texts: `tokens` are its tokens' bytes by id, b"" for one that no text is made of; `encode`
-    gives the ids of a text; without it, the longest token comes first."""
+    """Splits text into tokens as the tokenizer does. `tokens` are the bytes of each id, b"" for an id without text.
+    `encode` is the tokenizer; without it, the longest matching token is taken each time."""
 
     def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], Sequence[int]] | None = None) -> None:
         self._tokens = tokens
@@ -45,8 +47,8 @@ class Spelling:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def before(self, text: str) -> tuple[int, ...]:
-        """The tokens that `text` begins with, whatever follows it: up to where one may begin that is longer than the
-        rest of it."""
+        """The first tokens of `text` that do not depend on what follows it: up to the point where a token could begin
+        that reaches beyond the end of `text`."""
         found = self._known.get(text)
         if found is None:
             if len(self._known) >= REMEMBERED:
@@ -63,14 +65,14 @@ class Spelling:
         return tuple(ids)
 
     def _begins_longer(self, rest: bytes) -> bool:
-        """Whether a token begins with `rest` and goes on."""
+        """Whether there is a token that begins with `rest` and is longer."""
         if len(rest) >= self._longest:
             return False
         at = bisect_right(self._sorted, rest)
         return at < len(self._sorted) and self._sorted[at].startswith(rest)
 
     def _spell(self, text: str) -> list[int]:
-        """Ids of tokens that make up `text` to the byte; none if the tokenizer has no such."""
+        """Ids of tokens whose bytes are exactly those of `text`; empty if the tokenizer gives none."""
         data = text.encode()
         if self._encode is None:
             return self._longest_first(data)
@@ -86,7 +88,7 @@ class Spelling:
         return []
 
     def _size(self, id: int) -> int:
-        """Bytes of a token; 0 for one that the model does not have."""
+        """Bytes of a token; 0 for an id that the model does not have."""
         return len(self._tokens[id]) if id < len(self._tokens) else 0
 
     def _longest_first(self, data: bytes) -> list[int]:
@@ -101,9 +103,9 @@ class Spelling:
         return ids
 
 
-def certain_text(matcher: Any) -> str:
-    """The text that must come next by an xgrammar matcher, LONGEST at most, without a part of a character at its
-    end. Only for a grammar that `is_bounded`: else it may not return."""
+def forced_text(matcher: Any) -> str:
+    """The text that an xgrammar matcher forces next, at most LONGEST characters, without an incomplete character at its
+    end. For a grammar that is not `is_bounded` this may never return."""
     try:
         return matcher.find_jump_forward_string()[:LONGEST]
     except UnicodeDecodeError as error:
@@ -111,14 +113,16 @@ def certain_text(matcher: Any) -> str:
 
 
 BYTES, CLASS, REF, SEQUENCE, CHOICES, REPEAT = 0, 1, 4, 5, 6, 8
-"""Kinds of expressions in xgrammar's JSON; of the others, the empty text is one, or free text that may be empty."""
+"""Kinds of expressions in xgrammar's JSON. All others can match the empty text."""
 
 
 def is_bounded(grammar: str) -> bool:
-    """Whether every part of an xgrammar Grammar, given as JSON, has a text of at most MOST_FORCED bytes. What is
-    forced is part of every text that can follow: then it has an end, and soon. `root ::= "ab" root` has none.
+    """Whether every expression of an xgrammar Grammar, given as JSON, matches some text of at most MOST_FORCED bytes.
+    Forced text is part of every text that can follow, so it is then no longer than that. It is endless for
+    `root ::= "ab" root`, for example.
 
-    The shortest text of each part in order of length: D. E. Knuth, A Generalization of Dijkstra's Algorithm, 1977."""
+    Finds the shortest texts of all expressions in order of length (D. E. Knuth, A Generalization of Dijkstra's
+    Algorithm, 1977)."""
     parsed = json.loads(grammar)
     data, begins = parsed["grammar_expr_data"], parsed["grammar_expr_indptr"]
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in begins]
@@ -150,7 +154,7 @@ def is_bounded(grammar: str) -> bool:
 
 
 def on_one_line(tag: str, write: Callable[[str], str]) -> str:
-    """A structural tag whose JSON schemas are grammars with one way to write each: `write` gives it in EBNF."""
+    """Replace the JSON schemas in a structural tag by the EBNF that `write` returns, which has the JSON on one line."""
     return json.dumps(_on_one_line(json.loads(tag), write), ensure_ascii=False)
 
 

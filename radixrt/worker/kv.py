@@ -1,4 +1,4 @@
-"""The pool of K and V: one slot a token, in the dtype of the pages."""
+"""The KV pool: one slot per token, in the dtype of the pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ DTYPES = {
 class KVPool:
     """K and V of `slots` tokens for every layer, each `[slots, kv_heads, head_dim]`.
 
-    What is read back is what the pages hold, also right after it was written: a request computes the same whether its
-    prefix was cached or not. FP8 pages hold K and V divided by `scales` (of K and of V, by layer); beyond their range
-    values saturate. With `latent`, V is the first so many elements of K: it is not stored, and has K's scale.
+    Attention reads new K and V back from here, as rounded by the pages' dtype, so that a request computes the same
+    whether its prefix was cached or not. FP8 pages hold K and V divided by `scales` ((of K, of V) by layer), and values
+    beyond their range saturate. With `latent`, V is the first `latent` elements of K: it is not stored, and has K's
+    scale.
     """
 
     def __init__(
@@ -57,20 +58,20 @@ class KVPool:
         return self._values.device
 
     def pages(self, layer: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer in place, each [pages, page_size, kv_heads, head_dim] of the pool's dtype; a latent's V
-        is a part of K."""
+        """Views of K and V of a layer, each [pages, page_size, kv_heads, head_dim] of the pool's dtype. With `latent`,
+        V is a view of K's first elements."""
         keys, values = self._stored(layer)
         return tuple(x.unflatten(0, (-1, page_size)).view(self.dtype) for x in (keys, values))
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, [slots, kv_heads, head_dim], bytes where they are FP8."""
+        """Views of K and V of a layer, [slots, kv_heads, head_dim], as uint8 if they are FP8."""
         if self.latent is None:
             return tuple(self._values[layer])
         keys = self._values[layer, 0]
         return keys, keys[..., : self.latent]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. Of equal slots any one wins."""
+        """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. If slots are equal, any one of the tokens is stored."""
         keys, values = self._stored(layer)
         k_scale, v_scale = self.scales[layer]
         keys[slots] = self._encode(k, k_scale)
@@ -97,7 +98,8 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As torch.zeros; on a CPU the memory is taken as it is touched, so that a large pool is there at once."""
+    """As torch.zeros. On a CPU, NumPy's zeros are used: their memory is allocated when it is first written, so that a
+    large pool takes no time to create."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""From a configuration to a Runner: what the checkpoint and the device decide."""
+"""Builds a Runner from a configuration: settings left on `auto` are decided by the checkpoint and the device."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ log = logging.getLogger("radixrt.loading")
 BACKENDS = ("auto", "flashinfer", "triton", "torch")
 QUANTIZATIONS = ("auto", "fp8", "none")
 CPU_MEMORY_SHARE = 0.25
-"""Of the free memory of the machine, for pages, unless `max_total_tokens` says how many."""
+"""Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
 CPU_MOST_TOKENS = 1 << 18
+"""Upper limit of the token slots chosen that way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that is to run."""
+    """A checkpoint to run: its configuration and what was chosen for it, without the weights."""
 
     folder: Path
     hf_config: dict[str, Any]
     whole: ModelSpec
+    """The whole model."""
     spec: ModelSpec
-    """Of this rank's part, which is the whole of a worker of one rank."""
+    """The part of it that this rank runs; equals `whole` if there is only one rank."""
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -53,8 +55,10 @@ class Loaded:
 
 
 def load_runner(config: WorkerConfig) -> Runner:
-    """The model of a resolved `config` on its device, or its devices. ValueError names the setting or the file that is
-    wrong."""
+    """Loads the model of a resolved `config` onto its device, or onto one device per rank.
+
+    Raises ValueError, which names the wrong setting or file.
+    """
     _check(config)
     if config.tensor_parallel_size > 1:
         return _lead(config)
@@ -62,7 +66,7 @@ def load_runner(config: WorkerConfig) -> Runner:
 
 
 def load_rank(config: WorkerConfig, rank: int, folder: str) -> ModelRunner:
-    """Of a rank that follows (see `ranks`)."""
+    """The runner of `rank`, 1 or more, which follows rank 0 (see `ranks`). `folder`: where the ranks meet."""
     shard = Shard(rank, config.tensor_parallel_size)
     config = dataclasses.replace(config, device=rank_device(config.device, rank))
     loaded = look_up(config, shard)
@@ -70,7 +74,7 @@ def load_rank(config: WorkerConfig, rank: int, folder: str) -> ModelRunner:
 
 
 def _lead(config: WorkerConfig) -> Runner:
-    """Of rank 0, and the other ranks."""
+    """The runner of rank 0, after the processes of the other ranks were started."""
     shard = Shard(0, config.tensor_parallel_size)
     config = dataclasses.replace(config, device=rank_device(config.device, 0))
     loaded = look_up(config, shard)
@@ -96,7 +100,7 @@ def _lead(config: WorkerConfig) -> Runner:
 
 
 def _join(config: WorkerConfig, loaded: Loaded, folder: Path, shard: Shard) -> TorchGroup:
-    """The ranks' group; on GPUs with kernels its ranks lend each other memory."""
+    """Joins the group of ranks. On GPUs that run the kernels, ranks can access each other's memory."""
     on_gpu, exact = loaded.device.type == "cuda", is_exact(config, loaded)
     if on_gpu:
         torch.cuda.set_device(loaded.device)
@@ -111,12 +115,15 @@ def _join(config: WorkerConfig, loaded: Loaded, folder: Path, shard: Shard) -> T
 
 
 def is_exact(config: WorkerConfig, loaded: Loaded) -> bool:
-    """Whether results must not depend on the batch: with FP8 pages on a CPU nothing less keeps cold and warm alike."""
+    """Whether results must not depend on the batch.
+
+    On a CPU with FP8 pages this is always so: otherwise results with and without a cached prefix would differ.
+    """
     return config.deterministic or (loaded.device.type == "cpu" and loaded.kv_dtype.itemsize == 1)
 
 
 def rank_device(device: str, rank: int) -> str:
-    """A worker's ranks have GPUs side by side, from its own on."""
+    """The device of `rank`: consecutive GPUs, beginning with the worker's own `device`; on a CPU the same for all."""
     kind, _, index = device.partition(":")
     return f"{kind}:{int(index or 0) + rank}" if kind == "cuda" else device
 
@@ -151,7 +158,7 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
 
 
 def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B008
-    """What the checkpoint says, without its weights."""
+    """Reads the configuration of the checkpoint, not its weights. Raises ValueError if it cannot be served."""
     folder = checkpoint.find(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
     if not hf_config:
@@ -164,9 +171,11 @@ def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B0
 
 
 def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[str, Any]) -> Loaded:
-    text = hf_config.get("text_config") or {}  # what is said of it alone is said of all that is served
-    alone = {name for name in text if hf_config.get(name) is None} - {"tie_word_embeddings"}  # a family's own default
-    hf_config |= {name: text[name] for name in alone}
+    # Only the text part is served, so settings that stand only there apply to the model. tie_word_embeddings is not
+    # taken from there: if it is missing, the default of the model's family holds.
+    text = hf_config.get("text_config") or {}
+    text_only = {name for name in text if hf_config.get(name) is None} - {"tie_word_embeddings"}
+    hf_config |= {name: text[name] for name in text_only}
     device = torch.device(config.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -175,13 +184,13 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     spec = read_spec(hf_config, config.max_model_len)
     for note in notes(hf_config, spec):
         log.warning("%s: %s", folder.name, note)
-    # A tokenizer may know ids that the model has no logits for.
+    # A tokenizer may have ids for which the model has no logits.
     eos_ids = frozenset(id for id in checkpoint.eos_ids(folder) if id < spec.vocab_size)
     return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids)
 
 
 def notes(hf_config: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
-    """What of a checkpoint is served otherwise than its user may think."""
+    """Warnings about what in this checkpoint is served differently than its user may expect."""
     if hf_config.get("auto_map"):
         yield "it brings code of its own (auto_map), which is not run; it is served as its model_type"
     if hf_config.get("vision_config"):
@@ -195,7 +204,7 @@ def notes(hf_config: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
 
 
 def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> ModelRunner:
-    """By device: kernels on a GPU, unless they cannot be there or torch is asked for."""
+    """The runner for the device: with kernels on a GPU, unless it cannot run them or `attention_backend` is torch."""
     on_gpu = loaded.device.type == "cuda"
     exact = is_exact(config, loaded)
     if on_gpu and config.attention_backend != "torch":
@@ -214,7 +223,7 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 
 def _no_kernels(loaded: Loaded) -> str:
-    """Why this GPU cannot run the kernels; "" if it can."""
+    """The reason why this GPU cannot run the kernels; "" if it can."""
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -230,11 +239,14 @@ def _no_kernels(loaded: Loaded) -> str:
 def load_model(
     config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None, group: TorchGroup | None = None
 ) -> Decoder:
-    """The weights, with progress on stderr, and a warning of those that the model has no place for. `ops`: of a GPU."""
+    """Loads the weights, with progress on stderr, and warns of tensors that the model does not use.
+
+    `ops`: the kernels of a GPU, None without them.
+    """
     products = choose_products(config.quantization, loaded, exact, ops is not None)
-    follows = group is not None and group.shard.rank > 0
+    is_follower = group is not None and group.shard.rank > 0
     packed = keeps_mxfp4(config.quantization, loaded, ops is not None)
-    weights = open_weights(config, loaded, progress=not follows, products=products, packed=packed)
+    weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
         wide = "weights" if products is Products.NONE else "experts" if model.wide_experts else ""
@@ -253,18 +265,18 @@ def load_model(
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:
-    """How names of layers begin that guess tokens further ahead, which is not done (DeepSeek-V3, section 2.2)."""
+    """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{layer}." for layer in range(first, first + more))
 
 
 def stored_in(hf_config: Mapping[str, Any], wide: str) -> tuple[str, str]:
-    """(Which weights are multiplied out, what they are stored in.)"""
+    """For the warning about `wide` weights: which ones are converted to 16 bits, and the format they are stored in."""
     return ("experts", "MXFP4") if hf_config["quantization_config"].get("quant_method") == MXFP4 else (wide, "FP8")
 
 
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
-    """For `KVPool.scales`. Those of pages that are not FP8 are 1."""
+    """The scales of each layer for `KVPool.scales`; all 1 if the pages are not FP8."""
     if loaded.kv_dtype.itemsize > 1:
         return [(1.0, 1.0)] * loaded.spec.num_layers
     weights = open_weights(config, loaded, progress=False)
@@ -298,8 +310,10 @@ def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> st
 
 
 def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> torch.dtype:
-    """`auto`: the checkpoint's on a GPU if that is one of 16 bits, else bfloat16; float32 on a CPU. ValueError for no
-    known name."""
+    """The dtype of `name`. `auto`: float32 on a CPU; on a GPU float16 if the checkpoint states it, else bfloat16.
+
+    Raises ValueError for an unknown name.
+    """
     if name == "auto":
         stated = str(hf_config.get("dtype") or hf_config.get("torch_dtype")).removeprefix("torch.")
         name = "float32" if device.type == "cpu" else stated if stated == "float16" else "bfloat16"
@@ -309,7 +323,10 @@ def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> 
 
 
 def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto`: e4m3 on Hopper and newer, else that of the activations. ValueError for no known name."""
+    """The dtype of KV pages. `auto`: e4m3 on Hopper and newer if activations (`dtype`) have 16 bits, else `dtype`.
+
+    Raises ValueError for an unknown name.
+    """
     name = {"fp8": "fp8_e4m3"}.get(name, name)
     if name == "auto":
         new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -320,8 +337,11 @@ def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Products:
-    """Those in FP8. `auto`: of what is stored so for that, where there are `kernels` and the GPU has such products.
-    ValueError for no known name, or where fp8 cannot be."""
+    """Which matrix products are computed in FP8.
+
+    `auto`: those of weights that the checkpoint stores in FP8 for this purpose, if there are `kernels` and the GPU can
+    multiply FP8. Raises ValueError for an unknown name, or if `fp8` is not possible.
+    """
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization {name!r}: expected one of {', '.join(QUANTIZATIONS)}")
     missing = ""
@@ -343,8 +363,8 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
 
 
 def keeps_mxfp4(name: str, loaded: Loaded, kernels: bool) -> bool:
-    """Whether experts that are stored in MXFP4 stay so: with `kernels` that multiply with them, unless `name` is
-    none."""
+    """Whether experts that are stored in MXFP4 are kept so: if the GPU's `kernels` are used, in bfloat16, and the
+    option quantization is not none."""
     stored = (loaded.hf_config.get("quantization_config") or {}).get("quant_method") == MXFP4
     if not stored or name == "none" or not kernels or loaded.device.type != "cuda" or loaded.dtype != torch.bfloat16:
         return False
@@ -360,7 +380,7 @@ def open_weights(
     products: Products = Products.NONE,
     packed: bool = False,
 ) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
-    """By `load_format`. ValueError for no known one."""
+    """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
     match config.load_format:
         case "auto" | "safetensors":
             block = block_size(loaded.hf_config)
@@ -373,9 +393,11 @@ def open_weights(
 
 
 def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: TorchGroup | None = None) -> int:
-    """Token slots for the memory that is left beside the weights: on a GPU up to `gpu_share` of it less `reserved`
-    bytes, on a CPU CPU_MEMORY_SHARE of what is free, at most CPU_MOST_TOKENS; as many on all ranks. ValueError if
-    nothing is left."""
+    """The number of token slots that fit into the memory left beside the weights; the same on all ranks.
+
+    On a GPU as many as fit when `gpu_share` of its memory is used in total, less `reserved` bytes; on a CPU as many as
+    fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MOST_TOKENS. Raises ValueError if not even one fits.
+    """
     each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
     if loaded.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(loaded.device)

@@ -22,7 +22,7 @@ import msgspec
 from radixrt import messages as m
 from radixrt.worker import status
 from radixrt.worker.cache import PageCache
-from radixrt.worker.compiling import LOOK_SECONDS, Compiling
+from radixrt.worker.compiling import POLL_SECONDS, Compiling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import BadGrammar, Grammars
 from radixrt.worker.plan import Plan, Result, Runner
@@ -34,7 +34,7 @@ log = logging.getLogger("radixrt.worker")
 
 HEARTBEAT_SECONDS = 1.0
 BUSY_SECONDS = 0.02
-"""Between two steps, at most, where there was always something to compute."""
+"""A gap between two steps that is shorter than this was no wait for work: the loop was busy throughout."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
 _EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared}
@@ -50,17 +50,17 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched and whose result has not been taken in."""
+    """A step that was launched and whose result is not applied yet."""
 
     plan: Plan
     wait: Callable[[], Result]
     launched: float
-    """Seconds, by perf_counter."""
+    """time.perf_counter() at launch, in seconds."""
 
 
 class Worker:
-    """One runner behind one link. `connect()` opens a link; the heartbeat thread opens its own. `stopped` is set when
-    neither is to wait for the router any more."""
+    """Serves one runner over one link to the router. `connect()` opens a link; the heartbeat thread opens its own.
+    Setting `stopped` ends both, even while the router does not read."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Worker:
         self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))
         self._snapshot_wanted = False
         self._joined = False
-        """The router has been sent a Register, and has read all since."""
+        """A Register was sent, and no send has timed out since."""
         self.dismissed = ""
-        """Why the router does not want it, if it has said so."""
+        """The reason of the router's Stop; empty if it gave none."""
 
     # ------------------------------------------------------------ the loop
 
@@ -121,7 +121,7 @@ class Worker:
                 outputs = self._step()
                 self._pin(outputs)
                 self._reply(outputs)
-            self._land_last()  # nothing is under way when the runner is closed
+            self._land_last()  # no step may be in flight when the runner is closed
         finally:
             self._stopped.set()
             self._link.close()
@@ -129,11 +129,12 @@ class Worker:
             self.runner.close()
 
     def stop(self) -> None:
-        """Leave the loop after the step that runs. May be called from another thread."""
+        """Leave the loop after the current step. May be called from another thread."""
         self._stopped.set()
 
     def _step(self) -> list[m.Output]:
-        """Launch what there is to compute, and take in the step before; the same step, if the runner overlaps none."""
+        """Launch the next step, if there is one, and apply the result of the step before. If the runner does not
+        overlap steps, the result of the launched step is applied as well."""
         outputs: list[m.Output] = []
         before, self._flight = self._flight, None
         plan = self.scheduler.plan()
@@ -156,7 +157,7 @@ class Worker:
         return []
 
     def _draw(self) -> list[m.Output]:
-        """What the step in flight draws by the tokens that are known now."""
+        """Let the runner sample those tokens of the step in flight that had to wait for the step before."""
         try:
             if self._flight:
                 self.runner.draw()
@@ -166,12 +167,12 @@ class Worker:
         return []
 
     def _land_last(self) -> list[m.Output]:
-        """Take in the result of the step in flight, if there is one."""
+        """Apply the result of the step in flight, if there is one."""
         flight, self._flight = self._flight, None
         return self._land(flight)
 
     def _land(self, flight: Flight | None) -> list[m.Output]:
-        """Take in the result of a step, if there is one; there may be one in flight behind it."""
+        """Wait for a step and apply its result. A later step may be in flight behind it."""
         if flight is None:
             return []
         try:
@@ -185,7 +186,8 @@ class Worker:
         return self.scheduler.apply(flight.plan, result)
 
     def _fail(self, plan: Plan, error: Exception) -> list[m.Output]:
-        """A step could not be run. The one in flight behind it may read what that was to compute, and fails first."""
+        """Fail the requests of a step that could not be run, after those of the step in flight behind it: that one may
+        read KV that the failed step was to compute."""
         log.error("step %d failed", plan.step, exc_info=error)
         reason, outputs = f"the step failed: {error}", []
         behind, self._flight = self._flight, None
@@ -196,14 +198,14 @@ class Worker:
         return outputs + self.scheduler.fail(plan, reason)
 
     def _time_decodes(self, flight: Flight, done: float) -> None:
-        """What a step of decodes has taken, and the host before it where it had to wait for the step before."""
+        """Tell the drafter how long a step of decodes took. The time before its launch counts if the loop was busy."""
         drafter, plan = self.scheduler.drafter, flight.plan
         if drafter is not None and len(plan.tokens) == len(plan.requests):
-            waited = flight.launched - self._last_done
-            drafter.costs.add(len(plan.tokens), done - (self._last_done if waited < BUSY_SECONDS else flight.launched))
+            gap = flight.launched - self._last_done
+            drafter.costs.add(len(plan.tokens), done - (self._last_done if gap < BUSY_SECONDS else flight.launched))
 
     def _pin(self, outputs: list[m.Output]) -> None:
-        """Pin what requests that have ended wanted pinned, before their pages can be evicted; let old pins go."""
+        """Set the pins of requests that have just ended, before their pages can be evicted, and drop expired pins."""
         pins, now = self.cache.pins, time.monotonic()
         if pins.idle:
             return
@@ -217,11 +219,11 @@ class Worker:
     # ------------------------------------------------------------ receive
 
     def _receive(self) -> None:
-        """Handle all messages there are; wait for one only when there is nothing to compute."""
+        """Handle all messages that have arrived; wait for one only when there is nothing to compute or to send."""
         busy = self.scheduler.has_work or self._flight
         idle = not busy and not self._refused and not self._snapshot_wanted
-        patience = LOOK_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
-        payload = self._link.recv(patience if idle else 0)
+        timeout = POLL_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
+        payload = self._link.recv(timeout if idle else 0)
         while payload is not None:
             self._handle(payload)
             payload = self._link.recv(0)
@@ -255,7 +257,8 @@ class Worker:
                 self.stop()
 
     def _join_again(self) -> None:
-        """The router started anew: it knows nothing of the requests here, and will learn what is cached."""
+        """Register again, after the router restarted or forgot this worker. All requests are dropped; what is cached
+        stays, and the router asks for a snapshot of it."""
         log.warning("the router does not know this worker, or does not read: it joins again")
         self._joined = False
         self._newest_run = 0
@@ -267,8 +270,8 @@ class Worker:
         self._send(self._registration)
 
     def _send(self, message: m.ToRouter) -> None:
-        """Send, if the router reads. If not, nothing but a Register is sent until one has gone through: the router may
-        have missed anything by then."""
+        """Send a message. After a send has timed out, only a Register is sent until one goes through: the router may
+        have missed messages, and has to start over with this worker."""
         if not self._joined:
             message = self._registration
         try:
@@ -293,7 +296,7 @@ class Worker:
             self._refuse(run.id, error)
 
     def _add_compiled(self) -> None:
-        """Schedule requests whose grammar is ready; those whose grammar cannot be compiled fail alone."""
+        """Schedule the requests whose grammar is ready, and refuse those whose grammar could not be compiled."""
         for request, problem in self._compiling.take(time.monotonic()):
             try:
                 if problem:
@@ -310,7 +313,7 @@ class Worker:
     # ------------------------------------------------------------ reply
 
     def _reply(self, outputs: list[m.Output]) -> None:
-        """One StepDone, when a step was made, something was refused, or the router has heard nothing for a second."""
+        """Send one StepDone if there are outputs, cache events or refusals, and otherwise once a second."""
         if self._refused:
             outputs = self._refused + outputs
             self._refused = []
@@ -342,7 +345,7 @@ class Worker:
         )
 
     def _beat(self) -> None:
-        """Say that the process lives, also while a step is long."""
+        """Send heartbeats, also during a long step. Runs in a thread."""
         link = self._connect()
         try:
             while not self._stopped.wait(HEARTBEAT_SECONDS):

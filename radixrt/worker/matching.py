@@ -1,7 +1,7 @@
-"""Where the text of each request stands in its grammar, and what may come next.
+"""The grammar state of each request, and the masks of tokens that may come next.
 
-A matcher takes in tokens when a mask is asked for, from the request itself: so it comes along through preemption, and
-a request that another worker began is caught up with.
+A matcher reads the request's own tokens, up to the last known one, whenever a mask is needed. So it survives
+preemption, and works for a request that another worker began.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from radixrt.worker.grammar import Compiled
-from radixrt.worker.jump import SHORTEST, certain_text
+from radixrt.worker.jump import SHORTEST, forced_text
 from radixrt.worker.request import Request
 
 STRAYED = "grammar: the tokens generated so far do not follow it"
@@ -21,13 +21,13 @@ DEAD_END = "grammar: no token of the vocabulary can come next"
 
 
 class Matcher:
-    """Where the text of one request stands in its grammar. The end may be drawn where the grammar may end: `ends`, the
-    ids of `stop_token_ids` that stand for no text, and eos. With `ignore_eos` eos comes where nothing else can."""
+    """The state of one request's text in its grammar. Where the grammar may end, the ids in `ends` are allowed: eos,
+    and those `stop_token_ids` that have no text. With `ignore_eos`, eos is allowed only where nothing else is."""
 
     __slots__ = ("bans", "compiled", "ends", "matcher", "taken")
 
     def __init__(self, compiled: Compiled, request: Request) -> None:
-        """ValueError where no token could end the text."""
+        """Raises ValueError if no token could end the text."""
         import xgrammar
 
         self.ends = request.stop_ids & compiled.ends
@@ -36,11 +36,12 @@ class Matcher:
         self.compiled = compiled
         self.matcher = xgrammar.GrammarMatcher(compiled.grammar, override_stop_tokens=sorted(self.ends))
         self.taken = request.prompt_len
-        """Of the request's tokens, those that are taken in, or are its prompt."""
+        """How many of the request's tokens were read, or belong to the prompt."""
         self.bans = request.sampling.min_tokens > 0 or request.sampling.ignore_eos
+        """Whether `banned` may return any ids."""
 
     def follow(self, request: Request) -> bool:
-        """Take in what was generated since; False if it does not follow the grammar."""
+        """Read the tokens generated since the last call; False if they do not follow the grammar."""
         tokens, accept = request.tokens, self.matcher.accept_token
         while self.taken < len(tokens):
             if not accept(tokens[self.taken]):
@@ -49,8 +50,8 @@ class Matcher:
         return True
 
     def jump(self, request: Request) -> tuple[int, ...]:
-        """The tokens of the text that must come next, up to the request's limit, taken in as if it had them already;
-        none where all are to be drawn. An id that would end the text is not among them."""
+        """The tokens of the text that the grammar forces next, up to the request's limit and before any stop id; empty
+        if the next token is to be sampled. They count as read: the caller must append them to the request."""
         if not self.follow(request):
             return ()
         ids = self._forced(request, SHORTEST if len(request.tokens) > request.prompt_len else 1)
@@ -64,17 +65,18 @@ class Matcher:
         return ids
 
     def _forced(self, request: Request, least: int) -> tuple[int, ...]:
-        """The tokens of the text that must come next; none if they are fewer, or all are to be drawn."""
+        """The tokens of the text that the grammar forces next; empty if they are fewer than `least`, or if the request
+        samples all tokens."""
         spelling = self.compiled.spelling
         if spelling is None or not request.jumps:
             return ()
-        text = certain_text(self.matcher)
+        text = forced_text(self.matcher)
         ids = spelling.before(text) if text else ()
         return ids if len(ids) >= least else ()
 
     def drafted(self, request: Request, ids: Sequence[int]) -> list[int]:
-        """Of ids that may come next, the first that are drawn if they do: up to where the text does not follow the
-        grammar, ends, or goes on by what is forced."""
+        """The longest prefix of drafted ids that could be sampled one by one: it ends before a token that the grammar
+        does not allow or that ends the text, and where forced text follows."""
         if not self.follow(request):
             return []
         taken = count = 0
@@ -89,13 +91,14 @@ class Matcher:
         return list(ids[:count])
 
     def fill(self, out: np.ndarray, row: int, ahead: Sequence[int]) -> None:
-        """As `fill_masks`, in a row of `out`, for what comes after tokens `ahead` that were `drafted`."""
+        """As `fill_masks`, for one row of `out`, and for the token after `ahead`, a prefix of what `drafted`
+        returned."""
         taken = next((n for n, i in enumerate(ahead) if not self.matcher.accept_token(i)), len(ahead))
         _batch(1).batch_fill_next_token_bitmask([self.matcher], out, [row])
         self.matcher.rollback(taken)
 
     def banned(self, request: Request, ahead: int = 0) -> Iterable[int]:
-        """Ids that may come next, or after so many tokens more, only where nothing else can."""
+        """Ids that are allowed for the next token, or the one after `ahead` more, only if nothing else is."""
         if len(request.tokens) + ahead - request.prompt_len < request.sampling.min_tokens:
             return request.stop_ids
         return self.compiled.eos_ids if request.sampling.ignore_eos else ()
@@ -105,10 +108,10 @@ def fill_masks(
     requests: Sequence[Request], out: np.ndarray, threads: int = 1, ahead: Mapping[int, Sequence[int]] | None = None
 ) -> dict[int, str]:
     """Write into `out`, int32[len(requests), ceil(vocabulary / 32)] in C order, which tokens may come next in each of
-    `requests`, all of which have a matcher: bit i % 32 of word i // 32 for id i. In some rows tokens that were
-    `Matcher.drafted` are `ahead` of that.
+    `requests`, all of which have a matcher: bit i % 32 of word i // 32 for id i. For rows in `ahead`, the mask is for
+    the token after these drafted ids (see `Matcher.drafted`).
 
-    Answers, by index, why a request cannot go on; in its row everything is allowed."""
+    Returns, by index, why a request cannot go on; its row allows every token."""
     problems, ahead = {}, ahead or {}
     for i, request in enumerate(requests):
         matcher = request.matcher
@@ -126,7 +129,7 @@ def fill_masks(
             _ban(out[i], banned)
     for i in problems:
         out[i] = -1
-    # A row of zeros has 0 for its largest word; so have rows where nothing but highest bits are set.
+    # The largest word of an empty row is 0. So it is for a row with only sign bits set, hence the second check.
     for i in np.flatnonzero(out.max(1, initial=0) == 0).tolist():
         if not out[i].any():
             problems[i] = DEAD_END
@@ -142,7 +145,7 @@ def _batch(threads: int) -> Any:
 
 
 def _ban(row: np.ndarray, ids: Iterable[int]) -> None:
-    """Clear their bits, unless no other is set."""
+    """Clear the bits of `ids` in a row, unless that would leave none."""
     left = row.view(np.uint32).copy()
     for i in ids:
         if i >> 5 < len(left):

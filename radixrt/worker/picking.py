@@ -1,10 +1,10 @@
-"""The tokens of a step from its logits, where more than the logits decides on them, or more than tokens is reported.
+"""Samples the tokens of a step where penalties, grammars and the like affect them, or log-probabilities are reported.
 
-All is launched at once; what the host wants to know comes back as one array of integers, so that a device need not be
-waited for in between:
+All device work is launched at once. The results come back as one int32 array (floats by their bits), so that there is
+one copy to wait for:
 
-    finite, one a row of logits | scores, and the likeliest there | tokens | log-probabilities: of the token, of the
-    likeliest, their ids
+    for each row of logits: is it finite | scores, and the top values and ids there | sampled tokens | their
+    log-probabilities, and the top values and ids there
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NOT_FINITE = "the model gave logits that are not finite"
 
 
 class Picking:
-    """Of one step. `packed` int32 is what `read` wants on the host; `tokens` int32 are those drawn, for `rows` of the
-    page table."""
+    """The sampling of one step. `packed`, int32, is to be copied to the host and given to `read`; `tokens`, int32[S],
+    are the sampled ones, for `rows`, int32[S], of the page table."""
 
     def __init__(self, plan: Plan, logits: torch.Tensor, sampler: Sampler) -> None:
-        """`logits` are the plan's wanted ones, float32[plan.wants.sum(), vocab], which may be overwritten; all tokens
-        before are known, or drafted."""
+        """`logits`, float32[plan.wants.sum(), vocab], may be overwritten. All tokens before the wanted positions must
+        be known to the host, or drafted."""
         self._plan = plan
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
@@ -47,20 +47,20 @@ class Picking:
         self.tokens = tokens.int()
         if finite is None:
             finite = fine
-        else:  # of a token that is drawn, what it could be decides, as in other steps
+        else:  # for sampled positions only logits of allowed tokens count
             finite[at] = fine
         self._parts = [finite.int(), *scores, self.tokens, *self._logprobs(raw)]
         self.packed = torch.cat([part.flatten() for part in self._parts])
 
     def _masks(self, logits: torch.Tensor, ahead: Ahead) -> Masks | None:
-        """Of those requests that have a grammar and go on; None without any. Why some cannot is noted."""
+        """Masks of the requests with a grammar that are still running; None if there are none. Fills `_problems`."""
         requests = self._plan.requests
         asked = [(row, b) for row, b in enumerate(self._chosen.tolist()) if requests[b].matcher is not None]
         asked = [(row, b) for row, b in asked if self._plan.draws_for(b)]
         if not asked:
             return None
         on_gpu = logits.device.type == "cuda"
-        # Written where the device copies it from: it is a megabyte for 64 requests.
+        # Pinned, so that the device can copy it asynchronously: it is a megabyte for 64 requests.
         bits = torch.empty((len(asked), -(-logits.shape[-1] // 32)), dtype=torch.int32, pin_memory=on_gpu)
         theirs = {n: ahead[row] for n, (row, _) in enumerate(asked) if row in ahead}
         problems = fill_masks([requests[b] for _, b in asked], bits.numpy(), ahead=theirs)
@@ -69,8 +69,8 @@ class Picking:
         return Masks(bits.to(logits.device, non_blocking=True), to_device(rows, logits.device))
 
     def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Log-probabilities of the known tokens that follow wanted positions, of the requests that ask for them; where
-        they ask for others, too, those and their ids."""
+        """For the requests with `score_from`: log-probabilities of the known tokens after the wanted positions, and the
+        top values and ids where `sampling.logprobs` is set. Fills `_scored`."""
         self._scored: list[tuple[int, list[int], int]] = []
         found = []
         for b, request in enumerate(self._plan.requests):
@@ -90,7 +90,8 @@ class Picking:
         return found
 
     def _logprobs(self, raw: torch.Tensor) -> list[torch.Tensor]:
-        """By the model's raw logits[S, vocab]."""
+        """Log-probabilities of the sampled tokens, and the top values and ids, from the model's raw logits[S, vocab],
+        for the rows in `_reported`."""
         if not self._reported:
             return []
         rows = to_device(np.array(self._reported), raw.device)
@@ -102,7 +103,7 @@ class Picking:
     # ------------------------------------------------------------ on the host
 
     def read(self, packed: np.ndarray) -> Result:
-        """The step's Result from `packed`, which may be overwritten afterwards."""
+        """The step's Result from `packed` on the host, which may be overwritten afterwards."""
         sizes = [part.shape for part in self._parts]
         cuts = np.cumsum([part.numel() for part in self._parts])[:-1]
         arrays = [array.reshape(size) for array, size in zip(np.split(packed, cuts), sizes, strict=True)]
@@ -142,7 +143,7 @@ def _read_scores(
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """float32 as int32."""
+    """The bits of float32 values as int32."""
     return x.float().contiguous().view(torch.int32)
 
 

@@ -1,9 +1,10 @@
-"""Prefixes that are kept in the cache for a time after their request has ended, by leases without a running request.
+"""Pins: leases, without a running request, that protect prefixes from eviction for a time after their request has
+ended.
 
-    request --want--> ... runs ... --settle--> pin --expire, or whatever needs its pages--> evictable like all the rest
+    request --want--> ... runs ... --settle--> pin --expired, or its pages are needed--> evictable
 
-Pins hold only while pages suffice. A tenant's pins hold at most its share of the pool, and the pins of all tenants
-twice that. When pages run out, pins are released, least recently used first, before a running request is preempted.
+Pins are best effort. A tenant's pins hold at most its share of the pool, and the pins of all tenants twice that. When
+pages run out, pins are released, least recently used first, before a running request is preempted.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from radixrt.messages import TOKEN_BYTES, Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
 
 TENANTS = 2
-"""How many tenants' shares the pins of all tenants may hold together."""
+"""The pins of all tenants together may hold this many times the share of one."""
 MAX_PINS = 256
 """The most pins of a tenant: each is compared with every request that pins."""
 _OWNER = 0
 Key = tuple[str, bytes, int]
-"""Namespace, path, and the name by which a pin can be released; 0 for pins of requests."""
+"""(namespace, path, name) of a pin; by its name an Unpin releases it, and 0 is for the pins of requests."""
 
 
 def ends_along(path: bytes, other: bytes, keep: int) -> bool:
-    """Whether a path ends on another one, beyond its first `keep` tokens, or continues it. Paths are int32 bytes."""
+    """Whether one of two paths is a prefix of the other, and their common part is longer than `keep` tokens. Paths are
+    int32 bytes."""
     both = min(len(path), len(other))
     return both > keep * TOKEN_BYTES and path[:both] == other[:both]
 
@@ -55,14 +57,14 @@ class Pins:
         """Sorted by last use."""
         self._paths: dict[str, OwnerTree] = {}
         """What pins hold, by tenant; overlaps count once."""
-        self._next = float("inf")
+        self._next_expiry = float("inf")
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
     def idle(self) -> bool:
-        """Whether there are no pins and no request wants one."""
+        """Whether there are no pins and no running request wants one."""
         return not self._pins and not self._wanted
 
     def tokens(self, tenant: str) -> int:
@@ -72,12 +74,12 @@ class Pins:
     # ------------------------------------------------------------ requests
 
     def want(self, run: Run) -> None:
-        """Remember a request that wants pins until it ends."""
+        """Remember a request that asks for pins, until it ends."""
         if run.pin and self.tenant_tokens:
             self._wanted[run.id] = run
 
     def settle(self, run_id: int, now: float) -> None:
-        """A request has ended: pin what it wanted, as far as the tree has it, and renew the pins that it used."""
+        """A request has ended: pin what it asked for, as far as the tree holds it, and renew the pins that it used."""
         run = self._wanted.pop(run_id, None)
         if run is None:
             return
@@ -86,7 +88,7 @@ class Pins:
             self.add(run.namespace, run.ids[: tokens * TOKEN_BYTES], seconds, now)
 
     def drop(self, run_id: int) -> None:
-        """Forget what a request wanted, which was refused or has failed."""
+        """A request was refused or has failed: forget what it asked for."""
         self._wanted.pop(run_id, None)
 
     def _renew(self, run: Run, now: float) -> None:
@@ -95,13 +97,14 @@ class Pins:
             pin.until = max(pin.until, now + pin.seconds)
 
     def _used(self, run: Run) -> list[Key]:
-        """The pins that a request's tokens begin with."""
+        """The pins whose paths are prefixes of a request's tokens."""
         return [key for key in self._pins if key[0] == run.namespace and run.ids.startswith(key[1])]
 
     # ------------------------------------------------------------ pins
 
     def add(self, namespace: str, ids: bytes, seconds: float, now: float, name: int = 0) -> None:
-        """Pin a path as far as the tree has it and a tenant may pin; older pins are released to make room."""
+        """Pin a path as far as the tree holds it and the tenant's share allows; older pins are released to make
+        room."""
         ids = ids[: self.tenant_tokens * TOKEN_BYTES]
         lease = self._tree.lease(self._tree.match(namespace, ids))
         ids = ids[: lease.length * TOKEN_BYTES]
@@ -113,7 +116,7 @@ class Pins:
             until = max(until, before.until)
             self._release(key)
         self._pins[key] = Pin(namespace, ids, seconds, until, lease)
-        self._next = min(self._next, until)
+        self._next_expiry = min(self._next_expiry, until)
         tenant = tenant_of(namespace)
         self._paths.setdefault(tenant, OwnerTree()).add(namespace, ids, _OWNER)
         self._make_room(tenant)
@@ -131,19 +134,19 @@ class Pins:
 
     def expire(self, now: float) -> None:
         """Release the pins whose time has passed."""
-        if now < self._next:
+        if now < self._next_expiry:
             return
         for key in [key for key, pin in self._pins.items() if pin.until <= now]:
             self._release(key)
-        self._next = min((pin.until for pin in self._pins.values()), default=float("inf"))
+        self._next_expiry = min((pin.until for pin in self._pins.values()), default=float("inf"))
 
     def release(self, name: int) -> None:
-        """Release the pin of that name, if there still is one."""
+        """Release the pin of that name, if it still exists."""
         for key in [key for key in self._pins if key[2] == name]:
             self._release(key)
 
     def release_along(self, namespace: str, ids: bytes, keep: int) -> None:
-        """Release the pins that end on a path, beyond its first `keep` tokens, or continue it."""
+        """Release the pins that a removal of a path beyond its first `keep` tokens concerns (see `ends_along`)."""
         for key in [key for key in self._pins if key[0] == namespace and ends_along(key[1], ids, keep)]:
             self._release(key)
 
@@ -174,4 +177,4 @@ class Pins:
             assert len(pins) <= MAX_PINS, "a tenant's pins are few"
         for pin in self._pins.values():
             assert pin.lease.length == len(pin.ids) // TOKEN_BYTES, "a pin leases its path"
-            assert pin.until >= self._next, "no pin is forgotten"
+            assert pin.until >= self._next_expiry, "no pin is forgotten"

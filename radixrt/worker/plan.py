@@ -1,4 +1,4 @@
-"""What the scheduler asks of a runner for one step, and what the runner answers. Integers only.
+"""The interface between the scheduler and a runner: a Plan goes in, a Result comes back. Integers only.
 
 tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
                                   decodes    prefill chunks
@@ -16,13 +16,14 @@ from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
 
 FROM_DEVICE = -1
-"""In place of a token id: the one that the step before drew for this row of the page table."""
+"""Placeholder for a token id that the host does not know yet: the token that the step before sampled for this row of
+the page table, which is still on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """`ids` may follow the last token of a request; of the step's requests, it is those from `first` on, one for its
-    last token and one for each of the ids."""
+    """Guessed token `ids` after the last token of a request. They are computed as 1 + len(ids) entries of the plan,
+    from index `first` on: one for the last token and one for each guess."""
 
     request: Request
     ids: list[int]
@@ -42,31 +43,31 @@ class Plan:
     rows: np.ndarray
     """int32[B]: row of the page table."""
     starts: np.ndarray
-    """int32[B]: position of the first token computed now; as many tokens are in pages already."""
+    """int32[B]: position of the first token to compute; as many tokens are in pages already."""
     counts: np.ndarray
-    """int32[B]: tokens computed now."""
+    """int32[B]: tokens to compute."""
     tokens: np.ndarray
     """int32[T]: token ids, or FROM_DEVICE for a decode of a runner that `overlaps`."""
     slots: np.ndarray
-    """int32[T]: where K and V go, page * page_size + offset; page 0 is the trash page, for a token whose KV is cached
-    already and that is computed for its logits only."""
+    """int32[T]: where K and V are written, page * page_size + offset. Page 0 is the trash page, for a token whose KV is
+    cached already and that is computed for its logits only."""
     wants: np.ndarray
-    """int32[B]: at how many of its last positions logits are wanted."""
+    """int32[B]: number of last positions whose logits are needed."""
     samples: np.ndarray
-    """bool[B]: a token is drawn from the logits of the last position."""
+    """bool[B]: whether a token is sampled from the logits of the last position."""
     table_writes: np.ndarray
-    """int32[3, N]: rows, indices and pages of what has changed in the page table since the last plan."""
+    """int32[3, N]: (row, index in the row, page) of each entry of the page table that changed since the last plan."""
     drafts: tuple[Draft, ...] = ()
-    """Of a request that has one, a decode is planned for its last token and for each that is drafted, side by side."""
+    """A request with a draft appears in `requests` several times in a row: see Draft."""
 
     @property
     def wants_logits(self) -> bool:
-        """Whether more is asked of logits than which one is the largest."""
-        return any(request.draws or request.serial for request in self.requests)
+        """Whether any request needs more than the index of the largest logit."""
+        return any(not request.greedy or request.serial for request in self.requests)
 
     @property
     def drafted(self) -> range:
-        """Which of the B requests are those of drafts."""
+        """The indices of all drafts' entries."""
         if not self.drafts:
             return range(0)
         last = self.drafts[-1]
@@ -74,35 +75,35 @@ class Plan:
 
     @property
     def ahead(self) -> dict[int, list[int]]:
-        """Drafted tokens that stand between what is known of a request and what is drawn, by index, where there are
-        any."""
+        """For each index where there are any: the drafted tokens between the known tokens of its request and the token
+        that is sampled at that index."""
         return {draft.first + n: draft.ids[:n] for draft in self.drafts for n in range(1, 1 + len(draft.ids))}
 
     def draws_for(self, index: int) -> bool:
-        """Whether what is drawn for a request is still wanted when the step before it has been taken in."""
+        """Whether the token sampled for a request is still wanted, now that the step before has been applied."""
         request = self.requests[index]
-        return not request.over and self.step > request.void
+        return not request.over and self.step > request.discard_until
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to a Plan, by index of its B requests."""
+    """What a Plan's step produced. Lists and dicts go by the index of the plan's B requests."""
 
     tokens: list[int]
     """Sampled token; without meaning where nothing was sampled."""
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    """Of the sampled token, where `sampling.logprobs` is set; empty when nobody asked."""
+    """Of the sampled token, where `sampling.logprobs` is set; empty if no request asks for it."""
     scores: dict[int, list[float] | list[TokenLogprob]] = field(default_factory=dict)
-    """For requests with `score_from`: natural log-probability of the token that follows each wanted position, for those
-    positions that a known token follows; with others, where `sampling.logprobs` is set."""
+    """For requests with `score_from`: the natural log-probability of the token after each wanted position, where that
+    token is known; with the most likely alternatives where `sampling.logprobs` is set."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Requests whose logits are not finite, with the reason; they fail alone, and what they computed is of no use."""
+    """Requests whose logits are not finite, with the reason. Only they fail; the KV they computed is discarded."""
     stuck: dict[int, str] = field(default_factory=dict)
-    """Requests whose grammar lets no token come, with the reason; they fail alone, and what they computed is right."""
+    """Requests whose grammar allows no token, with the reason. Only they fail; the KV they computed is valid."""
 
 
 class GroupLost(BaseException):
-    """From a runner of several ranks: they no longer agree. The worker cannot go on."""
+    """Raised by a runner of several ranks that are no longer in the same state. The worker has to end."""
 
 
 class Runner(Protocol):
@@ -118,20 +119,21 @@ class Runner(Protocol):
     busy_seconds: float
     """See `messages.Load`."""
     overlaps: bool
-    """Step n+1 may be launched before the result of step n is asked for: tokens drawn stay on the device, by row."""
+    """Whether step n+1 may be launched before the result of step n is read: sampled tokens stay on the device, by row
+    of the page table."""
 
     sparse: bool
-    """Not every token takes the same weights: the model has experts."""
+    """Whether the model has experts, so that tokens differ in which weights they read."""
 
     def bind(self, table: np.ndarray) -> None:
-        """Called once with the page table, int32[rows, pages], which the host goes on writing."""
+        """Called once with the page table, int32[rows, pages], which the host keeps writing to."""
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
-        """Start a step. Calling what is returned waits for it; until then the host may plan the next one."""
+        """Start a step. The returned function waits for its result; until then the host may plan the next step."""
 
     def draw(self) -> None:
-        """Called when the result of the step before the one launched last is applied: tokens that depend on those
-        before (`Request.serial`) are drawn now, if they are not yet."""
+        """Sample the tokens of the last launched step that depend on the tokens before them (`Request.serial`), unless
+        that is done. Called once the result of the step before is applied."""
 
     def close(self) -> None:
         """Called when the worker has left its loop."""

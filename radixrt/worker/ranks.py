@@ -1,11 +1,11 @@
-"""A worker of several GPUs. Rank 0 schedules; the other ranks, a process each, follow its plans.
+"""Tensor parallelism over several GPUs. Rank 0 schedules; the other ranks, each a process, follow its plans.
 
-    rank 0   plan step n | tell | launch n | plan n+1 | tell | launch n+1 ...
-    rank 1                 hear | launch n            | hear | launch n+1 ...
+    rank 0   plan step n | send    | launch n | plan n+1 | send    | launch n+1 ...
+    rank 1                 receive | launch n            | receive | launch n+1 ...
 
-A follower computes with its part of the model what rank 0 computes with its own. It plans the kernels' work by itself,
-from the same integers, so it comes to the same calls in the same order. Only what rank 0 draws counts: it goes to the
-others on the device, when the next step begins. Where ranks no longer agree nothing can be mended: the worker ends.
+A follower runs the same steps with its part of the model. It plans the kernels' work itself, from the same integers, so
+that all ranks make the same calls in the same order. Only rank 0's sampled tokens count: they are copied to the other
+ranks on the device when the next step begins. If one rank fails, the others cannot recover: the worker ends.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("radixrt.ranks")
 
 STOP_SECONDS = 10.0
-"""Time that followers have to leave."""
+"""How long followers may take to end before they are killed."""
 FAIL_SECONDS = 2.0
-"""Time that rank 0 has to fail by itself when one of them has ended."""
+"""How long rank 0 may take to end in order after a follower has ended."""
 KEPT_REQUESTS = 1 << 14
-"""That a follower remembers, beyond those of the step."""
+"""How many requests a follower remembers, beyond those of the step."""
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- messages
 
 
 @dataclass(frozen=True, slots=True)
-class ToldPlan(Plan):
-    """Over what stands for its requests."""
+class ReceivedPlan(Plan):
+    """A Plan as a follower has it: its requests are stand-ins, so `wants_logits` was sent along."""
 
-    told: bool = False
+    logits_wanted: bool = False
 
     @property
     def wants_logits(self) -> bool:
-        return self.told
+        return self.logits_wanted
 
 
 class Bind(msgspec.Struct, tag="bind", array_like=True):
@@ -71,8 +71,8 @@ class Bind(msgspec.Struct, tag="bind", array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """A Plan: its arrays as bytes, its requests by numbers, whether logits are wanted, and the paths (see
-    `sharing.Path`) that rank 0 looked up, by index of the request."""
+    """A Plan: its arrays as bytes, its requests by `Request.number`, `Plan.wants_logits`, and the tree paths
+    (`sharing.Path`) that rank 0 looked up, by index of the request."""
 
     step: int
     requests: list[int]
@@ -100,15 +100,17 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
-        """The Plan, over what stands for its requests."""
+        """The Plan with stand-ins for its requests."""
         arrays = (self.rows, self.starts, self.counts, self.tokens, self.slots, self.wants)
         integers = [_array(array, np.int32) for array in arrays]
         writes = _array(self.table_writes, np.int32).reshape(3, -1)
-        return ToldPlan(self.step, requests, *integers, _array(self.samples, np.bool_), writes, told=self.wants_logits)
+        return ReceivedPlan(
+            self.step, requests, *integers, _array(self.samples, np.bool_), writes, logits_wanted=self.wants_logits
+        )
 
 
 def _array(content: bytes, dtype: type) -> np.ndarray:
-    """Writable: torch takes no other without a warning."""
+    """A writable copy: torch warns of read-only arrays."""
     return np.frombuffer(content, dtype).copy()
 
 
@@ -118,8 +120,8 @@ _decode = msgspec.msgpack.Decoder(Bind | Step).decode
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Of a follower: what the worker is, which of its ranks this is, the folder where the ranks meet, and the file
-    descriptor by which it hears rank 0."""
+    """What a follower needs: the worker's config, its rank, the folder through which the ranks join their group, and
+    the file descriptor of its pipe from rank 0."""
 
     worker: WorkerConfig
     rank: int
@@ -131,11 +133,11 @@ class RankConfig:
 
 
 class Followers:
-    """The processes of the other ranks, and the way to them. If one of them ends, so does this process."""
+    """The processes of the other ranks, and the pipes to them. If one of them ends, so does this process."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="radixrt-"))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also where nobody closes
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # in case `close` is not called
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -146,13 +148,13 @@ class Followers:
             self._pipes.append(mine)
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
-    def tell(self, message: Bind | Step) -> None:
+    def send(self, message: Bind | Step) -> None:
         payload = _encode(message)
         for pipe in self._pipes:
             pipe.send_bytes(payload)
 
     def _watch(self, rank: int) -> None:
-        """A rank that ends leaves rank 0 waiting for it on the device, for ever."""
+        """End this process if a follower ends: rank 0 would otherwise wait for it on the device for ever."""
         code = self._processes[rank - 1].wait()
         if not self._closing.is_set():
             log.error("rank %d ended with code %s: the worker ends", rank, code)
@@ -161,17 +163,17 @@ class Followers:
                 os._exit(1)
 
     def dismiss(self) -> None:
-        """They hear no more, and leave the group as soon as they notice. Idempotent."""
+        """Close the pipes, at which followers leave the group. Idempotent."""
         self._closing.set()
         for pipe in self._pipes:
             pipe.close()
 
     def close(self) -> None:
-        """End them; wait until they have ended. Idempotent."""
+        """End the processes, and wait for them. Idempotent."""
         self.dismiss()
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.stdin.close()  # what they end by
+                process.stdin.close()  # followers end when it closes
         for process in self._processes:
             try:
                 process.wait(STOP_SECONDS)
@@ -188,38 +190,38 @@ def _start(config: RankConfig) -> subprocess.Popen[bytes]:
         start_new_session=True,
         pass_fds=(config.pipe,),
     )
-    with contextlib.suppress(BrokenPipeError):  # it has ended: whoever watches it says so
+    with contextlib.suppress(BrokenPipeError):  # it has ended already: `_watch` reports that
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
     return process
 
 
 class Leader:
-    """The Runner of rank 0: what it is asked to do, its followers do as well."""
+    """The Runner of rank 0, which sends each step to the followers before it launches it."""
 
     def __init__(self, runner: ModelRunner, followers: Followers) -> None:
         self._runner = runner
         self._followers = followers
-        self._told = self._lost = False
-        runner.planned = self._tell
+        self._sent = self._lost = False
+        runner.on_planned = self._send
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def _tell(self, plan: Plan, paths: Mapping[int, Nodes]) -> None:
-        self._told = True
-        self._followers.tell(Step.of(plan, paths))
+    def _send(self, plan: Plan, paths: Mapping[int, Nodes]) -> None:
+        self._sent = True
+        self._followers.send(Step.of(plan, paths))
 
     def bind(self, table: np.ndarray) -> None:
-        self._followers.tell(Bind(*table.shape))
+        self._followers.send(Bind(*table.shape))
         self._runner.bind(table)
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
-        self._told = False
+        self._sent = False
         try:
             wait = self._runner.launch(plan)
         except Exception as error:
-            if not self._told:
+            if not self._sent:
                 raise
             raise self._lose(plan) from error
 
@@ -240,7 +242,7 @@ class Leader:
 
     def close(self) -> None:
         self._followers.dismiss()
-        if not self._lost:  # else nobody leaves in order
+        if not self._lost:  # otherwise ranks may wait for each other on the device
             self._runner.close()
             leave()
         self._followers.close()
@@ -249,8 +251,8 @@ class Leader:
 # ---------------------------------------------------------------- the other ranks
 
 
-class _Known:
-    """What a follower knows of a lease: the path that rank 0 looked up last."""
+class _LeaseStandIn:
+    """Takes the place of a request's lease: its path is the one that rank 0 sent last."""
 
     __slots__ = ("nodes",)
 
@@ -263,8 +265,8 @@ class _Known:
         return self.nodes
 
 
-class Book:
-    """Requests that stand for those of rank 0: the same one for the same number."""
+class StandIns:
+    """A follower's stand-ins for rank 0's requests: always the same one for the same number."""
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
@@ -282,17 +284,17 @@ class Book:
 
 
 def _stand_in(number: int) -> Request:
-    """Draws the likeliest token, whatever rank 0 draws."""
+    """A greedy request: how it samples does not matter, as only rank 0's tokens count."""
     run = Run(id=number, namespace="", ids=bytes(4), prompt_len=1, sampling=Sampling(temperature=0.0))
     request = Request(run, 1, frozenset())
-    request.lease = _Known()
+    request.lease = _LeaseStandIn()
     return request
 
 
 def follow(runner: ModelRunner, pipe: Connection) -> None:
-    """Do what rank 0 tells, until this process is ended. EOFError when rank 0 is gone."""
-    book = Book()
-    before: Callable[[], Result] | None = None
+    """Run the steps that rank 0 sends. Raises EOFError when rank 0 has closed the pipe."""
+    book = StandIns()
+    wait_before: Callable[[], Result] | None = None
     table = np.zeros((0, 0), dtype=np.int32)
     while True:
         message = _decode(pipe.recv_bytes())
@@ -304,6 +306,6 @@ def follow(runner: ModelRunner, pipe: Connection) -> None:
         rows, columns, pages = plan.table_writes
         table[rows, columns] = pages
         wait = runner.launch(plan)
-        if before is not None:
-            before()
-        before = wait if runner.overlaps else None
+        if wait_before is not None:
+            wait_before()
+        wait_before = wait if runner.overlaps else None

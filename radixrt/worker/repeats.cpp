@@ -1,9 +1,11 @@
-// What followed the last tokens of a sequence where they stood before: looked up for each token that is generated.
+// Finds earlier occurrences of the last tokens of a sequence and proposes what followed them there. Called for each
+// token that is generated, hence in C++.
 //
-// Hash chains, as LZ77's compressors keep them (RFC 1951, 4): `heads` has the last place of each run of three tokens by
-// its hash, `before` the place before each place of the same hash.
+// Uses hash chains like LZ77 compressors (RFC 1951, section 4). A run is three consecutive tokens, and its place is the
+// index of its last token: `heads` maps a run's hash to its latest place, `before` maps a place to the previous place
+// with the same hash.
 //
-//     tokens   ... a b c d e f ... a b c        the run (a b c) stood before: d e f may come next
+//     tokens   ... a b c d e f ... a b c        the run (a b c) occurred before: d e f may come next
 //                      ^---------------' before
 
 #define PY_SSIZE_T_CLEAN
@@ -16,22 +18,22 @@
 
 namespace {
 
-constexpr int kRun = 3;         // tokens that a place is found by
-constexpr int kPlaces = 32;     // of one hash that are compared
-constexpr int kLongest = 64;    // tokens that are compared
+constexpr int kRun = 3;         // tokens that are hashed together
+constexpr int kPlaces = 32;     // places of one hash that are compared, at most
+constexpr int kLongest = 64;    // tokens that are compared at one place, at most
 
 struct Repeats {
   PyObject_HEAD
   std::vector<int32_t> tokens;
-  std::vector<int32_t> before;  // of each place, -1: none
-  std::vector<int32_t> heads;   // a power of two of them
+  std::vector<int32_t> before;  // by place; -1: there is none
+  std::vector<int32_t> heads;   // by hash; the size is a power of two
 };
 
 PyTypeObject* repeats_type;
 
 Repeats& repeats_of(PyObject* object) { return *reinterpret_cast<Repeats*>(object); }
 
-// Of the run that ends at a token; multipliers as in Knuth's multiplicative hashing.
+// Index into `heads` of the run whose last token is `*t`; multipliers as in Knuth's multiplicative hashing.
 uint32_t hash_of(const Repeats& repeats, const int32_t* t) {
   const uint64_t mixed = static_cast<uint32_t>(t[0]) * 0x9E3779B97F4A7C15u + static_cast<uint32_t>(t[-1]) * 0xC2B2AE3D27D4EB4Fu +
                          static_cast<uint32_t>(t[-2]) * 0x165667B19E3779F9u;
@@ -44,7 +46,7 @@ void note(Repeats& repeats, int64_t place) {
   head = static_cast<int32_t>(place);
 }
 
-// Twice as many heads as tokens, at least: chains stay short.
+// Grows `heads` to at least twice the number of tokens, which keeps the chains short.
 void make_room(Repeats& repeats) {
   if (repeats.heads.size() >= 2 * repeats.tokens.size()) return;
   size_t size = 1024;
@@ -73,14 +75,15 @@ PyObject* extend(PyObject* self, PyObject* data) {
   Py_RETURN_NONE;
 }
 
-// The last tokens of a sequence: of this one, whose places before the last count, or of another.
+// The tokens to find, which end at `end`. `own`: they are the end of the indexed sequence itself, so its last place is
+// not a match; otherwise they belong to another sequence.
 struct Tail {
   const int32_t* end;
   int64_t size;
   bool own;
 };
 
-// How many tokens up to `place` are as those of the tail.
+// The number of tokens, counted back from `place`, that equal the last ones of the tail.
 int compare(const Repeats& repeats, int64_t place, const Tail& tail) {
   const int32_t* t = repeats.tokens.data() + place;
   const int most = static_cast<int>(std::min({static_cast<int64_t>(kLongest), place + 1, tail.size}));
@@ -90,11 +93,11 @@ int compare(const Repeats& repeats, int64_t place, const Tail& tail) {
 }
 
 struct Match {
-  int count;      // tokens alike, 0: fewer than a run
-  int64_t after;  // the place behind them
+  int count;      // equal tokens; 0 if they are fewer than a run
+  int64_t after;  // the place of the token that follows them
 };
 
-// The longest, of those the latest.
+// The longest match; of several the latest.
 Match find(const Repeats& repeats, const Tail& tail) {
   Match best{0, 0};
   if (tail.size < kRun || repeats.heads.empty()) return best;
@@ -107,7 +110,8 @@ Match find(const Repeats& repeats, const Tail& tail) {
   return best.count < kRun ? Match{0, 0} : best;
 }
 
-// The tail that an argument says; `view` is to be released. False with an exception set.
+// Reads the tail from the argument `data`; without one it is the sequence's own. The caller releases `view`. Returns
+// false with an exception set if it fails.
 bool read_tail(const Repeats& repeats, PyObject* data, Py_buffer* view, Tail* tail) {
   view->obj = nullptr;
   if (!data || data == Py_None) {
@@ -145,7 +149,7 @@ PyObject* propose(PyObject* self, PyObject* args) {
     int64_t at = match.after + i;
     if (at >= size) {
       if (!tail.own) break;
-      // Past the end stands what was proposed: a text that repeats itself goes on so.
+      // Past the sequence's end the proposal continues with its own tokens: a text that repeats itself does so.
       at = match.after + (at - match.after) % (size - match.after);
     }
     if (repeats.tokens[at] < 0) break;
@@ -177,15 +181,15 @@ void drop(PyObject* self) {
 Py_ssize_t length(PyObject* self) { return repeats_of(self).tokens.size(); }
 
 PyMethodDef methods[] = {
-    {"extend", extend, METH_O, "extend(ids): int32 bytes come behind."},
+    {"extend", extend, METH_O, "extend(ids): appends token ids, given as int32 bytes."},
     {"matched", matched, METH_VARARGS,
-     "matched(tail=None) -> int: how many of the last tokens, or of those of a tail, int32 bytes, stand in it before; "
-     "64 at most, 0 for fewer than 3."},
+     "matched(tail=None) -> int: how many of the last tokens occur earlier in the sequence, 64 at most, 0 if fewer "
+     "than 3. `tail`, int32 bytes: looks for the end of these ids instead."},
     {"propose", propose, METH_VARARGS,
-     "propose(most, tail=None) -> list[int]: what followed there, up to a negative id."},
+     "propose(most, tail=None) -> list[int]: at most `most` ids that followed the match, up to a negative id."},
     {}};
 PyType_Slot slots[] = {
-    {Py_tp_doc, const_cast<char*>("Repeats(): a sequence of token ids, and where runs of them stand in it.")},
+    {Py_tp_doc, const_cast<char*>("Repeats(): a sequence of token ids with an index of the runs in it.")},
     {Py_tp_new, reinterpret_cast<void*>(make)},
     {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
     {Py_tp_methods, methods},

@@ -1,4 +1,4 @@
-"""One sequence being computed, and how far it has come."""
+"""The state of one request in a worker: its tokens, and how many of them are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixrt.tree import Lease
 
 if TYPE_CHECKING:
     from radixrt.messages import Output, TokenLogprob
-    from radixrt.worker.drafting import Guessing
+    from radixrt.worker.drafting import DraftState
     from radixrt.worker.matching import Matcher
 
 _numbers = itertools.count()
@@ -22,8 +22,8 @@ GREEDY_BELOW = 1e-5
 
 
 class Scores:
-    """Scores of a request's tokens from `first` up to `end`, what it came with, each reported once; if `detailed`, with
-    top log-probabilities."""
+    """Log-probabilities of a request's tokens [first, end) among those it arrived with. Each is reported once; if
+    `detailed`, with the most likely alternatives."""
 
     __slots__ = ("_detailed", "_end", "_found", "_next")
 
@@ -34,14 +34,14 @@ class Scores:
         self._found: list[float] | list[TokenLogprob] = []
 
     def add(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
-        """Take the scores of the tokens from `position` on. After a preemption some come a second time, and those of
-        generated tokens, which nobody asked for, come behind them."""
+        """Add the scores of the tokens from `position` on. Those that were added before (after a preemption) or belong
+        to generated tokens are ignored."""
         fresh = scores[max(0, self._next - position) : max(0, self._end - position)]
         self._found.extend(fresh)
         self._next += len(fresh)
 
     def report(self, output: Output) -> None:
-        """Put the scores that were not reported yet into an output."""
+        """Move the unreported scores into an output."""
         if not self._found:
             return
         if self._detailed:
@@ -57,31 +57,34 @@ class Request:
     number    unique in this process, unlike `id`
     row       page-table row while it runs, -1 while it waits
     computed  tokens whose KV is in pages, or will be when the planned steps have run
-    pending   tokens that planned steps draw and that are not known here yet
+    pending   tokens that planned steps sample and whose ids the host does not know yet
     over      whether it has ended
-    draws     whether its tokens are sampled; otherwise they are the likeliest
-    jumps     whether tokens that its grammar forces may be appended without being drawn: only its text is wanted
-    serial    whether what is drawn depends on the tokens before, and so has to wait until the host knows them
+    greedy    whether the most likely token is taken each time, without sampling
+    jumps     whether forced tokens of its grammar may be appended without sampling: only its text is wanted
+    serial    whether the next token depends on more than logits, position and seed (`_depends_on_tokens`), so that it
+              can be sampled only once the host knows the tokens before it
     lease     pins the part of its path that is in the tree (set while it runs)
-    group     requests of one group count as arrived with its first (0: no group)
-    arrival   tokens the worker had scheduled when it arrived: its age
+    group     requests of one group count as having arrived with its first (0: no group)
+    arrival   tokens the worker had scheduled when it arrived; orders requests by age
     place     order among requests of the same arrival: id of the first of its group, own id
-    hit       tokens the tree held when last looked up, while it waits
-    seen      version of the tree at that look-up
-    came      tokens it arrived with
-    reached   tokens up to which chunks were planned; of those it arrived with, `cached_tokens` needed no chunk
-    said      tokens it arrived with and those reported since
-    void      tokens drawn in steps up to this one are discarded: its grammar forced others in their place
-    scores    scores of its known tokens, if it asks for them
-    matcher   state of its grammar (set before it is scheduled, if it has one)
-    guessing  what its drafts are made from (set when drafts are first looked for)
+    reached   end of the last planned chunk, in tokens
+
+    initial_len    tokens it arrived with
+    cached_tokens  of these, those that no chunk had to compute
+    reported       tokens it arrived with and tokens reported to the router since
+    hit            while it waits: tokens the tree held when last looked up
+    hit_version    version of the tree at that look-up
+    discard_until  tokens sampled in steps up to this one are discarded: its grammar forced others in their place
+    scores         log-probabilities of its known tokens, if it asks for them
+    matcher        state of its grammar (set before it is scheduled, if it has one)
+    draft_state    what its drafts are made from (set when drafts are first looked for)
     """
 
     __slots__ = (
         "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "arrival", "hit", "cached_tokens", "reached", "scores",
-        "pending", "over", "serial", "draws", "matcher", "jumps",
-        "came", "said", "void", "group", "place", "seen", "guessing",
+        "pending", "over", "serial", "greedy", "matcher", "jumps",
+        "initial_len", "reported", "discard_until", "group", "place", "hit_version", "draft_state",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -95,7 +98,7 @@ class Request:
         self.sampling: Sampling = run.sampling
         self.score_from = run.score_from
         self.limit = limit
-        # With a grammar, eos ends it even so: where the grammar is complete nothing else can follow.
+        # With a grammar eos ends it even with ignore_eos: once the grammar is complete nothing else can follow.
         keeps_eos = not run.sampling.ignore_eos or run.sampling.grammar is not None
         self.stop_ids = frozenset(run.sampling.stop_token_ids) | (eos_ids if keeps_eos else frozenset())
         self.row = -1
@@ -105,78 +108,79 @@ class Request:
         self.group = run.group
         self.place = (run.id, run.id)
         self.hit = 0
-        self.seen = -1
+        self.hit_version = -1
         self.cached_tokens = 0
         self.reached = 0
         detailed = run.sampling.logprobs is not None
         self.scores = None if run.score_from is None else Scores(run.score_from, len(self.tokens), detailed)
         self.pending = 0
         self.over = False
-        self.draws = run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p > 0
+        self.greedy = not (run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p > 0)
         self.matcher: Matcher | None = None
-        self.guessing: Guessing | None = None
-        self.came = self.said = len(self.tokens)
-        self.void = 0
+        self.draft_state: DraftState | None = None
+        self.initial_len = self.reported = len(self.tokens)
+        self.discard_until = 0
         self.jumps = run.score_from is None and run.sampling.logprobs is None and not run.sampling.logit_bias
         self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
     def penalized(self) -> bool:
-        """Whether its sampling has a penalty on tokens that have occurred."""
+        """Whether its sampling penalizes tokens that have occurred."""
         s = self.sampling
         return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
     @property
     def total(self) -> int:
-        """Tokens known or drawn so far."""
+        """Tokens so far: known ones and pending ones."""
         return len(self.tokens) + self.pending
 
     @property
     def behind(self) -> int:
-        """Tokens known or drawn whose KV is not computed; 1 while it decodes."""
+        """Tokens so far whose KV is not computed; 1 while it decodes."""
         return len(self.tokens) + self.pending - self.computed
 
     @property
     def caught_up(self) -> bool:
-        """Whether it decodes: only its last token, a generated one, is left to compute, more may follow, and the token
-        does not lie on a page of the tree."""
+        """Whether it decodes: only its last token is left to compute, that token was generated and is not cached in
+        the tree, and more tokens may follow."""
         last = self.behind == 1 and self.generated > 0 and self.total < self.limit
         return last and self.lease.length <= self.computed
 
     @property
     def reusable(self) -> int:
-        """Tokens whose KV may come from the cache: all except the last and those whose logits are needed for scores."""
+        """The most tokens that may come from the cache. The last token has to be computed for its logits, and with
+        `score_from` so have all tokens from the one before it."""
         last = len(self.tokens) - 1
         return last if self.score_from is None else min(last, self.score_from - 1)
 
     @property
     def generated(self) -> int:
-        """Tokens after the prompt, known or drawn."""
+        """Tokens after the prompt, pending ones included."""
         return self.total - self.prompt_len
 
     def reach(self, start: int, stop: int) -> None:
-        """Note that a chunk of the tokens [start, stop) is planned: tokens between the chunks so far and this one were
-        cached. (What it passes again after a preemption is its own work or was counted already.)"""
-        self.cached_tokens += max(0, min(start, self.came) - self.reached)
+        """Record that a chunk of the tokens [start, stop) is planned: tokens between the previous chunk and this one
+        were cached. (Those before `reached`, after a preemption, it computed itself, or they were counted before.)"""
+        self.cached_tokens += max(0, min(start, self.initial_len) - self.reached)
         self.reached = max(self.reached, stop)
 
-    def unsaid(self) -> list[int]:
-        """Known tokens that were not reported yet; they count as reported."""
-        tokens, said = self.tokens, self.said
-        self.said = now = len(tokens)
-        return [tokens[-1]] if now == said + 1 else list(tokens[said:])
+    def take_unreported(self) -> list[int]:
+        """Return the known tokens that were not reported yet, and mark them as reported."""
+        tokens, reported = self.tokens, self.reported
+        self.reported = now = len(tokens)
+        return [tokens[-1]] if now == reported + 1 else list(tokens[reported:])
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
-        """Tokens [start, stop) as int32, without a copy; must be dropped before the sequence grows."""
+        """Tokens [start, stop) as int32, without a copy. The view must be released before the sequence grows."""
         return memoryview(self.tokens)[start:stop]
 
 
 def from_run(run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int]) -> Request:
-    """Make a Request of a Run. ValueError names the field that is wrong."""
+    """Make a Request from a Run. Raises ValueError that names the invalid field."""
     if not run.ids or len(run.ids) % TOKEN_BYTES:
         raise ValueError("ids: expected int32 token ids, at least one")
     total = len(run.ids) // TOKEN_BYTES
-    if np.maximum.reduce(np.frombuffer(run.ids, np.uint32)) >= vocab_size:  # a negative id is huge
+    if np.maximum.reduce(np.frombuffer(run.ids, np.uint32)) >= vocab_size:  # as uint32 a negative id is huge
         raise ValueError(f"ids: a token id is outside the vocabulary of {vocab_size}")
     if not 1 <= run.prompt_len <= total:
         raise ValueError(f"prompt_len: {run.prompt_len} of {total} tokens")

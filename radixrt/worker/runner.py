@@ -1,4 +1,4 @@
-"""The Runner that computes a model with torch: plan in, tokens out."""
+"""The Runner that computes a model with torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from radixrt.worker.plan import Plan, Result
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.sharing import Path
 
-Planned = Callable[[Plan, Mapping[int, Path]], None]
-"""Called when the work of a step is planned and nothing of it launched, with the paths of requests that were looked up
-for it, by index."""
+OnPlanned = Callable[[Plan, Mapping[int, Path]], None]
+"""Called when the kernels' work of a step is planned and nothing is launched yet, with the tree paths that were looked
+up for it, by index of the request."""
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
-"""Bytes of a matrix, and multiplications of a product, below which threads meet for longer than they compute."""
+"""Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
+than they save."""
 
 
 class ModelRunner:
-    """What a Runner of a model says of it (see `plan.Runner`)."""
+    """The attributes of `plan.Runner` that follow from a model and its pool."""
 
     def __init__(self, model: Decoder, pool: KVPool, page_size: int, eos_ids: frozenset[int]) -> None:
         spec = model.spec
@@ -38,16 +39,16 @@ class ModelRunner:
         self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
         self.busy_seconds = 0.0
         self.pool = pool
-        self.planned: Planned | None = None
+        self.on_planned: OnPlanned | None = None
         self._model = model
         self._device = pool.device
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
 
 class TorchRunner(ModelRunner):
-    """The model, its KV pool and its attention by torch on one device, one step after the other."""
+    """Runs a model with plain torch on one device, one step after the other."""
 
     overlaps = False
     plain_keys = read_keys = 0
@@ -66,7 +67,7 @@ class TorchRunner(ModelRunner):
         widest = model.spec.hidden_size * max(model.spec.intermediate_size, model.spec.num_heads * model.spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0
-        """Steps of up to so many tokens are computed by one thread."""
+        """Steps of at most this many tokens are computed by one thread."""
         self._threads = torch.get_num_threads()
         self._sampler = TorchSampler()
 
@@ -75,8 +76,8 @@ class TorchRunner(ModelRunner):
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         began = time.monotonic()
-        if self.planned:
-            self.planned(plan, {})
+        if self.on_planned:
+            self.on_planned(plan, {})
         if self._alone:
             torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
         with torch.inference_mode():
@@ -86,11 +87,11 @@ class TorchRunner(ModelRunner):
         return lambda: result
 
     def draw(self) -> None:
-        """Nothing: a step is done when it is launched."""
+        """Nothing to do: `launch` computes the whole step."""
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
-        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order."""
+        """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
         return self._model.forward(
             torch.from_numpy(plan.tokens).to(self._device, torch.int64),
             torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device),
@@ -100,12 +101,12 @@ class TorchRunner(ModelRunner):
 
 
 def wanted(plan: Plan) -> np.ndarray:
-    """int64[plan.wants.sum()]: which of a step's tokens logits are wanted of."""
+    """int64[plan.wants.sum()]: indices of the step's tokens whose logits are wanted."""
     return ranges(np.cumsum(plan.counts) - plan.wants, plan.wants)
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64: start, start + 1, ... for each start, `count` of them, one after the other."""
+    """int64[counts.sum()]: the concatenation of arange(start, start + count) for all starts and counts."""
     starts, counts = starts.astype(np.int64), counts.astype(np.int64)
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(counts.sum())

@@ -1,5 +1,5 @@
-"""The running requests, by what they need next. From its admission until it leaves or is preempted, each is in exactly
-one list.
+"""The running requests, in lists by what they need next. From its admission until it leaves or is preempted, each is in
+exactly one list.
 
     behind --caught up--> decoding --its last step is planned--> ending
       ^                   ^      |
@@ -16,28 +16,28 @@ from radixrt.worker.request import Request
 
 
 class Running:
-    """The lists, and the arrays of the decoding requests, which are reused from step to step."""
+    """The lists, and the plan arrays of the decoding requests, which are reused from step to step."""
 
     def __init__(self) -> None:
         self.behind: list[Request] = []
-        """Have more than one token to compute; oldest first."""
+        """Requests with more than one token to compute, oldest first."""
         self.decoding: list[Request] = []
-        """Gain one token a step."""
+        """Requests that generate one token per step."""
         self.drafting: list[Request] = []
-        """Gain one or several tokens a step; planned only when their last token is known."""
+        """Requests with drafts: one or several tokens per step, planned only when their last token is known."""
         self.ending: list[Request] = []
-        """Their last step is planned; they leave when its result is applied."""
+        """Requests whose last step is planned; they leave when its result is applied."""
         self.departures = 0
         """How many requests have left or were preempted so far."""
         self._decodes: Decodes | None = None
-        """The arrays of `decoding`; None when the list has changed."""
+        """The plan arrays of `decoding`; None if the list has changed since they were built."""
 
     def __len__(self) -> int:
         return len(self.behind) + len(self.decoding) + len(self.drafting) + len(self.ending)
 
     @property
     def generating(self) -> int:
-        """How many requests decode, with drafts or without."""
+        """How many requests generate tokens, with drafts or without."""
         return len(self.decoding) + len(self.drafting)
 
     def totals(self) -> dict[str, int]:
@@ -54,17 +54,17 @@ class Running:
             self._decodes = Decodes(self.decoding)
         return self._decodes
 
-    def know(self, drawn: list[int]) -> None:
-        """Take in the tokens that a step drew, decodes first, unless a later step is already planned."""
+    def set_drawn(self, drawn: list[int]) -> None:
+        """Store the token ids that a step sampled, decodes first, for the next plan; not if that is planned already."""
         if self._decodes is not None and self.decoding and not self.decoding[0].pending:
-            self._decodes.know(drawn)
+            self._decodes.set_drawn(drawn)
 
     def remove(self, request: Request) -> None:
-        """Take a request off its list."""
+        """Remove a request from its list."""
         self.departures += 1
-        for found in (self.behind, self.ending, self.drafting):
-            if request in found:
-                found.remove(request)
+        for requests in (self.behind, self.ending, self.drafting):
+            if request in requests:
+                requests.remove(request)
                 return
         self.decoding.remove(request)
         self._decodes = None
@@ -75,26 +75,26 @@ class Running:
         return max(candidates, key=lambda r: (r.arrival, r.id))
 
     def decode(self, request: Request) -> None:
-        """Let a drafting request decode one token a step from now on."""
+        """Move a drafting request to `decoding`."""
         self.drafting.remove(request)
         self.decoding.append(request)
         self._decodes = None
 
-    def draft(self, found: list[Request]) -> None:
-        """Let decoding requests be drafted for from now on."""
-        self.decoding = [r for r in self.decoding if r not in found]
-        self.drafting += found
+    def draft(self, requests: list[Request]) -> None:
+        """Move decoding requests to `drafting`."""
+        self.decoding = [r for r in self.decoding if r not in requests]
+        self.drafting += requests
         self._decodes = None
 
     def catch_up(self, request: Request) -> None:
-        """Let a decoding or drafting request compute tokens that became known. They are few, so it goes before the
-        prompts that are behind."""
+        """Move a decoding or drafting request that has several tokens to compute to the front of `behind`: they are few
+        compared with prompts."""
         if request in self.decoding or request in self.drafting:
             self.remove(request)
             self.behind.insert(0, request)
 
     def end_decodes(self) -> None:
-        """Move the decoding requests that have reached their limit, tokens being drawn included, to `ending`."""
+        """Move the decoding requests that have reached their limit, pending tokens included, to `ending`."""
         self.ending += [r for r in self.decoding if r.total >= r.limit]
         self.decoding = [r for r in self.decoding if r.total < r.limit]
         self._decodes = None

@@ -1,14 +1,12 @@
-"""From logits to tokens.
-
-The order of what is done to a request's logits, where its Sampling asks for it:
+"""Samples tokens from logits. A request's logits go through these steps, where its Sampling has the parameter:
 
     raw logits -> log-probabilities that are reported
       repetition, presence, frequency penalty -> logit_bias -> stop ids banned below min_tokens
-      -> what its grammar does not allow, and then the grammar says where stop ids are banned
-      temperature 0: the largest
-      else: / temperature -> min_p -> top_k -> top_p -> + Gumbel noise: the largest
+      -> mask of the grammar (with a grammar, the mask includes the ban of stop ids)
+      greedy: argmax
+      else: / temperature -> min_p -> top_k -> top_p -> + Gumbel noise -> argmax
 
-Noise depends on (seed, position, token id) alone: not on the batch, the worker, or on what was cached.
+The noise depends on (seed, position, token id) alone: not on the batch, the worker, or what was cached.
 """
 
 from __future__ import annotations
@@ -25,33 +23,34 @@ from radixrt.worker.request import Request
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On a GPU without waiting for what it does, from pinned memory that is kept until it is done."""
+    """Copy an array to a device; to a GPU asynchronously, from pinned memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 Ahead = Mapping[int, Sequence[int]]
-"""By row of the logits: tokens that come between what is known of its request and what is drawn there, if any do."""
+"""By row of the logits: the drafted tokens between the known tokens of its request and the token sampled there."""
 
 
 class Sampler(Protocol):
-    """What devices do each in a way of their own. Logits are float32[B, vocab]."""
+    """The operations that differ between devices. Logits are float32[B, vocab]."""
 
     def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
-        """Apply the penalties of requests, whose rows of the page table are int[B], in place."""
+        """Apply the penalties of requests in place. `rows`, int[B], are theirs in the page table."""
 
     def mask(self, logits: torch.Tensor, masks: Masks) -> None:
-        """Set what grammars do not allow to -inf, in place."""
+        """Set the logits of tokens that grammars do not allow to -inf, in place."""
 
     def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(int64[B], the smallest id of the largest logits; whether these are finite and no other is NaN, bool[B])."""
+        """(argmax int64[B], the smallest id where several are equal; bool[B]: the maximum is finite and none is
+        NaN)."""
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """int64[N] drawn from those of int rows[N] by temperature, min_p, top_k, top_p and each request's noise."""
+        """Sample from logits[rows], by temperature, min_p, top_k, top_p and noise: int64[N]."""
 
 
 class TorchSampler:
-    """The reference."""
+    """The reference implementation, in plain torch."""
 
     def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
         for row, request in enumerate(requests):
@@ -65,7 +64,7 @@ class TorchSampler:
 
     def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         peaks, tokens = logits.max(-1)
-        return tokens, peaks.isfinite()  # NaN is the largest of all
+        return tokens, peaks.isfinite()  # max returns NaN if there is any
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
         return draw(logits[rows.long()], draws)
@@ -75,8 +74,9 @@ def choose(
     logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, positions: Sequence[int], sampler: Sampler,
     masks: Masks | None = None, ahead: Ahead | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One token a request, int64[B], at its position, from float32 logits[B, vocab], which is overwritten; and whether
-    the largest logit that it could have is finite, bool[B]. `rows` are theirs of the page table, int[B]."""
+    """Choose one token per request from float32 logits[B, vocab], which are overwritten. Returns (int64[B], bool[B]
+    whether the largest allowed logit is finite). `positions` are those of the new tokens; `rows`, int[B], are the
+    requests' in the page table."""
     ahead = ahead or {}
     sampler.penalize(logits, requests, rows, ahead)
     for row, request in enumerate(requests):
@@ -84,7 +84,7 @@ def choose(
             adjust(logits[row], request, len(ahead.get(row, ())))
     if masks is not None:
         sampler.mask(logits, masks)
-    drawn = [row for row, request in enumerate(requests) if request.draws]
+    drawn = [row for row, request in enumerate(requests) if not request.greedy]
     tokens, finite = sampler.largest(logits)
     if drawn:
         at = to_device(np.array(drawn), logits.device)
@@ -98,12 +98,12 @@ def choose(
 
 
 def penalize(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) -> None:
-    """Apply penalties to one request's logits[vocab], in place; `ahead` it will have said, too."""
+    """Apply penalties to one request's logits[vocab], in place, as if it had the tokens `ahead` as well."""
     s = request.sampling
     tokens = np.array(request.tokens)
     if ahead:
         tokens = np.append(tokens, ahead)
-    if s.repetition_penalty != 1.0:  # CTRL (arXiv 1909.05858): tokens of prompt and output, whatever their logit's sign
+    if s.repetition_penalty != 1.0:  # CTRL (arXiv 1909.05858): on tokens of prompt and output, by the sign of the logit
         at = _index(np.unique(tokens), logits)
         seen = logits[at]
         logits[at] = torch.where(seen > 0, seen / s.repetition_penalty, seen * s.repetition_penalty)
@@ -114,7 +114,8 @@ def penalize(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) 
 
 
 def adjust(logits: torch.Tensor, request: Request, ahead: int = 0) -> None:
-    """Apply biases and bans to one request's logits[vocab], in place; so many more tokens it will have said."""
+    """Apply logit_bias and the ban of stop ids below min_tokens to one request's logits[vocab], in place, as if it had
+    `ahead` more tokens."""
     s = request.sampling
     if s.logit_bias:
         bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
@@ -130,12 +131,12 @@ def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What the grammars of some requests allow next."""
+    """The tokens that the grammars of N requests allow."""
 
     bits: torch.Tensor
     """int32[N, ceil(vocab / 32)], on the device of the logits: bit i % 32 of word i // 32 for id i."""
     rows: torch.Tensor
-    """int64[N]: whose rows of the logits they are."""
+    """int64[N]: the requests' rows of the logits."""
 
 
 # ---------------------------------------------------------------- drawing
@@ -143,23 +144,23 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What B tokens are drawn by, each [B, 1]; None where no request asks for it."""
+    """The sampling parameters of B requests, each [B, 1]; None where no request sets it."""
 
     temperature: torch.Tensor
     keys: torch.Tensor
-    """int64, of each request's noise."""
+    """int64: seeds of the noise, one for each request and position."""
     min_p: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens are left out."""
+        """Whether min_p, top_k or top_p exclude tokens."""
         return any(x is not None for x in (self.min_p, self.top_k, self.top_p))
 
     @staticmethod
     def arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> dict[str, np.ndarray]:
-        """The same on the host, by name, each [B]: float32, int32, and int64 keys."""
+        """The fields as host arrays, each [B], by name: `keys` int64, `top_k` int32, the others float32."""
         keys = [_signed(_mix(_mix((s.seed or 0) & _MASK) ^ p)) for s, p in zip(samplings, positions, strict=True)]
         found = {
             "temperature": np.array([s.temperature for s in samplings], dtype=np.float32),
@@ -175,7 +176,7 @@ class Draws:
 
     @classmethod
     def of(cls, arrays: dict[str, torch.Tensor]) -> Draws:
-        """From `arrays` on the device; there, all may be int32 that hold their bits."""
+        """Make Draws from `arrays` that were copied to the device, also if viewed as int32."""
         types = {"keys": torch.int64, "top_k": torch.int32}
         return cls(**{name: x.view(types.get(name, torch.float32)).view(-1, 1) for name, x in arrays.items()})
 
@@ -184,7 +185,7 @@ _ALL = (1 << 31) - 1
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """int64[B] drawn from logits[B, vocab] by temperature, min_p, top_k, top_p and each request's own noise."""
+    """Sample from logits[B, vocab] by temperature, min_p, top_k, top_p and each request's noise: int64[B]."""
     logits = logits / draws.temperature
     if draws.min_p is not None:
         logits = keep_min_p(logits, draws.min_p)
@@ -194,16 +195,14 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Drop tokens less probable than `min_p[B, 1]` times the likeliest; for 0 none."""
-    bar = logits.amax(-1, keepdim=True) + min_p.log()
-    return logits.masked_fill(logits < bar, -torch.inf)
+    """Exclude tokens less probable than `min_p`[B, 1] times the most likely one; with 0 none."""
+    threshold = logits.amax(-1, keepdim=True) + min_p.log()
+    return logits.masked_fill(logits < threshold, -torch.inf)
 
 
 def keep_top(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Keep the `top_k` likeliest tokens, of these the fewest whose probabilities sum to `top_p` at least; both [B, 1],
-    or None for all.
-
-    Of tokens equally likely those of smaller id go first, so that exactly k are kept."""
+    """Keep the `top_k` most likely tokens, and of these the fewest whose probabilities sum to at least `top_p`; both
+    are [B, 1], or None to keep all. Of equally likely tokens the smaller ids come first, so that exactly k are kept."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     if top_k is not None:

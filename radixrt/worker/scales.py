@@ -1,5 +1,5 @@
-"""What FP8 pages divide K and V by, so that they neither clip nor fall among the subnormals: one scale of K and one of
-V for each layer."""
+"""Scales of FP8 pages: for each layer, what K and V are divided by so that they neither saturate nor become
+subnormal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from radixrt.worker.model.layers import Projected
 log = logging.getLogger("radixrt.scales")
 
 Scales = list[tuple[float, float]]
-"""Of K and of V, by layer."""
+"""(of K, of V) by layer."""
 
 SOURCES = ("auto", "none")
+"""Values of the setting `kv_scales`: the checkpoint's scales, or else calibrated ones; or 1."""
 NAMES = (
     ("k_scale", "v_scale"),
     ("attn.k_scale", "attn.v_scale"),
@@ -29,17 +30,18 @@ NAMES = (
     ("kv_scale", "kv_scale"),
     ("attn.kv_scale", "attn.kv_scale"),
 )
-"""Of a layer's tensors in checkpoints, after `model.layers.0.self_attn.`."""
+"""Names of the scales of K and V in checkpoints, after `model.layers.0.self_attn.`."""
 PROMPTS, TOKENS = 4, 256
+"""Number and length of the calibration prompts."""
 HEADROOM = 2.0
-"""How often the largest value seen fits into the range."""
+"""The range of the pages, as a multiple of the largest value seen in calibration."""
 SMALLEST = 2.0**-64
-"""Its inverse is a float32; smaller values are as good as 0."""
+"""The smallest scale; values that would need a smaller one are practically 0."""
 
 
 def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dtype, bos_id: object = None) -> Scales:
-    """The scales of pages of an FP8 `dtype`, of the `source` that the setting names. They are logged, and what they
-    would clip. ValueError names a tensor of the checkpoint that is no scale."""
+    """The scales of pages of an FP8 `dtype`, from the `source` that the setting names. Logs them, and warns of layers
+    that clip. Raises ValueError that names a tensor of the checkpoint that is no valid scale."""
     layers = model.spec.num_layers
     if source == "auto" and (stated := stated_scales(weights, layers)) is not None:
         stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
@@ -49,7 +51,7 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
     limit = torch.finfo(dtype).max
     scales = [(1.0, 1.0)] * layers
     if source == "auto":
-        # V of a latent is a part of K, and is stored with it.
+        # With a latent, V is a part of K, and has K's scale.
         largest = [(k, k) for k, _ in largest] if model.spec.latent else largest
         scales = [(power_of_two(k, limit), power_of_two(v, limit)) for k, v in largest]
     report([
@@ -61,19 +63,20 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
 
 
 def power_of_two(largest: float, limit: float) -> float:
-    """The smallest power of two s with HEADROOM * largest / s <= limit: it moves the exponents of values and changes
-    no mantissa. 1 where `largest` is 0 or not finite."""
+    """The smallest power of two s with HEADROOM * largest / s <= limit; 1 if `largest` is 0 or not finite. Dividing by
+    a power of two changes only exponents, so it adds no rounding."""
     if largest == 0 or not math.isfinite(largest):
         return 1.0
     mantissa, exponent = math.frexp(HEADROOM * largest / limit)  # 0.5 <= mantissa < 1
     return max(math.ldexp(1.0, exponent - (mantissa == 0.5)), SMALLEST)
 
 
-# ---------------------------------------------------------------- of the checkpoint
+# ---------------------------------------------------------------- from the checkpoint
 
 
 def stated_scales(weights: Weights, layers: int) -> Scales | None:
-    """None unless the checkpoint has them for every layer. ValueError names a tensor that is no scale."""
+    """The checkpoint's scales; None unless it has them for every layer. Raises ValueError that names a tensor that is
+    no valid scale."""
     found = [_stated(weights, f"model.layers.{layer}.self_attn.") for layer in range(layers)]
     scales = [pair for pair in found if pair is not None]
     if len(scales) == layers:
@@ -105,10 +108,10 @@ def _positive(weights: Weights, name: str) -> float | None:
 
 
 def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, float]]:
-    """The largest |K| and |V| of each layer over a few prompts of random tokens, the same for every worker.
+    """The largest |K| and |V| of each layer over a few prompts of random tokens, which are the same for every worker.
 
-    Random tokens reach the ranges of text only roughly (what is large comes mostly from weights, single tokens and the
-    first position), hence HEADROOM."""
+    For random tokens the largest values are only roughly those of text (they come mostly from the weights, from single
+    tokens and from the first position), hence HEADROOM."""
     attend = _Observer(model)
     none = torch.empty(0, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
@@ -119,7 +122,7 @@ def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, f
 
 
 def calibration_prompts(vocab_size: int, max_model_len: int, bos_id: object = None) -> np.ndarray:
-    """int64[PROMPTS, at most TOKENS], each after the beginning-of-sequence token, if the model has one."""
+    """int64[PROMPTS, at most TOKENS]; each prompt begins with the beginning-of-sequence token, if the model has one."""
     ids = np.random.default_rng(0).integers(0, vocab_size, (PROMPTS, min(TOKENS, max_model_len)))
     if isinstance(bos_id, int) and 0 <= bos_id < vocab_size:
         ids[:, 0] = bos_id
@@ -127,7 +130,7 @@ def calibration_prompts(vocab_size: int, max_model_len: int, bos_id: object = No
 
 
 class _Observer:
-    """An `Attend` without pages, of one prompt over itself, that notes the largest |K| and |V| by layer."""
+    """An `Attend` of one prompt without pages, which records the largest |K| and |V| by layer."""
 
     def __init__(self, model: Decoder) -> None:
         self._windows = model.spec.windows
@@ -138,7 +141,7 @@ class _Observer:
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
         largest = torch.stack((k.abs().amax(), v.abs().amax())).float()
-        self.largest[layer] = torch.maximum(self.largest[layer], largest)  # NaN wins
+        self.largest[layer] = torch.maximum(self.largest[layer], largest)  # propagates NaN
         at = torch.arange(len(q), device=q.device)
         distance = at[:, None] - at
         window = self._windows[layer]
@@ -150,12 +153,12 @@ class _Observer:
         return heads.values(out[0].transpose(0, 1))
 
 
-# ---------------------------------------------------------------- what is said of them
+# ---------------------------------------------------------------- logging
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The largest value seen of K or V of a layer, and what its pages hold: `scale * limit`."""
+    """The largest value seen of K or V of a layer. Its pages can hold values up to `scale * limit`."""
 
     layer: int
     name: str
@@ -165,12 +168,12 @@ class Range:
 
     @property
     def headroom(self) -> float:
-        """Times that `largest` fits; below 1 it clips."""
+        """The range of the pages as a multiple of `largest`; below 1 they clip."""
         return self.scale * self.limit / self.largest if self.largest else math.inf
 
 
 def report(ranges: list[Range]) -> None:
-    """One line in all, one a layer for debugging, one warning for all that clips, one for all that is not finite."""
+    """Log a summary, each range at debug level, and warnings of what clips and of what is not finite."""
     finite = [r for r in ranges if math.isfinite(r.largest)]
     k, v = (max((r.largest for r in finite if r.name == name), default=math.nan) for name in "KV")
     tightest = sorted(finite, key=lambda r: r.headroom)[:3]

@@ -1,21 +1,23 @@
 """Decides which tokens each step computes. A request has `computed` and `total` tokens, and the scheduler lets the one
-catch up with the other within a token budget per step. There are no phases: cache hits, chunked prefill, decoding and
-resumption after a preemption are all this.
+catch up with the other within a token budget per step. There are no prefill and decode phases: cache hits, chunked
+prefill, decoding and resumption after a preemption all work this way.
 
     waiting --admit--> behind (chunks) --> decoding (one token a step) --> done
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
-Of the waiting requests, the one with the fewest missing tokens comes first, and now and then the oldest: see `waiting`.
+Of the waiting requests, the one with the fewest uncached tokens comes first, and at times the oldest: see `waiting`.
 
-Counts move on when a step is planned; token values arrive when its result is applied. So step n+1 can be planned while
-step n runs: the tokens of step n that it needs are on the device.
+Counts advance when a step is planned; token ids arrive when its result is applied. So step n+1 can be planned while
+step n runs: the sampled tokens that it needs are on the device.
 
-    plan n   plan n+1   apply n   plan n+2   apply n+1        or, one after the other,   plan n   apply n   plan n+1
-             `pending` tokens are drawn but not known here; in the plan they are FROM_DEVICE
+    overlapped:      plan n   plan n+1   apply n   plan n+2   apply n+1
+                              `pending` tokens are sampled but not known to the host; the plan has FROM_DEVICE for them
+    not overlapped:  plan n   apply n   plan n+1   apply n+1
 
-A grammar may force tokens after one that was drawn: the request then falls behind by them and catches up with a chunk.
-Tokens may be drafted (`drafting`): the request then gains one or several per step, and is planned when they are known.
+A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk.
+Tokens may be drafted (`drafting`): the request then gains one or several tokens per step, and is planned again when
+they are known.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from radixrt.messages import Output, TokenLogprob
 from radixrt.worker.admission import Admission
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
-from radixrt.worker.drafting import MOST_ROWS, Drafter, waits
+from radixrt.worker.drafting import MOST_ROWS, Drafter, should_wait
 from radixrt.worker.ending import Ending
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
@@ -37,7 +39,7 @@ from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a step may hold."""
+    """The most tokens of a step, and the most running requests."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -65,22 +67,22 @@ class Scheduler:
     # ------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
-        """Take a new request. ValueError if it could never fit or its id is taken."""
+        """Add a new request to the queue. Raises ValueError if it could never fit or its id is taken."""
         room = self.cache.total_pages * self.cache.page_size
         if request.id in self._requests:
             raise ValueError(f"id: request {request.id} exists")
         if max(request.limit, request.total) > room:
             raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
         self._requests[request.id] = request
-        self._arrivals.come(request, self._clock)
+        self._arrivals.record(request, self._clock)
         if request.matcher is not None and not request.generated:
             self._force(request)
-        self._counter.come(request.tenant)
-        self.cache.kept.come(request)
+        self._counter.add_request(request.tenant)
+        self.cache.kept.arrived(request)
         self._waiting.add(request)
 
     def abort(self, id: int) -> bool:
-        """Drop a request, waiting or running; what it computed stays cached. False if it has ended already."""
+        """End a request, waiting or running; what it computed stays cached. False if there is no such request."""
         request = self._requests.get(id)
         if request is None:
             return False
@@ -106,18 +108,19 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens still to be computed before the requests that do not decode yet can decode."""
+        """Tokens to compute until all requests decode: those of waiting requests and of running ones that are
+        behind."""
         return self._waiting.tokens + sum(r.behind for r in self.running.behind)
 
     # ------------------------------------------------------------ plan
 
     def plan(self) -> Plan | None:
-        """The next step; None if there is nothing to compute or the result of the step before has to be applied first.
-        Takes pages, and inserts prompts into the tree."""
+        """Plan the next step; None if there is nothing to compute or the result of the step before has to be applied
+        first. Allocates pages, and inserts the prompt tokens of the step into the tree."""
         running = self.running
         if kept := self.cache.kept:
             kept.expire() if self._waiting else kept.clear()
-        if running.drafting and waits(sum(r.pending > 0 for r in running.drafting), running.generating):
+        if running.drafting and should_wait(sum(r.pending > 0 for r in running.drafting), running.generating):
             return None
         drafts = self._draft() if running.drafting else []
         self._reserve_decodes()
@@ -129,7 +132,7 @@ class Scheduler:
         behind = [*running.behind]
         while budget > 0 and (request := self._admission.next(behind, self.steps)):
             taken = self._chunk(request, budget, builder)
-            self._counter.prompt(request.tenant, taken)
+            self._counter.count_prompt(request.tenant, taken)
             budget -= taken
         if not running.decoding and not builder.requests:
             return None
@@ -137,16 +140,16 @@ class Scheduler:
         decodes = running.decodes()
         plan = builder.build(self.steps, decodes)
         self._clock += len(plan.tokens)
-        self._move_on(decodes, builder)
+        self._advance(decodes, builder)
         return plan
 
     def _draft(self) -> list[tuple[Request, list[int]]]:
-        """Requests whose last token is known, with drafts of their next ones, for which pages were reserved. Those
-        without a draft decode from now on."""
+        """Draft tokens for the drafting requests whose last token is known, and reserve pages for them. Requests for
+        which there is no draft, or no pages, move back to `decoding`. Returns (request, drafted ids) of the others."""
         running = self.running
         requests, ready = running.generating, [r for r in running.drafting if not r.pending]
         rows = min(MOST_ROWS, self.limits.max_num_batched_tokens) - len(running.decoding)
-        room = rows // max(len(ready), 1) - 1
+        room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
         found = []
         for request in ready:
             ids = self.drafter.draft(request, room, requests)
@@ -163,12 +166,12 @@ class Scheduler:
                 running.decode(request)
         return found
 
-    def _move_on(self, decodes: Decodes, builder: StepBuilder) -> None:
-        """Count the planned tokens as computed, and those they draw as pending."""
-        decodes.move_on()
+    def _advance(self, decodes: Decodes, builder: StepBuilder) -> None:
+        """Count the planned tokens as computed, and the tokens sampled from them as pending."""
+        decodes.advance()
         if self._counter.several:
             for request in self.running.decoding:
-                self._counter.decode(request.tenant)
+                self._counter.count_decoded(request.tenant)
         ending = False
         for request in self.running.decoding:
             request.computed += 1
@@ -178,16 +181,16 @@ class Scheduler:
         if ending:
             self.running.end_decodes()
         if builder.requests:
-            self._move_on_others(builder)
+            self._advance_others(builder)
 
-    def _move_on_others(self, builder: StepBuilder) -> None:
-        """The same for requests with drafts, which come first and count one token until these are verified, and for
-        chunks."""
+    def _advance_others(self, builder: StepBuilder) -> None:
+        """As `_advance`, for requests with drafts and for chunks. Of a draft only the last known token counts as
+        computed; drafted tokens count once they are accepted."""
         for draft in builder.drafts:
             draft.request.computed += 1
             draft.request.pending = 1
             if self._counter.several:
-                self._counter.decode(draft.request.tenant)
+                self._counter.count_decoded(draft.request.tenant)
         first = sum(1 + len(draft.ids) for draft in builder.drafts)
         chunks = (entries[first:] for entries in (builder.requests, builder.counts, builder.samples))
         for request, count, samples in zip(*chunks, strict=True):
@@ -204,7 +207,7 @@ class Scheduler:
                 self._preempt()
 
     def _preempt(self, planned: Sequence[Request] = ()) -> Request:
-        """Send the youngest running request that is not `planned` for this step back to wait, and return it."""
+        """Move the youngest running request that is not `planned` for this step back to the queue, and return it."""
         victim = self.running.youngest(planned)
         self.running.remove(victim)
         self.cache.retire(victim)
@@ -213,12 +216,12 @@ class Scheduler:
         return victim
 
     def _chunk(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Plan the next chunk of a request that is behind. Returns its length; 0 if the request was preempted."""
+        """Plan the next chunk of a request that is behind. Returns its length; 0 if none was planned."""
         while True:
-            # Again after each preemption: the victim may have left in the tree what this request needs next.
+            # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
-            count = min(budget, request.behind, builder.most(request))
-            if not count:  # the step scores as many tokens as it can
+            count = min(budget, request.behind, builder.max_count(request))
+            if not count:  # the step scores MOST_SCORED tokens already
                 return 0
             try:
                 self.cache.reserve(request, request.computed + count)
@@ -233,7 +236,7 @@ class Scheduler:
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: Plan, result: Result) -> list[Output]:
-        """Apply the result of a step; steps come in the order of their plans. Returns what each request gained."""
+        """Apply the result of a step, in the order of plans. Returns the new tokens of each request."""
         outputs: list[Output] = []
         failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
         found = enumerate(zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True))
@@ -243,8 +246,8 @@ class Scheduler:
             if failed and index in failed:
                 outputs += self._ending.fail_for_good(request, failed[index])
                 continue
-            if request.over or plan.step <= request.void:  # it ended meanwhile, or its grammar forced other tokens
-                continue
+            if request.over or plan.step <= request.discard_until:
+                continue  # it has ended, or its grammar forced other tokens
             if stuck and index in stuck:
                 outputs.append(self._ending.stop_short(request, stuck[index]))
                 continue
@@ -252,21 +255,22 @@ class Scheduler:
                 stop = int(plan.starts[index] + plan.counts[index])
                 request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
             if samples:
-                self._gain(request, token, logprobs[index : index + 1] if logprobs else logprobs, outputs)
+                self._append_drawn(request, token, logprobs[index : index + 1] if logprobs else logprobs, outputs)
             elif plan.starts[index] + plan.counts[index] == request.total:
-                output = Output(request.id, request.unsaid(), finish="length")
+                output = Output(request.id, request.take_unreported(), finish="length")
                 if request.scores is not None:
                     request.scores.report(output)
                 self._finish(request, output, outputs)
         for draft in plan.drafts:
             self._verify(plan, draft, result, outputs)
-        self.running.know(result.tokens)
+        self.running.set_drawn(result.tokens)
         if self.drafter is not None and self.running.generating <= MOST_ROWS // 2:
             self._begin_drafts(self.drafter)
         return outputs
 
     def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output]) -> None:
-        """Accept a request's drafted tokens as far as the model drew the same, and the token drawn after those."""
+        """Accept the longest prefix of a draft that equals the tokens the model sampled, and the sampled token after
+        it."""
         request, first = draft.request, draft.first
         if first in result.failed:
             outputs += self._ending.fail_for_good(request, result.failed[first])
@@ -285,12 +289,14 @@ class Scheduler:
         self.drafter.learn(draft, accepted)
         request.tokens.extend(draft.ids[:accepted])
         if self._counter.several:
-            self._counter.decode(request.tenant, accepted)
+            self._counter.count_decoded(request.tenant, accepted)
         if request.row >= 0:
             request.computed += accepted
-        else:  # preempted while they were verified
+        else:  # it was preempted meanwhile, and waits with more tokens than it had
             self._waiting.tokens += accepted
-        self._gain(request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs)
+        self._append_drawn(
+            request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs
+        )
 
     def _begin_drafts(self, drafter: Drafter) -> None:
         """Start drafting for decoding requests that have begun to repeat earlier text."""
@@ -298,16 +304,19 @@ class Scheduler:
         if found := [r for r in self.running.decoding if drafter.begins(r, requests)]:
             self.running.draft(found)
 
-    def _gain(self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output]) -> None:
-        """Append a drawn token to a request. `logprobs`, if asked for, are those of the tokens not reported yet."""
+    def _append_drawn(
+        self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output]
+    ) -> None:
+        """Append a sampled token to a request and report it. `logprobs`, if requested, are those of all tokens that
+        were not reported yet."""
         tokens = request.tokens
         tokens.append(token)
         request.pending -= 1
-        if request.row < 0:  # preempted while its token was drawn: its hit may be longer
-            request.seen = -1
+        if request.row < 0:  # preempted while this token was in flight: its hit may be longer now
+            request.hit_version = -1
         stops = token in request.stop_ids
         jumped = request.matcher is not None and not stops and self._jump(request)
-        output = Output(request.id, request.unsaid(), None, request.cached_tokens)
+        output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
         if request.sampling.logprobs is not None and logprobs:
             output.logprobs = logprobs
         if request.scores is not None:
@@ -324,22 +333,22 @@ class Scheduler:
                 self.running.catch_up(request)
 
     def _force(self, request: Request) -> int:
-        """Append the tokens that a request's grammar forces, up to its limit. Returns how many."""
+        """Append the tokens that a request's grammar forces next, up to its limit. Returns how many."""
         forced = request.matcher.jump(request)
         request.tokens.extend(forced)
         self.forced_tokens += len(forced)
         return len(forced)
 
     def _jump(self, request: Request) -> bool:
-        """As `_force`, for a request that has just gained a token. True if any were forced: the first of them takes the
-        place of what the step in flight draws, which is void."""
+        """As `_force`, for a request that has just gained a token. True if any tokens were forced. The token that the
+        step in flight samples for the request is then discarded: the first forced token takes its place."""
         forced = self._force(request)
         if not forced:
             return False
-        if request.row < 0:  # preempted while its token was drawn
+        if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
             self._waiting.tokens += forced
         if request.pending:
-            request.pending, request.void = 0, self.steps
+            request.pending, request.discard_until = 0, self.steps
         return True
 
     def _finish(self, request: Request, output: Output, outputs: list[Output]) -> None:
@@ -347,10 +356,10 @@ class Scheduler:
         outputs.append(output)
         if self.drafter is not None:
             self.drafter.ends(request)
-        if output.tokens:  # the next step may have computed the last token, too; cached are always the others
+        if output.tokens:  # the last token is never cached, even if the step in flight computes it
             request.computed = min(request.computed, len(request.tokens) - 1)
         self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
-        """Fail every request of a step that could not be run. Nothing of that step stays cached."""
+        """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
         return self._ending.fail_step(plan, reason)

@@ -1,9 +1,10 @@
-"""JSON schemas, made fit for a grammar of JSON.
+"""Rewrites JSON schemas to work around two gaps of xgrammar.
 
-xgrammar lets any value stand where a schema has several in `allOf`: objects among them are made one here.
+It allows any value where a schema has several schemas in `allOf`. Here object schemas in `allOf` are merged into one.
 
-It puts a `pattern` between quotes as it is: where it lets any character stand (`.`, `[^a]`, `\\S`), a raw quote or line
-break could, and what came out would be no JSON. Those are left out; where one must stand it is escaped as in JSON.
+It copies a `pattern` between quotes as it is. Where the pattern allows any character (`.`, `[^a]`, `\\S`), the text
+could have a raw quote or line break, and would not be JSON. Here such characters are excluded from the pattern, or
+escaped as in JSON where the pattern requires one.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 
 from radixrt.schema_keywords import DATA, DEFINED, NAMED
 
-SAID = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
-"""Keywords that a value need not follow."""
-OF_OBJECTS = DEFINED | {"type", "properties", "required", "additionalProperties"}
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
+"""Keywords that do not constrain a value."""
+OBJECT_KEYWORDS = DEFINED | {"type", "properties", "required", "additionalProperties"}
 NAME = re.compile(r"#(?:/(\$defs|definitions)/([^/]+))?")
-"""References that mean the same when what they stand in is moved."""
+"""References that keep their meaning when the schema around them is moved."""
 DEPTH = 64
-"""Of objects and lists within each other."""
+"""The deepest nesting of objects and lists in a schema that is rewritten."""
 MOST_WITHIN = 16
-"""Schemas in `allOf` within each other, and references between them."""
+"""The deepest nesting of `allOf` and references between them."""
 MOST_PARTS = 20_000
-"""Of a schema: what is looked at to make objects one, and what comes of it."""
+"""The most parts of a schema that are visited or written to merge objects."""
 UNSAFE = r"\"\\\n\r"
-"""Within a class of characters."""
+"""Characters that JSON strings escape, as written within a character class."""
 ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"
 CONTROLS = {"\\0": "\0", "\\t": "\t", "\\n": "\n", "\\v": "\v", "\\f": "\f", "\\r": "\r"}
 PIECE = re.compile(
@@ -39,9 +40,9 @@ PIECE = re.compile(
 )
 
 
-def made_fit(kind: str, text: str) -> str:
-    """The text of a json_schema or structural_tag, its patterns as `safe_pattern` makes them, and objects that a value
-    must all be as one."""
+def adapt_schema(kind: str, text: str) -> str:
+    """Rewrite the text of a json_schema or structural_tag: its patterns by `safe_pattern`, object schemas in `allOf`
+    merged."""
     if '"pattern"' not in text and '"allOf"' not in text:
         return text
     value = json.loads(text)
@@ -49,16 +50,16 @@ def made_fit(kind: str, text: str) -> str:
 
 
 def _schema(root: Any) -> Any:
-    if (made := _made_one(root)) is not None:
+    if (made := _merged(root)) is not None:
         return made
     return _Patterns().fit(root)
 
 
 class _Patterns:
-    """A schema, and what it holds, with safe patterns."""
+    """Rewrites the patterns of a schema, recursively."""
 
     def fit(self, value: Any) -> Any:
-        """A part of it, made fit."""
+        """Rewrite a schema or a list of schemas."""
         if isinstance(value, list):
             return [self.fit(inner) for inner in value]
         if not isinstance(value, dict):
@@ -69,14 +70,14 @@ class _Patterns:
         return changed
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """What a schema has under a keyword."""
+        """Rewrite the value of a keyword."""
         if keyword in NAMED and isinstance(value, dict):
             return {name: self.fit(inner) for name, inner in value.items()}
         return value if keyword in DATA else self.fit(value)
 
 
 def _tag(value: Any) -> Any:
-    """A structural tag has patterns of its own, of free text: only schemas within are changed."""
+    """Rewrite the schemas in a structural tag. Its own patterns are for free text, and stay as they are."""
     if isinstance(value, list):
         return [_tag(inner) for inner in value]
     if not isinstance(value, dict):
@@ -87,9 +88,8 @@ def _tag(value: Any) -> Any:
 # ---------------------------------------------------------------- allOf
 
 
-def _made_one(root: Any) -> Any:
-    """A schema in which objects that a value must all be are one, and patterns safe; None where there are none, or this
-    is not known to be the same."""
+def _merged(root: Any) -> Any:
+    """A schema with merged `allOf` and safe patterns; None if it cannot be rewritten with certainty."""
     if not isinstance(root, dict) or not isinstance(root.get("$defs", {}), dict) or not _is_plain(root, DEPTH):
         return None
     schema = _AllOf(root)
@@ -101,7 +101,7 @@ def _made_one(root: Any) -> Any:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether all references are to what a schema defines by name, and it is not too deep."""
+    """Whether all references are by name (NAME), and the schema is not too deep."""
     if isinstance(value, dict):
         ref = value.get("$ref")
         if isinstance(ref, str) and not NAME.fullmatch(ref):
@@ -112,17 +112,18 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 class _TooLarge(Exception):
-    """What comes of a schema is larger than it is worth."""
+    """The merged schema would have more than MOST_PARTS parts."""
 
 
 class _AllOf(_Patterns):
-    """Each object that is made of several is defined once, by a name of its own, which stands where they stood."""
+    """Merges object schemas in `allOf`. Each merged schema is defined once, in `made`, and a reference takes the place
+    of the schemas it was merged from."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.made: dict[str, Any] = {}
         self._root = root
         self._names: dict[int, str] = {}
-        """By identity of the schema that has the `allOf`."""
+        """By id() of the schema with the `allOf`."""
         self._left = MOST_PARTS
 
     def fit(self, value: Any) -> Any:
@@ -130,10 +131,10 @@ class _AllOf(_Patterns):
         self._left -= 1
         if self._left < 0:
             raise _TooLarge
-        if not isinstance(value, dict) or not _has_several(value):
+        if not isinstance(value, dict) or not _needs_merge(value):
             return super().fit(value)
         if id(value) not in self._names:
-            if (one := _one(self._objects(value, MOST_WITHIN))) is None:
+            if (one := _merge_objects(self._objects(value, MOST_WITHIN))) is None:
                 return super().fit(value)
             name = f"all of {len(self._names)}"
             while name in self._root.get("$defs", {}):
@@ -144,13 +145,13 @@ class _AllOf(_Patterns):
         return kept | {"$ref": f"#/$defs/{self._names[id(value)]}"}
 
     def _objects(self, schema: Any, within: int) -> list[dict[str, Any]] | None:
-        """What a value must be, by all that a schema says: schemas of objects. None where there are others among them,
-        or too many."""
+        """The object schemas that a schema requires a value to satisfy at once, from itself, its `allOf` and its
+        reference. None if some are not of objects, or there are too many."""
         self._left -= 1
         if not isinstance(schema, dict) or self._left < 0:
             return None
         own = {key: inner for key, inner in schema.items() if key not in ("allOf", "$ref")}
-        found = [own] if own.keys() - SAID - DEFINED else []
+        found = [own] if own.keys() - ANNOTATIONS - DEFINED else []
         inner = schema.get("allOf", [])
         if (found and not _is_object(own)) or not isinstance(inner, list):
             return None
@@ -162,7 +163,7 @@ class _AllOf(_Patterns):
         return found
 
     def _referred(self, ref: Any) -> Any:
-        """What a reference is to; None if it is to nothing, or to all."""
+        """The schema that a reference names; None if there is no such, or it is the whole schema."""
         place = NAME.fullmatch(ref) if isinstance(ref, str) else None
         if place is None or place[1] is None:
             return None
@@ -170,17 +171,17 @@ class _AllOf(_Patterns):
         return defined.get(place[2].replace("~1", "/").replace("~0", "~")) if isinstance(defined, dict) else None
 
 
-def _has_several(schema: dict[str, Any]) -> bool:
-    """Whether there is more than one that a value must be."""
+def _needs_merge(schema: dict[str, Any]) -> bool:
+    """Whether a value must satisfy more than one schema: those in `allOf` and the schema's own keywords."""
     parts = schema.get("allOf")
-    return isinstance(parts, list) and len(parts) + bool(OF_OBJECTS & schema.keys() - DEFINED) > 1
+    return isinstance(parts, list) and len(parts) + bool(OBJECT_KEYWORDS & schema.keys() - DEFINED) > 1
 
 
 def _is_object(schema: dict[str, Any]) -> bool:
-    """Whether it is of objects, says nothing but what can be made one, and is well-formed."""
+    """Whether a schema is a well-formed one of objects, with only those keywords that can be merged."""
     required = schema.get("required", [])
     return (
-        schema.keys() <= SAID | OF_OBJECTS
+        schema.keys() <= ANNOTATIONS | OBJECT_KEYWORDS
         and schema.get("type", "object") == "object"
         and isinstance(schema.get("properties", {}), dict)
         and isinstance(required, list)
@@ -188,9 +189,9 @@ def _is_object(schema: dict[str, Any]) -> bool:
     )
 
 
-def _one(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-    """The schema of what is all of some objects: it has the properties of each, and is closed if one of them is. None
-    where they differ in what a property is, or in what others may be, and without any."""
+def _merge_objects(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Merge object schemas: the result has all their properties, and no others if one of them forbids others. None if
+    there are none, if they define a property differently, or if one has a schema for additional properties."""
     properties: dict[str, Any] = {}
     required: dict[str, None] = {}
     whole: dict[str, Any] = {"type": "object"}
@@ -211,7 +212,8 @@ def _one(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
 
 
 def safe_pattern(pattern: str) -> str:
-    """The pattern of what stands between the quotes of a JSON string, less what would have to be escaped there."""
+    """Rewrite a pattern so that it matches the text between the quotes of a JSON string: characters that have to be
+    escaped there are excluded, or matched as their escapes."""
     found, at = [], 0
     while match := PIECE.search(pattern, at):
         found += [pattern[at : match.start()], _safe(match)]
@@ -234,14 +236,14 @@ def _safe(match: re.Match[str]) -> str:
             escaped = [_escaped(one[0]) for one in re.finditer(rf"{ESCAPE}|.", piece[1:-1], re.DOTALL)]
             return f"({'|'.join(escaped)})" if escaped and all(escaped) else piece
     if escaped := _escaped(piece):
-        return f"({escaped})"  # what repeats it repeats all of it
+        return f"({escaped})"  # grouped, so that a quantifier after it applies to all of it
     named = {r"\S": rf"[^{UNSAFE}\s]", r"\D": rf"[^{UNSAFE}\d]", r"\W": rf"[^{UNSAFE}\w]"}
     return named.get(piece, piece)
 
 
 def _escaped(piece: str) -> str:
-    """As a pattern, what JSON writes for the character that a piece of a pattern stands for; "" where that is the
-    character itself, or the piece stands for several."""
+    """A pattern of the JSON escape of the character that a piece of a pattern matches; "" if JSON does not escape it,
+    or the piece matches several."""
     code = piece[2:]
     char = chr(int(code, 16)) if code else CONTROLS.get(piece, piece[-1])
     known = code or piece in CONTROLS or not piece[-1].isalnum()

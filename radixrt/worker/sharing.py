@@ -1,5 +1,5 @@
-"""Which requests of a batch share which pages, by their paths in the radix tree: segments of keys that many queries
-read.
+"""Finds which requests of a batch share which pages, by their paths in the radix tree. The result is segments of keys
+that several requests' queries read together.
 
     nodes of the tree        batch, in an order that         segments           each request's own
                              keeps sharers together
@@ -9,8 +9,8 @@ read.
       3k          40         (40 tokens do not pay)                             c: from 6k, d: from 6k
 
 A segment is read once for all its queries rather than once for each, and costs each of them one more partial result.
-Where that does not pay, its keys are read with those of the nodes below it, in the end by each request alone. Integers
-only.
+Where that does not pay, its keys join those of the nodes below it, and in the end are read by each request alone.
+Integers only.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ Path = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What sharing costs and saves, in bytes of memory traffic of one layer."""
+    """Cost model of sharing, in bytes of memory traffic of one layer."""
 
     key_bytes: int
     """K and V of one token."""
     partial_bytes: int
-    """A partial result of one query, written and read once."""
+    """Writing and reading a partial result of one query."""
     tile: int
     """Queries that read keys together, as one tile."""
 
     def saved(self, queries: int, keys: int) -> int:
-        """Bytes that one segment saves; negative if it does not pay."""
-        reads = queries - -(-queries // self.tile)
-        return reads * keys * self.key_bytes - (queries + 1) * self.partial_bytes
+        """Bytes that one segment saves; negative if it does not pay:
+        (queries - ceil(queries / tile)) * keys * key_bytes - (queries + 1) * partial_bytes."""
+        saved_reads = queries - -(-queries // self.tile)
+        return saved_reads * keys * self.key_bytes - (queries + 1) * self.partial_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """`order` int64[B]: indices of the requests, sharers next to each other. `segments` int64[N, 4]: first key, end of
-    the keys, first place in `order`, number of places. `own` int64[B]: the first key that each request reads alone."""
+    """`order` int64[B]: indices of the requests, those that share next to each other. `segments` int64[N, 4]: first
+    key, end of the keys, first place in `order`, number of places. `own` int64[B]: the first key that each request
+    reads alone, by its index in the batch."""
 
     order: np.ndarray
     segments: np.ndarray
@@ -52,13 +54,13 @@ class Sharing:
 
     @property
     def saved_keys(self) -> int:
-        """How many keys fewer are read than without sharing."""
+        """Key reads that sharing saves."""
         return int(((self.segments[:, 1] - self.segments[:, 0]) * (self.segments[:, 3] - 1)).sum())
 
 
 def path_before(path: Path, position: int) -> Path:
-    """The part of a path that lies before `position`, that of a request's next token. (A path may go on: it includes
-    what this step computes, and the last token of a prompt that is cached entirely is computed again.)"""
+    """The part of a path before `position`, that of a request's first token to compute. (A path may be longer: it
+    includes what this step computes, and the last token of a prompt that is entirely cached is computed again.)"""
     if not path or path[-1][1] <= position:
         return path
     nodes = []
@@ -66,17 +68,17 @@ def path_before(path: Path, position: int) -> Path:
     for name, end in path:
         if begin >= position:
             break
-        # A part of a node has a name of its own, the same for all requests that share this much of it.
+        # Part of a node gets a name of its own, the same for all requests that share exactly this part.
         nodes.append((name, end) if end <= position else (-(name << 32) - position, position))
         begin = end
     return tuple(nodes)
 
 
 def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
-    """What requests share, by their paths. Every key before a request's `own` is in exactly one of its segments.
+    """Find what requests share, by their paths. Every key before a request's `own` is in exactly one of its segments.
 
-    Sharers follow the first of them in the batch. Names of nodes do not matter: the same batch is always cut the same
-    way, and its sums are rounded the same way."""
+    Requests that share follow the first of them in the batch. The result does not depend on the names of nodes, so that
+    the same batch is always split, and its sums rounded, in the same way."""
     first = {name: i for i in reversed(range(len(paths))) for name, _ in paths[i]}
     order = sorted(range(len(paths)), key=lambda i: [first[name] for name, _ in paths[i]])
     own = np.zeros(len(paths), dtype=np.int64)
@@ -86,7 +88,8 @@ def find_sharing(paths: Sequence[Path], cost: Cost) -> Sharing:
 
 
 def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
-    """(int64 indices of the requests under a segment, ascending; the same sharing, renumbered for these alone)."""
+    """Leave out the requests that share nothing. Returns (int64 indices of the others, ascending; the sharing of these,
+    by their places in that array)."""
     change = np.zeros(len(sharing.order) + 1, dtype=np.int64)
     np.add.at(change, sharing.segments[:, 2], 1)
     np.add.at(change, sharing.segments[:, 2] + sharing.segments[:, 3], -1)
@@ -99,7 +102,7 @@ def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
 
 
 def _descend(paths: Sequence[Path], order: list[int], segments: list[list[int]], own: np.ndarray, cost: Cost) -> None:
-    """Fill in `segments` and `own`. Without recursion: the paths of a conversation that branches at every turn are
+    """Fill in `segments` and `own`. Iterative, since the paths of a conversation that branches at every turn are
     deep."""
     # Requests order[first:last] have `depth` nodes in common; keys from `begin` on are not in a segment yet; `above` is
     # the index of the segment that ends at `begin` and has exactly these requests, or -1.

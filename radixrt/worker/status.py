@@ -1,4 +1,4 @@
-"""What a worker tells its router of itself: who it is when it joins, how much it has to do after each step."""
+"""What a worker reports to its router about itself: Register when it joins, Load after each step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from radixrt.worker.plan import Plan, Runner
 from radixrt.worker.scheduler import Limits, Scheduler
 
 LIFE = secrets.randbits(63)
-"""Of this process; see `Register`."""
+"""Random id of this process; see `Register`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a worker is called, what it serves, and on what."""
+    """A worker's name, its model, and its device."""
 
     name: str
     model: str
@@ -28,7 +28,7 @@ class Identity:
 
 
 def registration(identity: Identity, runner: Runner, cache: PageCache, limits: Limits, max_model_len: int) -> Register:
-    """With which a worker joins. Sequences may have `max_model_len` tokens."""
+    """The Register of a worker whose sequences may have up to `max_model_len` tokens."""
     return Register(
         name=identity.name,
         model=identity.model,
@@ -49,13 +49,12 @@ class Rates:
     """Moving averages of speed, for placement."""
 
     prefill: float = 0.0
-    """Tokens a second in steps that prefill."""
+    """Tokens per second in steps with prompt tokens."""
     step: float = 0.0
-    """Seconds of a step that only decodes."""
+    """Seconds of a step without prompt tokens."""
 
     def add(self, plan: Plan, seconds: float) -> None:
-        """Take in one step. A step of chunks counts for the prefill rate, one of decodes for the step time, be it that
-        some of them go on by more than a token."""
+        """Add a step that took `seconds`."""
         if _prompt_tokens(plan):
             self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
         else:
@@ -67,7 +66,7 @@ class Rates:
 
 
 def _prompt_tokens(plan: Plan) -> int:
-    """Tokens of a step in chunks of prompts."""
+    """Tokens of a step that are in chunks of prompts (chunks of forced tokens do not count)."""
     if len(plan.tokens) == len(plan.requests):
         return 0
     chunks = np.flatnonzero(plan.counts > 1).tolist()
@@ -84,8 +83,8 @@ def load(
     flight: Plan | None,
     newest_run: int,
 ) -> Load:
-    """Its state now, when `flight`, a step, has just begun, if there is one, and `compiling` tokens wait for their
-    grammars."""
+    """A worker's state now. `flight` is the step that has just been launched, if any; `compiling` counts the tokens of
+    requests that wait for their grammar."""
     return Load(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,

@@ -1,7 +1,7 @@
-"""The bytes that each token id stands for inside a text: what a grammar is compiled against.
+"""The bytes of each token id, against which grammars are compiled.
 
-Read from the checkpoint's tokenizer files: `tokenizer.json`, else a sentencepiece model, else what transformers makes
-of the rest. Their libraries are imported when a grammar is first asked for.
+Read from the checkpoint's tokenizer files: `tokenizer.json`, else a SentencePiece model, else whatever transformers can
+load. The libraries are imported when the first grammar is compiled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from radixrt.vocabularies import BYTE_TOKEN, SPACE, byte_level_bytes
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`tokens` by id, b"" for an id that no text is made of; `special`: ids that are hidden in text, by what they are
-    written as; `encode`: the tokenizer, without what it adds around a text."""
+    """`tokens`: bytes by id, b"" for an id without text. `special`: for the ids of special tokens, which have no text,
+    the bytes of their names. `encode`: the tokenizer, without the special tokens that it adds around a text."""
 
     tokens: list[bytes]
     special: dict[int, bytes]
@@ -28,8 +28,8 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """Of the model whose embedding has `size` rows: ids of the tokenizer beyond it are left out, rows that no token
-    has stand for nothing. ValueError without tokenizer files, or with some of a kind that is not known."""
+    """The vocabulary of the model whose embedding has `size` rows. Ids of the tokenizer beyond it are left out; rows
+    without a token are b"". Raises ValueError if there are no tokenizer files, or none of a known kind."""
     path = folder / "tokenizer.json"
     config = _read_json(folder / "tokenizer_config.json")
     if path.is_file():
@@ -56,7 +56,8 @@ def _collect(
     size: int,
     encode: Callable[[str], list[int]],
 ) -> Vocabulary:
-    """From ordinary tokens and `added` ones: id -> (text, special). Those `named` in the configuration are special."""
+    """Make a Vocabulary from ordinary tokens, (id, bytes), and `added` ones, id -> (text, whether it is special). Added
+    tokens that the configuration has `named` are special as well."""
     tokens, special = [b""] * size, {}
     for i, piece in pieces:
         if i < size:
@@ -78,13 +79,13 @@ def _of_tokenizer(tokenizer: Any, config: dict[str, Any], size: int) -> Vocabula
     own = {i: (token.content, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
     added = declared | own
     beside = {text: i for i, (text, _) in declared.items() if i not in own}
-    encode = _finding(beside, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    encode = _with_added(beside, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     return _collect(((i, to_bytes(token)) for token, i in vocabulary.items()), added, _named(config), size, encode)
 
 
-def _finding(beside: dict[str, int], encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """`encode`, which does not know the tokens `beside` it: these are found in a text first, the longest where several
-    begin."""
+def _with_added(beside: dict[str, int], encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """Extend `encode` by tokens that it does not know, text -> id: these are found in a text first, the longest where
+    several match."""
     texts = sorted(filter(None, beside), key=len, reverse=True)
     if not texts:
         return encode
@@ -98,7 +99,7 @@ def _finding(beside: dict[str, int], encode: Callable[[str], list[int]]) -> Call
 
 
 def _decoder(decoder: Any) -> Callable[[str], bytes]:
-    """What a token's spelling in the vocabulary stands for. ValueError for a decoder that no such rule describes."""
+    """The function from a token's spelling in the vocabulary to its bytes. Raises ValueError for an unknown decoder."""
     spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
     steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = [step["type"] for step in steps if step["type"] not in ("Fuse", "Strip")]
@@ -127,22 +128,22 @@ def _of_sentencepiece(path: Path, listed: dict[str, int], config: dict[str, Any]
     ids = range(model.vocab_size())
     own = {i: (model.id_to_piece(i), True) for i in ids if model.is_control(i) or model.is_unknown(i)}
     beside = {i: (token, False) for token, i in listed.items()} | _declared(config)
-    encode = _finding({text: i for i, (text, _) in beside.items()}, model.encode)
+    encode = _with_added({text: i for i, (text, _) in beside.items()}, model.encode)
     to_bytes = _spelled(SPACE)
     return _collect(((i, to_bytes(model.id_to_piece(i))) for i in ids), own | beside, _named(config), size, encode)
 
 
-# ---------------------------------------------------------------- the JSON files beside it
+# ---------------------------------------------------------------- JSON files of the tokenizer
 
 
 def _declared(config: dict[str, Any]) -> dict[int, tuple[str, bool]]:
-    """`added_tokens_decoder` of tokenizer_config.json."""
+    """`added_tokens_decoder` of tokenizer_config.json: id -> (text, whether it is special)."""
     found = config.get("added_tokens_decoder") or {}
     return {int(i): (token["content"], token.get("special", False)) for i, token in found.items()}
 
 
 def _named(config: dict[str, Any]) -> set[str]:
-    """bos_token and the like; each is a string or an object with `content`."""
+    """The texts of bos_token and other special tokens; each is a string or an object with `content`."""
     values = [config.get(name) for name in SPECIAL_NAMES]
     return {value["content"] if isinstance(value, dict) else value for value in values if value}
 

@@ -1,18 +1,19 @@
-"""Requests that wait for room, in one queue per tenant.
+"""The waiting requests, in one queue per tenant.
 
 Between tenants, the one that was served least comes first (the virtual token counter of arXiv 2401.00588): whatever one
 tenant sends, another's request waits only for what is being computed, never for what is queued. A tenant that had
 nothing waiting starts at the count of the least-served tenant that waits or, if none waits, of the tenant whose prompt
-was computed last. So nobody saves up credit by being idle, and nobody pays for having been here first.
+was computed last. So no tenant saves up credit by being idle, and none is put behind a newcomer for its past use.
 
-Within a tenant, the request with the fewest missing tokens comes first. An agent's next turn is only cheap while its
-context is cached: each time another request takes pages before it, some of that context may have to be computed again,
-and then everybody pays. Where the agents' contexts together exceed the cache, order of arrival is the worst: each agent
-gets its turn just after its context was evicted (bench/placement.py, "by arrival"). "Fewest" is compared by powers of
-two, and among equals the older request comes first. To rule out starvation, the oldest request may be overtaken only by
-a fixed multiple of the tokens that it needs itself, however many hits there are and however long the queue is. For a
-prompt that nearly fills the pool that multiple takes minutes, so after some seconds being overtaken once by as much as
-it needs is enough.
+Within a tenant, the request with the fewest missing (uncached) tokens comes first. An agent's next turn is only cheap
+while its context is cached: each time another request takes pages before it, some of that context may have to be
+computed again, and then everybody waits longer. Where the agents' contexts together exceed the cache, order of arrival
+is the worst: each agent gets its turn just after its context was evicted (bench/placement.py, "by arrival"). Missing
+tokens are compared by powers of two, and among equals the older request comes first.
+
+To rule out starvation, the oldest request may be overtaken only by a fixed multiple of the tokens that it needs itself,
+however many hits there are and however long the queue is. For a prompt that nearly fills the pool that would take
+minutes, so after MOST_SECONDS the multiple is 1.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 
 REFRESHED = 16
-"""Waiting requests whose hit is looked up again in each step, and the most that are looked up to find the next one. It
-bounds what a long queue costs."""
+"""The most waiting requests whose hit is looked up again in each step, and again for each candidate: this bounds the
+cost of a long queue."""
 OVERTAKING = 3
-"""The most tokens, answers included, by which others may overtake the oldest request: a multiple of what it needs."""
+"""The most tokens, answers included, by which others may overtake the oldest request, as a multiple of its own."""
 OVERTAKING_WITHOUT_ROOM = 15
 """The same multiple while the oldest would fit only if kept contexts were released; beyond it, they are."""
 MOST_SECONDS = 30.0
 """When a request has been the oldest for this long, both multiples are 1. At 40,000 tokens a second that concerns
 prompts of 100,000 tokens and more."""
 ANSWER = 64
-"""What an answer costs, roughly, as a number of prompt tokens that take the device as long."""
+"""The cost of an answer, roughly, as the number of prompt tokens that take the device as long."""
 MOST_GROUPS = 1024
 """Groups whose arrival is remembered; a group is complete within seconds."""
 OTHERS = 16
@@ -52,8 +53,8 @@ class Arrivals:
         self._groups: dict[int, tuple[int, int]] = {}
         """For each recent group, when its first request arrived, and that request's id."""
 
-    def come(self, request: Request, clock: int) -> None:
-        """Note that a request arrives at `clock`, in tokens scheduled so far."""
+    def record(self, request: Request, clock: int) -> None:
+        """Set `arrival` and `place` of a request that arrives at `clock`, in tokens scheduled so far."""
         first, group = (clock, request.id), request.group
         if group:
             while len(self._groups) >= MOST_GROUPS and group not in self._groups:
@@ -69,12 +70,12 @@ class _Queue:
         self.by_age: list[tuple[_Age, Request]] = []
         self._by_need: list[tuple[int, _Age, Request]] = []
         self._needs: dict[int, int] = {}
-        """The need by which each request is sorted now, by request id: a request may gain tokens while it waits."""
-        self._served = 0
-        """Tokens of all requests so far that overtook the one that was the oldest then."""
+        """By request id, the need by which it is sorted: a request may gain tokens while it waits."""
+        self._overtaking_tokens = 0
+        """Total cost of the requests so far that were served before the one that was the oldest then."""
         self._since: dict[int, tuple[int, float]] = {}
-        """By request id, for each request that is or has been the oldest: `_served` when it became the oldest, and the
-        time in seconds. An entry outlives the return of an older request that was preempted."""
+        """By request id, for each request that is or has been the oldest: `_overtaking_tokens` when it became the
+        oldest, and the time in seconds. The entry stays when an older request returns after a preemption."""
 
     def __len__(self) -> int:
         return len(self.by_age)
@@ -93,11 +94,10 @@ class _Queue:
         return self._by_need[0][2]
 
     def is_due(self, times: int) -> bool:
-        """Whether the oldest has been overtaken by `times` the tokens it needs or, after MOST_SECONDS, by as many as it
-        needs."""
+        """Whether the oldest request has been overtaken by `times` its cost or, after MOST_SECONDS, by its cost."""
         oldest = self.by_age[0][1]
-        served, since = self._since[oldest.id]
-        overtaken, cost = self._served - served, _cost(oldest)
+        tokens_before, since = self._since[oldest.id]
+        overtaken, cost = self._overtaking_tokens - tokens_before, _cost(oldest)
         return overtaken >= times * cost or (overtaken >= cost and time.monotonic() - since >= MOST_SECONDS)
 
     def add(self, request: Request) -> None:
@@ -112,23 +112,23 @@ class _Queue:
         self._leave(request)
 
     def move(self, request: Request) -> None:
-        """Sort a request again whose hit has changed."""
+        """Update the place of a request whose hit has changed."""
         self._leave(request)
         self._enter(request)
 
     def serve(self, request: Request) -> None:
-        """Remove a request that will be computed now."""
+        """Remove a request that was admitted."""
         if request is not self.by_age[0][1]:
-            self._served += _cost(request)
+            self._overtaking_tokens += _cost(request)
         self.remove(request)
 
     def overtaken(self, request: Request) -> None:
-        """Count a request of another tenant that was served although it was this tenant's turn."""
-        self._served += _cost(request)
+        """Count a request of another tenant that was admitted although it was this tenant's turn."""
+        self._overtaking_tokens += _cost(request)
 
     def _note_oldest(self) -> None:
         if self.by_age:
-            self._since.setdefault(self.by_age[0][1].id, (self._served, time.monotonic()))
+            self._since.setdefault(self.by_age[0][1].id, (self._overtaking_tokens, time.monotonic()))
 
     def _enter(self, request: Request) -> None:
         self._needs[request.id] = need = _missing(request).bit_length()
@@ -151,7 +151,7 @@ def _cost(request: Request) -> int:
 
 
 class VirtualTokenCounter:
-    """Tokens computed for each tenant that has requests here."""
+    """Counts the tokens computed for each tenant that has requests here."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -164,41 +164,41 @@ class VirtualTokenCounter:
         """Whether more than one tenant has requests."""
         return len(self._requests) > 1
 
-    def come(self, tenant: str) -> None:
-        """Count a new request of a tenant."""
+    def add_request(self, tenant: str) -> None:
+        """A tenant has a new request."""
         self._requests[tenant] = self._requests.get(tenant, 0) + 1
         self._tokens.setdefault(tenant, 0)
 
-    def go(self, tenant: str) -> None:
-        """A request of a tenant has ended."""
+    def remove_request(self, tenant: str) -> None:
+        """A request of a tenant has ended. The count of a tenant without requests is dropped."""
         self._requests[tenant] -= 1
         if not self._requests[tenant]:
             del self._requests[tenant], self._tokens[tenant]
 
-    def prompt(self, tenant: str, tokens: int) -> None:
-        """Count prompt tokens that are computed."""
+    def count_prompt(self, tenant: str, tokens: int) -> None:
+        """Count computed prompt tokens."""
         self._tokens[tenant] += tokens
         self.last = self._tokens[tenant]
 
-    def decode(self, tenant: str, tokens: int = 1) -> None:
-        """Count tokens that are decoded."""
+    def count_decoded(self, tenant: str, tokens: int = 1) -> None:
+        """Count decoded tokens."""
         self._tokens[tenant] += tokens
 
     def of(self, tenant: str) -> int:
         return self._tokens[tenant]
 
-    def lift(self, tenant: str, least: int) -> None:
+    def raise_to(self, tenant: str, least: int) -> None:
         """Raise a tenant's count to `least` if it is lower."""
         self._tokens[tenant] = max(self._tokens[tenant], least)
 
 
 class Waiting:
-    """The waiting requests of all tenants, in the order that the module describes. A request must have been counted by
-    `counter` before it is added."""
+    """The waiting requests of all tenants, in the order that the module describes. Before a request is added here,
+    `counter.add_request` must have been called for it."""
 
     def __init__(self, cache: PageCache, counter: VirtualTokenCounter) -> None:
         self.tokens = 0
-        """Tokens of all waiting requests that the tree did not hold when last looked up."""
+        """Missing tokens of all waiting requests, as of their last look-up."""
         self._cache = cache
         self._counter = counter
         self._queues: dict[str, _Queue] = {}
@@ -214,21 +214,21 @@ class Waiting:
     def add(self, request: Request) -> None:
         tenant = request.tenant
         if tenant not in self._queues:
-            self._counter.lift(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
+            self._counter.raise_to(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
             self._queues[tenant] = _Queue()
-        request.hit, request.seen = self._cache.hit(request), self._cache.tree.version
+        request.hit, request.hit_version = self._cache.hit(request), self._cache.tree.version
         self.tokens += _missing(request)
         self._queues[tenant].add(request)
 
     def take(self, request: Request, passed: Sequence[Request] = ()) -> None:
-        """Remove a request that will be computed. For the requests in `passed`, which came first, there was no room."""
+        """Remove a request that was admitted. Those in `passed` were candidates before it, but did not fit."""
         self._queues[request.tenant].serve(request)
         for tenant in {other.tenant for other in passed} - {request.tenant}:
             self._queues[tenant].overtaken(request)
         self._removed(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, wherever it stands."""
+        """Remove a request that was aborted or failed."""
         self._queues[request.tenant].remove(request)
         self._removed(request)
 
@@ -254,7 +254,7 @@ class Waiting:
         for _ in range(REFRESHED):
             request = queue.next
             if not self._look_up(queue, request):
-                break  # otherwise another may come before it now
+                break  # its place is up to date; if its hit has changed, another request may come before it
         yield request
         if queue.is_due(OVERTAKING) and (other := self._least_missing(queue)) is not request:
             yield other
@@ -270,16 +270,17 @@ class Waiting:
         return request
 
     def _turn(self, tenant: str) -> tuple[int, _Age]:
-        """Sort key: the tenant with the smallest has its turn."""
+        """Sort key: it is the turn of the tenant with the smallest."""
         return self._counter.of(tenant), self._queues[tenant].age
 
     def has_waited(self, request: Request) -> bool:
-        """Whether a request is its tenant's oldest and has been overtaken by as much as kept contexts may cost it."""
+        """Whether a request is its tenant's oldest and has been overtaken so often that kept contexts are released for
+        it (OVERTAKING_WITHOUT_ROOM)."""
         queue = self._queues[request.tenant]
         return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 
     def refresh(self, step: int) -> None:
-        """Look up the hits of some requests again, once a step: the tree changes while they wait."""
+        """Look up the hits of some requests again, in turn; at most once a step. The tree changes while they wait."""
         if step == self._step:
             return
         self._step, total = step, len(self)
@@ -292,11 +293,11 @@ class Waiting:
             self._look_up(queue, queue.by_age[index][1])
 
     def _look_up(self, queue: _Queue, request: Request) -> bool:
-        """Look up a request's hit again. True if it changed, and with it the request's place in the queue."""
+        """Look up a request's hit again, and update its place in the queue. True if the hit changed."""
         version = self._cache.tree.version
-        if request.seen == version:
+        if request.hit_version == version:
             return False
-        hit, request.seen = self._cache.hit(request), version
+        hit, request.hit_version = self._cache.hit(request), version
         if hit == request.hit:
             return False
         self.tokens -= hit - request.hit

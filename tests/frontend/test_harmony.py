@@ -213,12 +213,12 @@ def test_what_is_forced_is_what_is_parsed(more):
 
 
 def test_a_text_that_must_be_json():
-    form = Harmony().said({"type": "json_schema", "json_schema": CITY})
+    form = Harmony().with_text({"type": "json_schema", "json_schema": CITY})
     said = f"<|channel|>final<|message|>{PARIS}"
     assert accepts(form, said) and accepts(form, THOUGHT + said)
     assert not accepts(form, PARIS) and not accepts(form, "<|channel|>final<|message|>[]")
     going_on = Harmony().after("<|start|>assistant<|channel|>final<|message|>", True)
-    assert accepts(going_on.said({"type": "json_schema", "json_schema": CITY}), PARIS)
+    assert accepts(going_on.with_text({"type": "json_schema", "json_schema": CITY}), PARIS)
 
 
 def test_a_schema_beside_tools(tmp_path):

@@ -77,7 +77,7 @@ async def story(s: Branch, between) -> list[tuple[str, int]]:
 @pytest.fixture
 def asked(monkeypatch) -> list[StatePrompt]:
     """What programs ask, in order."""
-    asked, ask = [], Speaker._ask
+    asked, ask = [], Speaker._request
 
     def recording(speaker, work):
         async def told(prompt):
@@ -86,7 +86,7 @@ def asked(monkeypatch) -> list[StatePrompt]:
 
         return ask(speaker, told)
 
-    monkeypatch.setattr(Speaker, "_ask", recording)
+    monkeypatch.setattr(Speaker, "_request", recording)
     return asked
 
 

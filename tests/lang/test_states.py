@@ -36,7 +36,7 @@ class Recorder:
         self.server = running._router_thread.server
         self.said: dict[str, list] = defaultdict(list)
         self.ids: dict[str, list[bytes]] = defaultdict(list)
-        submit, ask = self.server.core.submit, Speaker._ask
+        submit, ask = self.server.core.submit, Speaker._request
 
         def recording_submit(client, message, *rest, **more):
             self.ids[message.origin.branch].append(message.prompt.ids)
@@ -47,7 +47,7 @@ class Recorder:
             return ask(speaker, work)
 
         self.server.core.submit = recording_submit
-        monkeypatch.setattr(Speaker, "_ask", recording_ask)
+        monkeypatch.setattr(Speaker, "_request", recording_ask)
 
     def check(self, client: Client, text) -> int:
         """Every prompt is the reference's; how many there were. What was cancelled may not have reached the router."""

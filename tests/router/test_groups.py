@@ -143,11 +143,11 @@ def test_what_came_after_the_first_branch_sends_no_other_elsewhere():
 
 def test_a_worker_as_a_group_sees_it():
     group, there = Group(1, 3, 1.0), Candidate(7, 0, 100, 2, 8, 1000, wanted_tokens=500)
-    assert group.seen(there) is there
+    assert group.at_arrival(there) is there
     group.placed(there, 60)
     later = there._replace(queued_tokens=9000, requests=40, wanted_tokens=9500)
-    assert group.seen(later) == there._replace(queued_tokens=160, requests=3, wanted_tokens=560)
-    assert group.seen(there) == there, "nor more than there is"
+    assert group.at_arrival(later) == there._replace(queued_tokens=160, requests=3, wanted_tokens=560)
+    assert group.at_arrival(there) == there, "nor more than there is"
 
 
 def test_a_group_ends():

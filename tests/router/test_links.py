@@ -87,14 +87,14 @@ def test_each_request_is_answered_once():
     ):
         assert not clients.send(b"c", answer, lambda: [])
     assert not clients.send(b"c", Deltas([]), lambda: [9, 4])
-    clients.pay()
+    clients.send_owed()
     assert told(socket) == []
     for _ in range(2):
         socket.room = 3
-        clients.pay()
+        clients.send_owed()
     assert len(told(socket)) == 6
     socket.room = 100
-    clients.pay()
+    clients.send_owed()
     assert sorted(told(socket)) == [1, 2, 3, 4, 5, 6, 7, 8, 9] and not clients._owed
 
 
@@ -105,10 +105,10 @@ def test_what_is_owed_is_bounded_and_forgotten(monkeypatch):
         assert not clients.send(b"c", Info(id, None), lambda: [])
         assert not clients.send(b"d", Info(id, None), lambda: [])
     socket.room = 5
-    clients.pay()
+    clients.send_owed()
     assert told(socket) == [4, 5, 6, 7, 8], "of the latest"
     socket.gone = True
-    clients.pay()
+    clients.send_owed()
     assert not clients._owed
     socket.gone, socket.room = False, 0
     assert not clients.send(b"c", Info(1, None), lambda: [])

@@ -27,7 +27,7 @@ from radixrt.router import pauses
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order
 from radixrt.router.states import Key
-from radixrt.router.streams import _Choice, _gather, _Said
+from radixrt.router.streams import _Choice, _gather, _Gathered
 
 STATE = Key("default", "s" * 16, 1)
 SAID = ids(*range(1, 9))
@@ -142,7 +142,7 @@ def test_a_request_that_is_refused_goes_on_all_the_same(core):
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", "error"])
 def test_an_answer_is_kept_if_it_ended_well(finish):
-    kept, choice = [], _Choice(None, False, _Said(), None)
+    kept, choice = [], _Choice(None, False, _Gathered(), None)
     for delta in (Delta(1, 0, b"1234", "a"), Delta(1, 0, b"5678", "b", finish, stop=7)):
-        assert _gather(choice, choice.said, delta, lambda *answer: kept.append(answer)) is delta
+        assert _gather(choice, choice.gathered, delta, lambda *answer: kept.append(answer)) is delta
     assert kept == ([(b"12345678", "ab", 7)] if finish in ("stop", "length") else [])

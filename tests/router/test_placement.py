@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.router.placement import AGAIN, WAITS, Candidate, place, shared_out, time_to_first_token, times_again
+from radixrt.router.placement import (
+    CROWDING_WEIGHT,
+    RECOMPUTE_WEIGHT,
+    Candidate,
+    place,
+    recompute_weight,
+    shared_cost,
+    time_to_first_token,
+)
 
 
 def worker(
@@ -64,26 +72,28 @@ def test_a_queue_longer_than_twice_what_is_missing_is_left():
 
 
 def test_tokens_in_shares():
-    assert shared_out(100, 900, []) == shared_out(100, 900, [0] * 8) == 800
-    assert shared_out(0, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 100 / 8 + 100 / 4 + 100 / 2 + 500
-    assert shared_out(150, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 50 / 4 + 100 / 2 + 500
+    assert shared_cost(100, 900, []) == shared_cost(100, 900, [0] * 8) == 800
+    assert shared_cost(0, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 100 / 8 + 100 / 4 + 100 / 2 + 500
+    assert shared_cost(150, 800, [7, 3, 1, 0, 0, 0, 0, 0]) == 50 / 4 + 100 / 2 + 500
 
 
 @pytest.mark.parametrize(
     ("requests", "wanted", "times"),
     [
         (0, 20_000, 1),
-        (1, 5_000, AGAIN),
-        (40, 0, AGAIN),
-        (40, 5_000, AGAIN),
-        (40, 7_500, AGAIN + 20 * WAITS),
-        (40, 10_000, AGAIN + 40 * WAITS),
-        (40, 99_000, AGAIN + 40 * WAITS),
+        (1, 5_000, RECOMPUTE_WEIGHT),
+        (40, 0, RECOMPUTE_WEIGHT),
+        (40, 5_000, RECOMPUTE_WEIGHT),
+        (40, 7_500, RECOMPUTE_WEIGHT + 20 * CROWDING_WEIGHT),
+        (40, 10_000, RECOMPUTE_WEIGHT + 40 * CROWDING_WEIGHT),
+        (40, 99_000, RECOMPUTE_WEIGHT + 40 * CROWDING_WEIGHT),
     ],
 )
 def test_what_a_token_counts_for(requests, wanted, times):
-    assert times_again(worker(0, requests=requests, wanted=wanted)) == pytest.approx(times)
-    assert times_again(worker(0, requests=requests, wanted=wanted)._replace(total_tokens=0)) == min(times, AGAIN)
+    assert recompute_weight(worker(0, requests=requests, wanted=wanted)) == pytest.approx(times)
+    assert recompute_weight(worker(0, requests=requests, wanted=wanted)._replace(total_tokens=0)) == min(
+        times, RECOMPUTE_WEIGHT
+    )
 
 
 def test_where_caches_are_full_a_longer_queue_is_waited_for():

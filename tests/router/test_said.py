@@ -183,7 +183,7 @@ class Teller:
         ids = builder.prompt()
         assert ids == self.text.encode_now(oracle) == whole.prompt()
         assert PromptBuilder(builder.state(), self.text).prompt() == ids
-        self.state, self.new, self.asked = builder.state("n"), [], ids
+        self.state, self.new, self.is_prompt = builder.state("n"), [], ids
 
     async def prompt_of_oracle(self):
         client = Direct(self.text)
@@ -203,7 +203,7 @@ class Teller:
         answer = answer_of(self.text, *what)
         self.state = PromptBuilder(self.state, self.text).state("n", answer)
         self.all.append(answer)
-        assert self.state.ids == self.asked + answer.ids
+        assert self.state.ids == self.is_prompt + answer.ids
 
 
 @settings(max_examples=150, deadline=None)

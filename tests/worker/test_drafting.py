@@ -15,14 +15,14 @@ from radixrt.worker.drafting import (
     ACCEPTANCE,
     LEAST_ACCEPTANCE,
     MOST_ROWS,
-    SAID_NAMESPACES,
+    RECENT_NAMESPACES,
     SHORTEST,
+    SHORTEST_IF_ALTERNATING,
     SURE,
-    WORTH_A_REST,
     Costs,
     Drafter,
+    RecentOutputs,
     Repeats,
-    Said,
 )
 from radixrt.worker.fake import EOS, FakeRunner, fake_token
 from radixrt.worker.plan import Draft
@@ -120,7 +120,7 @@ def test_what_followed_in_another_text():
 
 
 def test_answers_are_remembered_by_namespace():
-    said, answers = Said(most=100, in_all=450), prompts(60, 10, 10, vocab_size=VOCAB)
+    said, answers = RecentOutputs(most=100, in_all=450), prompts(60, 10, 10, vocab_size=VOCAB)
     for number, answer in enumerate(answers):
         said.add("ab"[number % 2], array("i", answer))
         assert said.tokens == sum(len(text) for name in "ab" for text in said.texts(name)) <= 450
@@ -134,14 +134,14 @@ def test_answers_are_remembered_by_namespace():
         said.add("c", array("i", answer))
         said.add("d", array("i", answer))
     assert said.texts("a") == () and said.texts("c"), "those that generate nothing go first"
-    said = Said(most=10_000, in_all=50)
+    said = RecentOutputs(most=10_000, in_all=50)
     for answer in answers:
         said.add("", array("i", answer))
     assert said.tokens == 60 * 11, "of a single namespace its own bound is the only one"
-    said = Said()
-    for number in range(SAID_NAMESPACES + 5):
+    said = RecentOutputs()
+    for number in range(RECENT_NAMESPACES + 5):
         said.add(str(number), array("i", [1]))
-    assert not said.texts("4") and said.texts("5") and said.tokens == 2 * SAID_NAMESPACES
+    assert not said.texts("4") and said.texts("5") and said.tokens == 2 * RECENT_NAMESPACES
 
 
 # ---------------------------------------------------------------- what is generated
@@ -497,7 +497,7 @@ def test_drafts_begin_with_a_match():
         (False, 1, SHORTEST),
         (True, 1, SHORTEST),
         (True, 9, SHORTEST),
-        (True, 10, WORTH_A_REST),
+        (True, 10, SHORTEST_IF_ALTERNATING),
     ):
         drafter = Drafter(8, rests)
         assert not drafter.begins(request(repeating(least - 1)), requests)
@@ -586,12 +586,12 @@ def test_who_is_always_wrong_stops_until_it_is_sure():
         drafter.learn(Draft(short, ids, 0), 0)
         steps += 1
         assert steps < 20
-    assert short.guessing.acceptance < LEAST_ACCEPTANCE and not drafter.begins(short, 1)
+    assert short.draft_state.acceptance < LEAST_ACCEPTANCE and not drafter.begins(short, 1)
     assert drafter.drafted == 8 * steps and not drafter.accepted
     short.tokens.append(110 + SURE - 1)
     assert len(drafter.draft(short, 8, 1)) == 8 and drafter.begins(short, 1)
     drafter.learn(Draft(short, [1] * 8, 0), 8)
-    assert short.guessing.acceptance > 0.2 and drafter.accepted == 8
+    assert short.draft_state.acceptance > 0.2 and drafter.accepted == 8
 
 
 def test_what_a_row_costs():
@@ -619,6 +619,6 @@ def test_rows_that_cost_more_than_they_gain_are_not_drafted():
     assert drafter.begins(text, 1) and drafter.draft(text, 8, 1)
     assert not drafter.begins(text, 4) and not drafter.draft(text, 8, 4)
     drafter.learn(Draft(text, [1] * 8, 0), 8)
-    text.guessing.acceptance = 0.9
+    text.draft_state.acceptance = 0.9
     assert drafter.begins(text, 4)
     assert not drafter.draft(request(repeating(30)), 8, 40), "long matches, too"

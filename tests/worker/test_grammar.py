@@ -30,7 +30,7 @@ from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import DEAD_END, STRAYED, Matcher, fill_masks
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Masks, TorchSampler
-from radixrt.worker.schema import made_fit, safe_pattern
+from radixrt.worker.schema import adapt_schema, safe_pattern
 from radixrt.worker.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
@@ -276,7 +276,7 @@ def test_a_value_is_all_that_it_must_be(schema, grammars):
 )
 def test_what_cannot_be_made_one_is_left_as_it_is(parts):
     schema = {"$defs": {"self": {"allOf": [{"$ref": "#/$defs/self"}, NAMED]}}, "allOf": parts}
-    assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
+    assert json.loads(adapt_schema("json_schema", json.dumps(schema))) == schema
 
 
 def test_an_object_of_several_may_hold_itself(grammars):
@@ -286,7 +286,7 @@ def test_an_object_of_several_may_hold_itself(grammars):
     node = {"allOf": [NAMED, {"properties": {"one": {"$ref": "#/$defs/all of 0"}, "next": following}}]}
     schema = {"$defs": {"node": node, "all of 0": {"enum": [1]}}, "type": "array", "items": again, "maxItems": 3}
     text = json.dumps(schema)
-    assert len(made_fit("json_schema", text)) < 3 * len(text)
+    assert len(adapt_schema("json_schema", text)) < 3 * len(text)
     grammar, inner = Grammar("json_schema", text), '{"name": "Ada", "one": 1, "next": null, "age": 36}'
     assert matches(grammars, grammar, f'[{{"name": "Ada"}}, {{"name": "Ada", "next": {inner}}}]')
     assert not matches(grammars, grammar, '[{"name": "Ada", "next": {"name": "Ada"}}]')
@@ -313,7 +313,7 @@ def chained(length: int, depth: int) -> dict:
 def test_of_what_has_no_end_little_comes(schema):
     text = json.dumps(schema)
     began = time.process_time()
-    assert len(made_fit("json_schema", text)) < 3 * len(text)
+    assert len(adapt_schema("json_schema", text)) < 3 * len(text)
     assert time.process_time() - began < 2
 
 
@@ -322,14 +322,14 @@ def test_what_would_become_much_is_left_as_it_is():
     large = {"properties": {f"p{i}": {"type": "string"} for i in range(300)}}
     several = {f"d{i}": {"allOf": [{"$ref": "#/$defs/large"}, NAMED, {"title": f"{i}"}]} for i in range(100)}
     schema = {"$defs": {"large": large, **several}}
-    assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
+    assert json.loads(adapt_schema("json_schema", json.dumps(schema))) == schema
 
 
 @pytest.mark.parametrize("ref", ["#/allOf/0/properties/name", "#/$defs/a/properties/b", "other.json"])
 @pytest.mark.parametrize("name", ["other", "default"])
 def test_what_is_referred_to_by_its_place_stays_there(ref, name):
     schema = {"allOf": [NAMED, {"properties": {name: {"$ref": ref}}}]}
-    assert json.loads(made_fit("json_schema", json.dumps(schema))) == schema
+    assert json.loads(adapt_schema("json_schema", json.dumps(schema))) == schema
 
 
 def test_control_characters_are_escaped_in_json(say, tokenizer, calm):
@@ -344,13 +344,13 @@ def test_control_characters_are_escaped_in_json(say, tokenizer, calm):
 
 def test_what_is_no_schema_is_left_alone():
     const = {"const": {"pattern": "."}, "properties": {"pattern": {"enum": [{"pattern": "."}]}}}
-    assert json.loads(made_fit("json_schema", json.dumps(const))) == const
+    assert json.loads(adapt_schema("json_schema", json.dumps(const))) == const
     names = {"properties": {name: {"pattern": "."} for name in ("default", "enum", "properties", "pattern")}}
-    assert made_fit("json_schema", json.dumps(names)).count("[^") == 4
+    assert adapt_schema("json_schema", json.dumps(names)).count("[^") == 4
     tag = {"type": "regex", "pattern": "."}
-    assert json.loads(made_fit("structural_tag", json.dumps(tag))) == tag
+    assert json.loads(adapt_schema("structural_tag", json.dumps(tag))) == tag
     deep = {"json_schema": {"items": {"pattern": "."}}}
-    assert "[^" in made_fit("structural_tag", json.dumps(deep))
+    assert "[^" in adapt_schema("structural_tag", json.dumps(deep))
 
 
 def regexes():

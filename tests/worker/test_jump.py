@@ -8,7 +8,7 @@ import json
 import pytest
 
 from radixrt.worker.grammar import _parsed
-from radixrt.worker.jump import LONGEST, MOST_FORCED, Spelling, certain_text, is_bounded
+from radixrt.worker.jump import LONGEST, MOST_FORCED, Spelling, forced_text, is_bounded
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 from tests.checkpoints import make_tokenizer
 
@@ -149,4 +149,4 @@ def test_long_text_comes_in_parts():
         def find_jump_forward_string(self) -> str:
             return "ab" * LONGEST
 
-    assert certain_text(Matcher()) == "ab" * (LONGEST // 2)
+    assert forced_text(Matcher()) == "ab" * (LONGEST // 2)

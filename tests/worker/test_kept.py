@@ -106,7 +106,7 @@ def test_tenants_that_hold_alike_take_nothing_from_each_other(clock):
     assert not bench.tokens[2]
     bench.add(3, history, 2, namespace="a")
     bench.step()
-    assert bench.scheduler._waiting._queues["b"]._served == 3 + ANSWER, "by the turn"
+    assert bench.scheduler._waiting._queues["b"]._overtaking_tokens == 3 + ANSWER, "by the turn"
     bench.drain()
     assert bench.cached[3] >= len(AGENT) and list(bench.finish).index(3) < list(bench.finish).index(2)
     assert sorted(bench.finish) == [0, 1, 2, 3] and bench.cache.leased_pages == 0
@@ -140,10 +140,10 @@ def test_little_that_runs_is_joined(clock):
 def test_who_was_overtaken_for_long_gets_it(clock):
     bench, _ = crowded(needs=30)
     queue = bench.scheduler._waiting._queues["a"]
-    queue._served = OVERTAKING_WITHOUT_ROOM * (30 + ANSWER) - 1
+    queue._overtaking_tokens = OVERTAKING_WITHOUT_ROOM * (30 + ANSWER) - 1
     bench.step()
     assert bench.scheduler.num_waiting == 1, "its turn has come, but there is no room"
-    queue._served += 1
+    queue._overtaking_tokens += 1
     bench.step()
     assert bench.scheduler.num_waiting == 0
     bench.drain()
@@ -151,7 +151,7 @@ def test_who_was_overtaken_for_long_gets_it(clock):
 
 def test_it_is_not_given_up_for_what_has_no_room_all_the_same(clock):
     bench, _ = crowded(needs=58)
-    bench.scheduler._waiting._queues["a"]._served = 10_000
+    bench.scheduler._waiting._queues["a"]._overtaking_tokens = 10_000
     for _ in range(3):
         bench.step()
     assert bench.scheduler.num_waiting == 1 and bench.cache.kept.tokens() >= len(AGENT)
@@ -219,10 +219,10 @@ def test_who_goes_on_from_what(clock):
         found.keep(ended(prompt, namespace), lease)
     assert found.tokens() == 61 and found.by_tenant == {"a": 31, "b": 30}, "the first 29 once"
     for prompt in ([1] * 4, [2] * 28, [3] * 40):  # too short; something else
-        found.come(ended(prompt))
+        found.arrived(ended(prompt))
     assert found.returning == 0.5
     turn = ended([1] * 29 + [2, 3])
-    found.come(turn)
+    found.arrived(turn)
     assert found.returning == pytest.approx(0.5 + 0.5 / 32)
     found.admitted(ended([1] * 29 + [2, 3]))
     assert not any(lease.released for lease in leases)
@@ -365,7 +365,7 @@ def test_what_is_evicted_first_is_the_same_after_a_look_in_vain(clock):
 def test_who_came_back_and_waits_is_no_loss(clock):
     found = keeping()
     found.keep(ended([1] * 5), lease := Lease())
-    found.come(ended([1] * 6))
+    found.arrived(ended([1] * 6))
     before = found.returning
     clock.now += SECONDS
     found.expire()
@@ -387,8 +387,8 @@ def test_of_several_answers_that_one_is_gone_on_from_that_the_prompt_has(clock):
     """The others stay for those that go on from them."""
     found = keeping()
     leases = choices(found, [2, 3], [2, 4, 4], [2, 5])
-    found.come(one := ended([1, 1, 1, 1, 1, 2, 4, 4, 9]))
-    found.come(other := ended([1, 1, 1, 1, 1, 2, 5, 9]))
+    found.arrived(one := ended([1, 1, 1, 1, 1, 2, 4, 4, 9]))
+    found.arrived(other := ended([1, 1, 1, 1, 1, 2, 5, 9]))
     found.admitted(one)
     assert [lease.released for lease in leases] == [False, True, False]
     found.admitted(other)
@@ -400,7 +400,7 @@ def test_of_several_answers_to_one_prompt_it_is_enough_that_one_is_gone_on_from(
     found = keeping()
     choices(found, *([n, n] for n in range(20, 28)))
     before = found.returning
-    found.come(turn := ended([1] * 5 + [23, 23, 9]))
+    found.arrived(turn := ended([1] * 5 + [23, 23, 9]))
     assert found.returning == pytest.approx(up := before + (1 - before) / 32)
     found.admitted(turn)
     clock.now += SECONDS
@@ -419,7 +419,7 @@ def test_answers_to_other_prompts_count_for_themselves(clock, prompt, namespace)
     choices(found, [7])
     found.keep(ended(prompt, namespace), Lease())
     before = found.returning
-    found.come(ended([1] * 6))
+    found.arrived(ended([1] * 6))
     came = before + (1 - before) / 32
     assert found.returning == pytest.approx(came)
     clock.now += SECONDS
@@ -435,7 +435,7 @@ def test_branches_that_go_on_from_one_context_all_find_it(clock):
     before = found.returning
     turns = [ended([*[1] * 9, n]) for n in range(2, 5)]
     for turn in turns:
-        found.come(turn)
+        found.arrived(turn)
     assert found.returning == pytest.approx(before + (1 - before) / 32), "one has come back"
     found.admitted(turns[0])
     found.left(turns[2])
@@ -448,10 +448,10 @@ def test_another_may_come_in_place_of_one_that_left(clock):
     found = keeping()
     found.keep(ended([1] * 5), lease := Lease())
     for _ in range(2):
-        found.come(turn := ended([1] * 6))
+        found.arrived(turn := ended([1] * 6))
         found.left(turn)
     assert found.returning == 0.5 + 0.5 / 32, "once"
-    found.come(turn := ended([1] * 6))
+    found.arrived(turn := ended([1] * 6))
     found.admitted(turn)
     assert lease.released and not found
 
@@ -467,7 +467,7 @@ def test_where_few_come_back_nothing_is_kept(clock):
     assert found.returning < LEAST
     for number in range(100):
         found.keep(ended([number] * 5), lease := Lease())
-        found.come(ended([number] * 6))
+        found.arrived(ended([number] * 6))
     assert found.returning > LEAST and not lease.released, "but what would have been is remembered"
     found.clear()
     assert lease.released
@@ -477,7 +477,7 @@ def test_the_first_that_comes_back_is_enough(clock):
     found = Kept(100)
     found.keep(ended([1] * 5), lease := Lease())
     assert lease.released
-    found.come(ended([1] * 6))
+    found.arrived(ended([1] * 6))
     found.keep(ended([2] * 5), lease := Lease())
     assert not lease.released
 

@@ -129,7 +129,7 @@ def run(id: int, tokens, sampling: Sampling = GREEDY, **changes) -> Run:
 
 def test_what_steps_of_decodes_take_is_learned(monkeypatch):
     """From the end of the step before to their own; after a pause, from when they were launched."""
-    steps, drafter = [], Drafter(8, rests=True)
+    steps, drafter = [], Drafter(8, overlaps=True)
     drafter.begins = lambda request, requests: False
     monkeypatch.setattr(drafter.costs, "add", lambda rows, seconds: steps.append((rows, seconds)))
     with worker(FakeRunner(num_pages=400, decode_step=0.01), drafter=drafter) as (router, _):

@@ -25,7 +25,7 @@ from radixrt.worker.group import TorchGroup
 from radixrt.worker.loading import load_runner, rank_device
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Plan
-from radixrt.worker.ranks import Book, GroupLost, Leader, Step
+from radixrt.worker.ranks import GroupLost, Leader, StandIns, Step
 from radixrt.worker.request import Request
 from tests.checkpoints import make_model
 from tests.worker.engine import Engine, prompts
@@ -55,7 +55,7 @@ def told(plan: Plan, paths) -> Step:
 def test_a_plan_arrives_as_it_was():
     plan = plan_of(tuple(map(request, range(3))))
     paths = {0: ((1, 20), (-(5 << 32) - 9, 29)), 2: ()}
-    found = Book().plan(told(plan, paths))
+    found = StandIns().plan(told(plan, paths))
     for name in ("rows", "starts", "counts", "tokens", "slots", "wants", "samples", "table_writes"):
         a, b = getattr(found, name), getattr(plan, name)
         assert np.array_equal(a, b) and a.dtype == b.dtype and a.flags.writeable, name
@@ -67,9 +67,9 @@ def test_a_plan_arrives_as_it_was():
 
 def test_requests_are_known_again():
     """By what tells them apart on rank 0, which an id does not."""
-    book, first, other = Book(), request(1), request(1)
+    book, first, other = StandIns(), request(1), request(1)
     a, b = book.plan(told(plan_of((first, other)), {0: ((1, 5),)})).requests
-    assert a is not b and not (a.draws or a.serial or a.penalized)
+    assert a is not b and a.greedy and not (a.serial or a.penalized)
     c, d = book.plan(told(plan_of((other, first)), {})).requests
     assert c is b and d is a
     with pytest.raises(GroupLost):
@@ -78,7 +78,7 @@ def test_requests_are_known_again():
 
 def test_what_is_known_is_bounded(monkeypatch):
     monkeypatch.setattr(ranks, "KEPT_REQUESTS", 3)
-    book, known = Book(), [request(i) for i in range(9)]
+    book, known = StandIns(), [request(i) for i in range(9)]
     kept = book.plan(told(plan_of(tuple(known[:4])), {})).requests
     book.plan(told(plan_of(tuple(known[4:6])), {}))
     assert len(book._requests) == 5
@@ -93,7 +93,7 @@ def test_ranks_have_devices_side_by_side():
 
 def test_what_was_used_last_is_kept(monkeypatch):
     monkeypatch.setattr(ranks, "KEPT_REQUESTS", 1)
-    book, (a, b, c) = Book(), [request(i) for i in range(3)]
+    book, (a, b, c) = StandIns(), [request(i) for i in range(3)]
     book.plan(told(plan_of((a, b)), {}))
     (kept,) = book.plan(told(plan_of((a,)), {})).requests
     book.plan(told(plan_of((c,)), {}))
@@ -103,8 +103,8 @@ def test_what_was_used_last_is_kept(monkeypatch):
 @pytest.mark.parametrize("wants", [False, True])
 def test_whether_logits_are_wanted_is_told(wants):
     one = request(1)
-    one.draws, one.serial = wants, False
-    assert Book().plan(told(plan_of((one,)), {})).wants_logits is wants
+    one.greedy, one.serial = not wants, False
+    assert StandIns().plan(told(plan_of((one,)), {})).wants_logits is wants
 
 
 @pytest.mark.parametrize("when", ["before", "launch", "wait", "draw"])
@@ -118,7 +118,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
 
         def launch(self, plan):
             if when != "before":
-                self.planned(plan, {})
+                self.on_planned(plan, {})
             if when in ("before", "launch"):
                 raise KeyError
 
@@ -134,7 +134,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
             left.append("graphs")
 
     leader = Leader(
-        Failing(), SimpleNamespace(tell=lambda message: None, dismiss=lambda: None, close=lambda: left.append("ranks"))
+        Failing(), SimpleNamespace(send=lambda message: None, dismiss=lambda: None, close=lambda: left.append("ranks"))
     )
     with pytest.raises(GroupLost if when in ("launch", "wait") else KeyError):
         wait = leader.launch(plan_of((request(1),)))

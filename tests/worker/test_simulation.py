@@ -85,7 +85,7 @@ class Bench:
                 self.cached[output.id] = output.cached_tokens
         self.cache.check()
         for request in self.scheduler._waiting:
-            if request.seen == self.cache.tree.version and not request.over:
+            if request.hit_version == self.cache.tree.version and not request.over:
                 assert request.hit == self.cache.hit(request), "a hit that is not looked up again is right"
 
     def drain(self, steps: int = 10_000) -> None:

@@ -157,21 +157,21 @@ def test_any_load_of_many_tenants_ends(seed):
 
 def test_the_virtual_token_counter():
     counter = VirtualTokenCounter()
-    counter.come("a")
-    counter.prompt("a", 50)
+    counter.add_request("a")
+    counter.count_prompt("a", 50)
     assert not counter.several
-    counter.come("b")
+    counter.add_request("b")
     assert counter.several
-    counter.lift("b", 30)
-    counter.lift("b", 20)
-    counter.decode("b")
+    counter.raise_to("b", 30)
+    counter.raise_to("b", 20)
+    counter.count_decoded("b")
     assert (counter.of("a"), counter.of("b"), counter.last) == (50, 31, 50)
-    counter.come("a")
-    counter.go("a")
+    counter.add_request("a")
+    counter.remove_request("a")
     assert counter.of("a") == 50
-    counter.go("a")
+    counter.remove_request("a")
     assert not counter.several
-    counter.come("a")
+    counter.add_request("a")
     assert counter.of("a") == 0
 
 
@@ -198,7 +198,7 @@ def test_what_was_forced_is_not_made_to_wait():
     forced.tokens.extend([5, 6, 7])
     bench.scheduler.running.remove(forced)
     bench.scheduler.running.behind.insert(0, forced)
-    bench.scheduler._counter.lift("a", 10_000)
+    bench.scheduler._counter.raise_to("a", 10_000)
     bench.add(3, prompt(3, 40), 1, namespace="c")
     plan = bench.scheduler.plan()
     assert [r.id for r in plan.requests][0] == 1
@@ -227,7 +227,7 @@ def queue_of(cache: Hits, *requests: Request) -> Waiting:
     counter = VirtualTokenCounter()
     waiting = Waiting(cache, counter)
     for request in requests:
-        counter.come(request.tenant)
+        counter.add_request(request.tenant)
         waiting.add(request)
     return waiting
 
@@ -240,7 +240,7 @@ def test_the_order_is_that_of_its_definition(seed):
     cache, here, clock, overtaken = Hits(), {}, 0, {}
     first = lambda: min(here.values(), key=lambda r: (r.arrival, r.place))  # noqa: E731
     waiting = queue_of(cache)
-    waiting._counter.come("a")
+    waiting._counter.add_request("a")
     for id in range(300):
         clock += rng.randint(0, 3)
         cache.of[id] = rng.choice([0, 0, 5, 9, 15])
@@ -308,16 +308,16 @@ def test_those_of_other_tenants_are_tried_too():
     requests = [asked(id, length, id, tenant) for id, length, tenant in asks]
     waiting = queue_of(cache, *requests)
     for tenant, served in (("a", 1), ("b", 50), ("c", 40), ("d", 30)):
-        waiting._counter.decode(tenant, served)
-    waiting._queues["c"]._served = 10**6
+        waiting._counter.count_decoded(tenant, served)
+    waiting._queues["c"]._overtaking_tokens = 10**6
     assert [r.id for r in waiting.candidates()] == [0, 5, 3, 1]
     for _ in range(OVERTAKING_WITHOUT_ROOM + 1):  # 65 of the 74 tokens that it needs with an answer, each
         waiting.take(requests[3], [requests[0], requests[5]])
         waiting.add(requests[3])
         assert not waiting.has_waited(requests[0])
-    before = waiting._queues["d"]._served
+    before = waiting._queues["d"]._overtaking_tokens
     waiting.take(requests[5], [requests[0], requests[4]])
-    assert waiting._queues["d"]._served == before + 10 + ANSWER, "once"
+    assert waiting._queues["d"]._overtaking_tokens == before + 10 + ANSWER, "once"
     assert waiting.has_waited(requests[0]) and not waiting.has_waited(requests[1])
 
 
@@ -339,7 +339,7 @@ def test_what_is_not_cached_any_more_is_not_first():
 def test_only_the_oldest_has_waited():
     waiting = queue_of(Hits(), *(requests := [asked(id, 10, id) for id in range(3)]))
     assert not any(map(waiting.has_waited, requests))
-    waiting._queues["a"]._served = 10**6
+    waiting._queues["a"]._overtaking_tokens = 10**6
     assert [waiting.has_waited(r) for r in requests] == [True, False, False]
 
 
@@ -373,10 +373,10 @@ def test_the_oldest_is_overtaken_once_and_for_so_long_at_most(clock):
     waiting = queue_of(cache, *(requests := [asked(id, 10_000, id) for id in range(3)]))
     clock.now = MOST_SECONDS - 1
     assert [r.id for r in waiting.candidates()] == [2]
-    waiting._queues["a"]._served = 9_000 + ANSWER
+    waiting._queues["a"]._overtaking_tokens = 9_000 + ANSWER
     clock.now += 1
     assert [r.id for r in waiting.candidates()] == [2], "not by as much as it needs"
-    waiting._queues["a"]._served += 1_000
+    waiting._queues["a"]._overtaking_tokens += 1_000
     clock.now -= 1
     assert [r.id for r in waiting.candidates()] == [2]
     clock.now += 1
@@ -384,7 +384,7 @@ def test_the_oldest_is_overtaken_once_and_for_so_long_at_most(clock):
     assert [waiting.has_waited(r) for r in requests] == [True, False, False]
     waiting.take(requests[0])
     assert [r.id for r in waiting.candidates()] == [2], "from when it is the oldest"
-    waiting._queues["a"]._served += 10_000 + ANSWER
+    waiting._queues["a"]._overtaking_tokens += 10_000 + ANSWER
     assert [r.id for r in waiting.candidates()] == [2]
     clock.now += MOST_SECONDS
     assert [r.id for r in waiting.candidates()] == [1, 2]

@@ -1,4 +1,4 @@
-"""Blocks of a content, checked and read as text. Every refusal names the field."""
+"""Validates the blocks of a content, and converts them to text. Every error names the field."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from radixrt.frontend.errors import refuse
 
 Block = dict[str, Any]
 CHANGE = "\ufdd0"
-"""A noncharacter, which no text has: what is put behind a block to see where the prompt changes."""
+"""A noncharacter, which no text contains; appended to a block to find where the prompt changes."""
 ERROR = "Error: "
-"""What a result that is an error begins with: templates have no other way to say so."""
+"""The beginning of a result that is an error; chat templates have no other way to show that."""
 
 
 def blocks(field: str, content: Any) -> Iterator[tuple[str, Block]]:
-    """The blocks of a content, each with its field; a text is one block."""
+    """The blocks of a content, each with its field. A plain string is one block."""
     if isinstance(content, str):
         yield field, {"type": "text", "text": content}
         return
@@ -29,7 +29,7 @@ def blocks(field: str, content: Any) -> Iterator[tuple[str, Block]]:
 
 
 def checked_kind(field: str, block: Block, kinds: tuple[str, ...]) -> str:
-    """The type of a block, one of `kinds`: "text" also of a document that is text, and of a search result."""
+    """The type of a block, one of `kinds`; "text" also for documents that are text, and for search results."""
     kind = block.get("type")
     if "text" in kinds and _is_text(block):
         return "text"
@@ -41,20 +41,20 @@ def checked_kind(field: str, block: Block, kinds: tuple[str, ...]) -> str:
 
 
 def string(field: str, block: Block, name: str) -> str:
-    """What a block has by that name."""
+    """A string field of a block."""
     if not isinstance(block.get(name), str):
         refuse(f"{field}.{name}", "must be a string")
     return block[name]
 
 
 def text_of(field: str, block: Block, changed: Block | None) -> str:
-    """What a block of text says; more, if it is `changed`."""
+    """The text of a block; with CHANGE appended, if it is `changed`."""
     text = string(field, block, "text") if block["type"] == "text" else _document(field, block)
     return text + CHANGE if block is changed else text
 
 
 def text_content(parts: list[tuple[str, Block]], changed: Block | None) -> str | list[Block]:
-    """A text, or a list where there are several: templates join them in their own way."""
+    """The content for a chat template: a string, or a list of several texts, which templates join in different ways."""
     for field, part in parts:
         checked_kind(field, part, ("text",))
     texts = [text_of(field, part, changed) for field, part in parts]
@@ -62,7 +62,7 @@ def text_content(parts: list[tuple[str, Block]], changed: Block | None) -> str |
 
 
 def result_content(field: str, block: Block, changed: Block | None) -> str | list[Block]:
-    """What a result says that is text. The names of tools that were searched for tell nothing: all are shown."""
+    """The text of a tool result. Names of tools that a search has found are left out, since all tools are shown."""
     content = block.get("content")
     parts = [*blocks(f"{field}.content", content)] if content is not None else []
     said = text_content([(path, part) for path, part in parts if part.get("type") != "tool_reference"], changed)
@@ -74,7 +74,7 @@ def result_content(field: str, block: Block, changed: Block | None) -> str | lis
 
 
 def _is_text(block: Block) -> bool:
-    """Whether it is a document that is text, or a search result."""
+    """Whether a block is a document that is text, or a search result."""
     source = block.get("source")
     if block.get("type") == "document":
         return isinstance(source, dict) and source.get("type") in ("text", "content")
@@ -82,7 +82,7 @@ def _is_text(block: Block) -> bool:
 
 
 def _document(field: str, block: Block) -> str:
-    """What a document of text, or a search result, says: behind its title, and what else is told of it."""
+    """The text of a document or search result, after its title and other metadata."""
     about = [string(field, block, name) for name in ("title", "context", "source") if isinstance(block.get(name), str)]
     place, content = f"{field}.content", block.get("content")
     if block["type"] == "document":
@@ -108,7 +108,7 @@ def _prefixed(prefix: str, content: str | list[Block]) -> str | list[Block]:
 
 
 def to_json(field: str, value: Any, *, compact: bool = False) -> str:
-    """ApiError (400) for what is nested too deeply."""
+    """Serialize to JSON. Raises ApiError (400) for values that are nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":") if compact else None)
     except RecursionError:

@@ -1,7 +1,7 @@
-"""`cache_control`: breakpoints, each of which pins the prompt's tokens up to the end of its block for a while.
+"""`cache_control`: breakpoints, each of which pins the prompt's tokens up to the end of its block for some time.
 
-Where a block ends in the prompt, the chat template alone knows. It is rendered once more with that block made longer:
-what both texts begin with is the prefix that stays, whatever follows the block.
+Only the chat template determines where a block ends in the prompt. Therefore the chat is rendered once more with that
+block made longer: the common beginning of both texts is the prefix that does not depend on what follows the block.
 
     ... user: The whole book.| And its author?<end>
     ... user: The whole book.|<new> And its author?<end>
@@ -27,7 +27,7 @@ from radixrt.router.tokens import Tokenizer
 MAX_BREAKPOINTS = 4
 SECONDS = {"5m": 300.0, "1h": 3600.0}
 BOUNDARY_TOKENS = 4
-"""So many tokens at the end of a text may be others once it goes on."""
+"""The last tokens of a text that may change when text is appended."""
 
 
 class Breakpoint(NamedTuple):
@@ -36,7 +36,8 @@ class Breakpoint(NamedTuple):
 
 
 def breakpoints(body: Counted) -> list[Breakpoint]:
-    """Those of a request, in the order of the prompt. ApiError (400) for more than four, or what is none."""
+    """The breakpoints of a request, in the order of the prompt. Raises ApiError (400) for more than four, or an invalid
+    one."""
     found = [Breakpoint(block, _seconds(field, block["cache_control"])) for field, block in _cacheable(body)]
     if body.cache_control is not None:
         seconds = _seconds("", body.cache_control)
@@ -49,9 +50,9 @@ def breakpoints(body: Counted) -> list[Breakpoint]:
 
 
 def pinned(tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
-    """(tokens, seconds) of each breakpoint of a request whose prompt is `ids`, shortest first.
+    """The pins, (tokens, seconds), of the breakpoints of a request whose prompt is `ids`, shortest first.
 
-    A block that the template leaves out, or whose prefix it changes all through, has none."""
+    A block that the template leaves out, or with which the whole prompt changes, has no pin."""
     marked = breakpoints(body)
     if not marked:
         return []
@@ -66,7 +67,7 @@ def pinned(tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes) -> lis
 
 
 def _changed(body: Counted, use: ToolUse, block: Block) -> ChatPrompt:
-    """The chat with a block made longer: a tool has another property, everything else more text."""
+    """The chat with a block made longer: a tool gets another property, any other block more text."""
     prompt = body.prompt(use, block)
     index = next((i for i, tool in enumerate(served(body.tools)) if tool is block), None)
     if index is None or not prompt.tools:
@@ -79,7 +80,7 @@ def _changed(body: Counted, use: ToolUse, block: Block) -> ChatPrompt:
 
 
 def common_length(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """The length of the common prefix, in characters."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -91,7 +92,7 @@ def common_length(one: str, other: str) -> int:
 
 
 def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes) -> int:
-    """How many of a prompt's `ids` the `text` that it begins with has."""
+    """How many of a prompt's `ids` belong to the `text` that it begins with."""
     alone = np.frombuffer(tokenizer.start(text, add_special_tokens=False).finish(), "<i4")
     whole = np.frombuffer(ids, "<i4")
     size = min(len(alone), len(whole))
@@ -99,7 +100,7 @@ def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes) -> int:
     common = int(differ[0]) if differ.size else size
     if common >= len(alone) - BOUNDARY_TOKENS:
         return common
-    # Answers are spelled as they were generated, which is not how their text would be encoded: count bytes.
+    # Answers have the ids with which they were generated, not those of their encoded text: compare bytes.
     ends = np.cumsum([len(tokenizer.token_bytes(token)) for token in whole.tolist()])
     return int(np.searchsorted(ends, len(text.encode()), side="right"))
 
@@ -108,7 +109,7 @@ def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes) -> int:
 
 
 def _cacheable(body: Counted) -> Iterator[tuple[str, Block]]:
-    """All that has a `cache_control`."""
+    """Everything that may have a `cache_control`."""
     for field, block in _all_blocks(body):
         if block.get("cache_control") is not None:
             if block.get("type") in ("thinking", "redacted_thinking"):
@@ -117,8 +118,7 @@ def _cacheable(body: Counted) -> Iterator[tuple[str, Block]]:
 
 
 def _all_blocks(body: Counted) -> Iterator[tuple[str, Block]]:
-    """Tools, system blocks and blocks of messages, those within tool results included; texts that are no block are not
-    among them."""
+    """Tools, system blocks and blocks of messages, including those within tool results, but not plain strings."""
     yield from ((f"tools.{i}", tool) for i, tool in enumerate(body.tools or []))
     if isinstance(body.system, list):
         yield from blocks("system", body.system)
@@ -132,7 +132,8 @@ def _all_blocks(body: Counted) -> Iterator[tuple[str, Block]]:
 
 
 def _last_block(body: Counted) -> Block | None:
-    """The block that a `cache_control` of the whole request is for. A text is made a block of its message."""
+    """The block that a `cache_control` of the whole request applies to. A plain string becomes a block of its
+    message."""
     message = body.messages[-1]
     if isinstance(message["content"], str):
         message["content"] = [{"type": "text", "text": message["content"]}]

@@ -1,4 +1,4 @@
-"""Tools whose names and arguments Anthropic defines and that the client runs, as functions that any model can call."""
+"""Tools that Anthropic defines and the client runs, as functions that any model can call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Defined:
-    """A function."""
+    """The function of a tool."""
 
     name: str
     description: str
     schema: dict[str, Any]
-    """Of its arguments."""
+    """The JSON schema of its arguments."""
 
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,8 @@ _UNDO = "; undo_edit takes back the last edit of a file"
 
 
 def _commands(commands: str, arguments: str, required: tuple[str, ...] = (), **own: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool of several commands; `own` arguments are other than those of the same name elsewhere."""
+    """The schema of a tool with several commands. `own` are arguments that differ from those of the same name in other
+    tools."""
     command = {"type": "string", "enum": commands.split(), "description": "What to do."}
     properties = {name: own.get(name, _ARGUMENTS[name]) for name in arguments.split()}
     return {
@@ -76,7 +77,7 @@ _EDITOR_4 = Defined(
     f"View, create and edit text files: {_VIEWED} {_CHANGED}.",
     _commands("view create str_replace insert", _OLD_ARGUMENTS, ("path",), **_ANY_PATH, **_NEW_STR),
 )
-# Of 20250728 the documentation said new_str until 2026, and now says insert_text, as its models write.
+# For 20250728 the documentation had new_str until 2026, and now has insert_text, which its models write.
 _EDITOR = Defined(
     _EDITOR_4.name,
     _EDITOR_4.description,

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients expect them."""
+"""Errors in the format of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TYPES = {
     504: "timeout_error",
 }
 NO_THREADS = "thread_unsupported_request"
-"""Code of an error that makes Anthropic's client send the whole conversation, without `thread`, from then on."""
+"""The code of an error after which Anthropic's client sends the whole conversation, without `thread`."""
 REQUEST_ID = "request-id"
-"""The header with a request's id, for its owner's log."""
+"""The header with a request's id, for the client's log."""
 
 
 def new_request_id() -> str:
@@ -31,13 +31,13 @@ def new_request_id() -> str:
 
 
 class AnthropicError(ApiError):
-    """An ApiError that is told in Anthropic's words: its message begins with the field, as in `messages.0.content`."""
+    """An ApiError in Anthropic's format: its message begins with the field, as in `messages.0.content`."""
 
     request_id = ""
 
     @classmethod
     def wrap(cls, error: ApiError) -> AnthropicError:
-        """The same problem."""
+        """The same error in Anthropic's format."""
         field = dotted(error.param)
         message = error.message.removeprefix(error.param).lstrip(": ") if error.param else error.message
         told = cls(error.status, f"{field}: {message}" if field else message, field, error.code, error.retry_after)

@@ -17,8 +17,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageExchange(Exchange):
-    """The one choice of a message, in blocks. An error after the stream has begun is an event of it. `max_tokens` is
-    what was asked for, which may be more than there is room for."""
+    """The single choice of a message, in blocks. An error after the stream has begun is sent as an event. `max_tokens`
+    is the requested one, which may be more than there is room for."""
 
     reply: MessageReply
 
@@ -61,7 +61,7 @@ class MessageExchange(Exchange):
         return self.reply.body(*self._how_it_ended(), self.choices[0].usage, self.reasoning_tokens)
 
     def _how_it_ended(self) -> tuple[str, str | None]:
-        """(stop_reason, stop_sequence)"""
+        """Returns (stop_reason, stop_sequence)."""
         choice = self.choices[0]
         if isinstance(choice.stop, str):
             return "stop_sequence", choice.stop

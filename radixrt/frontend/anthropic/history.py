@@ -1,11 +1,11 @@
-"""System blocks and messages of Anthropic's API as a chat template takes them: OpenAI's messages.
+"""Converts system blocks and messages of Anthropic's API to OpenAI's messages, for the chat template.
 
 user       [tool_result, ..., text, ...]     -> a `tool` message for each result, then one `user` message
 assistant  [thinking, text, tool_use, ...]   -> one message with reasoning_content, content and tool_calls
            [..., server_tool_use, web_search_tool_result, ...], by `hosted`
                                              -> one with that call, its `tool` message, then one of what follows
 
-Messages of one role that follow each other are one. Every refusal names the field.
+Consecutive messages of the same role are merged. Every error names the field.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ ROLES = ("user", "assistant", "system")
 USER_BLOCKS = ("text", "tool_result")
 ASSISTANT_BLOCKS = ("text", "tool_use", "thinking", "redacted_thinking", *CALLS, *RESULTS, *NOTHING)
 INVALID_JSON = "INVALID_JSON"
-"""The one key of a call's input whose arguments are not the JSON of an object; its value is what the model wrote."""
+"""The only key of a call's input if the arguments are not a JSON object; its value is what the model wrote."""
 
 
 class History:
-    """`messages` of a request, for the template. `changed` is one of its blocks, by identity, that is made longer."""
+    """The `messages` of a request, for the template. `changed` is one of its blocks (by identity) that is made
+    longer."""
 
     def __init__(self, system: str | list[Block] | None, messages: list[Message], changed: Block | None = None) -> None:
         self.messages: list[Message] = []
         self.partial = False
-        """The last message, the assistant's, is to go on."""
+        """Whether the answer continues the last message, which is the assistant's."""
         self._changed = changed
         self._hosted = Hosted(changed)
         self._open: dict[str, str] = {}
-        """Calls that want their results now: name by id."""
+        """Calls whose results must come next: name by id."""
         if not messages:
             refuse("messages", "at least one message is required")
         if system and (content := text_content([*blocks("system", system)], changed)):
@@ -133,7 +134,7 @@ def _answer(text: str, thoughts: str, calls: list[dict[str, Any]]) -> Message:
 
 
 def _groups(messages: list[Message]) -> Iterator[tuple[str, list[tuple[str, Block]]]]:
-    """(role, its blocks) of messages, neighbours of one role together."""
+    """(role, blocks) of messages, consecutive ones of the same role together."""
     role, found = "", []
     for i, message in enumerate(messages):
         if message.get("role") not in ROLES:
@@ -154,5 +155,5 @@ def _groups(messages: list[Message]) -> Iterator[tuple[str, list[tuple[str, Bloc
 
 
 def _index(field: str) -> int:
-    """Of the message that a field is in."""
+    """The index of the message that a field is in."""
     return int(field.split(".")[1])

@@ -1,7 +1,7 @@
-"""Blocks of tools that Anthropic ran, as calls of functions and their results, so that a conversation that was begun
-there goes on here. Every refusal names the field.
+"""Converts blocks of tools that Anthropic ran to function calls and their results, so that a conversation that was
+begun there can be continued here. Every error names the field.
 
-server_tool_use, mcp_tool_use                  -> a call, told where its result is, which may come much later, or never
+server_tool_use, mcp_tool_use                  -> a call, put where its result is, which may come much later, or never
 web_search_tool_result, mcp_tool_result, ...   -> its result: a text, or JSON without what only Anthropic can read
 tool_search_tool_result, fallback, ...         -> nothing: all tools are shown here
 """
@@ -36,22 +36,22 @@ RESULTS = (
     "mcp_tool_result",
 )
 NOTHING = ("mcp_tool_listing", "fallback")
-"""Blocks that carry nothing for a model."""
+"""Blocks without content for a model."""
 ENCRYPTED = "encrypted"
-"""What the keys begin with of what only Anthropic can read."""
+"""The beginning of keys whose values only Anthropic can read."""
 Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
 class Hosted:
-    """The calls of a history that wait for their results. `changed` is a block that is made longer, by identity."""
+    """The calls of a history that wait for their results. `changed` is a block (by identity) that is made longer."""
 
     def __init__(self, changed: Block | None = None) -> None:
         self._changed = changed
         self._waiting: dict[str, dict[str, Any]] = {}
-        """Functions with their arguments, by the ids of the calls."""
+        """Functions with their arguments, by call id."""
 
     def call(self, field: str, block: Block) -> None:
-        """A call, of which nothing is told before its result."""
+        """Add a call, which appears in the history only together with its result."""
         shown, name = string(field, block, "id"), string(field, block, "name")
         if block["type"] == "mcp_tool_use":
             name = flat_name(string(field, block, "server_name"), name)
@@ -63,7 +63,7 @@ class Hosted:
         self._waiting[shown] = {"name": name, "arguments": to_json(f"{field}.input", given)}
 
     def result(self, field: str, block: Block) -> Pair | None:
-        """(the call, the message of its result); None where there is nothing to tell."""
+        """Returns (the call, the message of its result); None if the result has no content for a model."""
         shown = string(field, block, "tool_use_id")
         if shown not in self._waiting:
             refuse(f"{field}.tool_use_id", f"no block before this one is a call {shown!r} without its result")
@@ -81,7 +81,7 @@ class Hosted:
 
 
 def _content(field: str, content: Any) -> str | None:
-    """What the content of a result says to a model."""
+    """The text of a result's content for a model; None if there is none."""
     objects = content if isinstance(content, list) else [content]
     if not all(isinstance(one, dict) for one in objects):
         refuse(field, "must be an object, or a list of objects")
@@ -99,7 +99,7 @@ def _content(field: str, content: Any) -> str | None:
 
 
 def _page(field: str, content: Block) -> str:
-    """What was fetched, behind its address."""
+    """The text of a fetched page, after its address."""
     document = content.get("content")
     if not isinstance(document, dict):
         refuse(f"{field}.content", "must be a document")
@@ -118,7 +118,7 @@ def _readable(field: str, content: Any) -> str:
 
 
 def _bare(field: str, value: Any) -> Any:
-    """A value without what is null or encrypted; images are refused."""
+    """A value without null and encrypted parts; images are refused."""
     if isinstance(value, list):
         return [_bare(f"{field}.{i}", inner) for i, inner in enumerate(value)]
     if not isinstance(value, dict):
@@ -130,7 +130,7 @@ def _bare(field: str, value: Any) -> Any:
 
 
 def _tells(value: Any) -> bool:
-    """Whether a value tells more than of what type it is."""
+    """Whether a value has anything beside its type."""
     if isinstance(value, list):
         return any(map(_tells, value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""An answer as Anthropic's JSON: content blocks, whole or as the events of a stream. Pure."""
+"""Formats an answer as Anthropic's JSON: content blocks, whole or as the events of a stream. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class Block:
-    """A content block while it grows."""
+    """A content block that is being generated."""
 
     __slots__ = ("_texts", "call", "kind")
 
@@ -43,11 +43,11 @@ class Block:
 
     @property
     def signature(self) -> str:
-        """Of thoughts: what a client must send back with them. Nothing is checked by it here."""
+        """The signature of a thinking block, which clients send back with it. It is not checked here."""
         return base64.b64encode(hashlib.sha256("".join(self._texts).encode()).digest()).decode()
 
     def opening(self) -> dict[str, Any]:
-        """The block before anything is in it."""
+        """The empty block, for the event that begins it."""
         if self.call is not None:
             return {"type": "tool_use", "id": shown_id(self.call.id), "name": self.call.name, "input": {}}
         return {"type": self.kind, self.kind: ""} | ({"signature": ""} if self.kind == "thinking" else {})
@@ -60,7 +60,8 @@ class Block:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are no object, for they were cut or the model erred, are told as they are."""
+    """The input of a call. Arguments that are not a JSON object, because they were cut or the model made an error, are
+    returned under INVALID_JSON."""
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -69,7 +70,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessageReply:
-    """One message, its blocks in the order in which they come. `breakpoints`: (tokens, seconds), shortest first."""
+    """Formats one message, with its blocks in order. `breakpoints`: (tokens, seconds), shortest first."""
 
     of_content = False
 
@@ -80,10 +81,10 @@ class MessageReply:
         self.breakpoints: Sequence[tuple[int, float]] = ()
         self.prompt_tokens = 0
         self.session: dict[str, Any] = {}
-        """What `radixrt` says of it, see `session_json`."""
+        """The content of the field `radixrt`; see `session_json`."""
 
     def body(self, stop_reason: str, stop_sequence: str | None, usage: Usage, thinking: int) -> bytes:
-        """The whole answer; `thinking` of its tokens are thoughts."""
+        """The whole answer; `thinking` is its number of reasoning tokens."""
         content = [block.whole() for block in self.blocks]
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": self.usage(usage, thinking)}
         return encode(self._message(content, end) | {"radixrt": {"worker": usage.worker} | self.session})
@@ -94,7 +95,7 @@ class MessageReply:
     # ------------------------------------------------------------ pieces
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Take a piece in; the events of a stream that tell of it."""
+        """Add a piece; returns its events for a stream."""
         match piece:
             case CallStart():
                 return self._open("tool_use", piece)
@@ -131,10 +132,10 @@ class MessageReply:
     # ------------------------------------------------------------ a stream
 
     def begin(self, include_usage: bool) -> None:
-        """A stream begins; its usage is always told."""
+        """Begin a stream; its usage is always included."""
 
     def opening(self, index: int) -> bytes:
-        """The first events. What of the prompt is cached is not known yet: the last event but one tells."""
+        """The first events. The cached tokens are not known yet: the last event but one has them."""
         usage = self.usage(Usage(self.prompt_tokens), 0, known=False)
         message = self._message([], {"stop_reason": None, "stop_sequence": None, "usage": usage})
         return event({"type": "message_start", "message": message}) + event({"type": "ping"})
@@ -149,7 +150,8 @@ class MessageReply:
     # ------------------------------------------------------------ usage
 
     def usage(self, usage: Usage, thinking: int, known: bool = True) -> dict[str, Any]:
-        """Prompt tokens = read from the cache + newly put there up to the last breakpoint + the others."""
+        """The usage. Prompt tokens = tokens read from the cache + tokens newly cached up to the last breakpoint +
+        others."""
         read, new = usage.cached_tokens, {"5m": 0, "1h": 0}
         end = read
         for tokens, seconds in self.breakpoints if known else ():

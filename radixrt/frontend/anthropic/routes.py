@@ -29,7 +29,7 @@ _counted = msgspec.json.Decoder(Counted)
 
 
 class MessageRoutes:
-    """`generation`, `prompts` and `read` are the front end's. Without a tokenizer nothing is pinned."""
+    """`generation`, `prompts` and `read` are the front end's. Without a tokenizer there are no pins."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class MessageRoutes:
         return json_response({"input_tokens": await self._prompts.num_tokens(prompt, key, body)})
 
     async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
-        """What the breakpoints of a request pin, found in a thread: each renders the chat once more."""
+        """The pins of a request's breakpoints. Found in a thread, since each renders the chat once more."""
         if self._tokenizer is None or not breakpoints(body):
             return []
         return await asyncio.to_thread(pinned, self._tokenizer, body, use, ids)
 
 
 class Identified:
-    """An answer with the header that gives its request an id, unless it has one."""
+    """A response that gets the header with a request id, unless it has one."""
 
     def __init__(self, answer: StreamAnswer | WholeAnswer) -> None:
         self._answer = answer

@@ -1,6 +1,6 @@
-"""What Anthropic's clients send, checked and turned into messages. Pure; every refusal names the field.
+"""Validates requests of Anthropic's API, and converts them to messages. Pure; every error names the field.
 
-Unknown fields are ignored; a known field whose meaning is not served is refused.
+Unknown fields are ignored; a known field that is not supported is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 
 
 class Counted(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens: the fields that make the prompt; None is as good as absent."""
+    """POST /v1/messages/count_tokens: the fields that determine the prompt; None counts as absent."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -44,15 +44,15 @@ class Counted(msgspec.Struct, kw_only=True):
     thread: Any = None
 
     def names(self) -> dict[str, str]:
-        """How the caller calls the fields of a message."""
+        """Maps the fields of messages to the caller's names."""
         return {"prompt": "messages", "stop": "stop_sequences", "template_args": "chat_template_kwargs"}
 
     def tool_use(self) -> ToolUse:
-        """What an answer may do with tools."""
+        """Which tools an answer may or must call."""
         return tool_use(self.tools, self.tool_choice)
 
     def prompt(self, use: ToolUse, changed: Block | None = None) -> ChatPrompt:
-        """The chat; with one of its blocks made longer, if `changed` names one."""
+        """The chat; with the block `changed` made longer, if given."""
         if self.thread is not None:
             message = "is not served; send the whole conversation without it"
             raise ApiError(400, f"thread: {message}", "thread", NO_THREADS)
@@ -61,7 +61,7 @@ class Counted(msgspec.Struct, kw_only=True):
         return ChatPrompt(history.messages, use.shown, history.partial, arguments)
 
     def thinks(self) -> bool:
-        """Whether the model is asked to think; as with Anthropic, it is not unless told so. How much, is up to it."""
+        """Whether the model is asked to think; as with Anthropic, only if requested. The budget is ignored."""
         thinking = self.thinking or {"type": "disabled"}
         kind, budget = thinking.get("type"), thinking.get("budget_tokens")
         if kind not in THINKING:
@@ -71,7 +71,7 @@ class Counted(msgspec.Struct, kw_only=True):
         return kind != "disabled"
 
     def effort(self) -> dict[str, Any]:
-        """What a chat template is told of how much is to be thought; nothing where the request does not say."""
+        """The chat template's arguments for the reasoning effort; {} if the request does not set it."""
         effort = (self.output_config or {}).get("effort")
         if effort is None:
             return {}
@@ -92,25 +92,25 @@ class Messages(Counted, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     output_format: Any = None
-    """`output_config.format` as it was called in the beta structured-outputs-2025-11-13."""
+    """The name of `output_config.format` in the beta structured-outputs-2025-11-13."""
     compaction: Any = None
     container: Any = None
     mcp_servers: Any = None
 
     def choices(self) -> int:
-        """Choices of the prompt."""
+        """The number of choices."""
         return 1
 
     def wants_usage(self) -> bool:
-        """Whether a stream tells the usage."""
+        """Whether a stream includes the usage."""
         return True
 
     def prompts(self, use: ToolUse) -> list[Prompt]:
-        """The chat, its template shown what may be used."""
+        """The chat; its template gets the tools of `use`."""
         return [self.prompt(use)]
 
     def constraint(self) -> Constraint | None:
-        """What the text must be."""
+        """The constraint on the text of an answer, if any."""
         form, field = (self.output_config or {}).get("format"), "output_config.format"
         if self.output_format is not None:
             if form is not None:
@@ -126,7 +126,7 @@ class Messages(Counted, kw_only=True):
         return Constraint(Grammar("json_schema", text), f"{field}.schema")
 
     def sampling(self, defaults: Defaults) -> Sampling:
-        """How tokens are drawn; `defaults` where the request does not say."""
+        """The sampling parameters; `defaults` for those that the request does not set."""
         for name in UNSERVED:
             if getattr(self, name):
                 refuse(name, "is not served")

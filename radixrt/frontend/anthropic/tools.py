@@ -1,8 +1,8 @@
-"""Anthropic's tools as ToolUse. Every refusal names the field.
+"""Converts Anthropic's tools to a ToolUse. Every error names the field.
 
 custom                          -> a function
 bash, text_editor, memory, ...  -> a function, by `defined`
-web_search, code_execution, ... -> nothing, where there are others; else refused
+web_search, code_execution, ... -> left out if there are others, otherwise refused (Anthropic runs them)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from radixrt.frontend.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse
 
 CHOICES = ("auto", "any", "tool", "none")
 HOSTED = re.compile(r"(web_search|web_fetch|code_execution)_\d{8}|tool_search_tool_(regex|bm25)(_\d{8})?")
-"""Kinds of tools that run at Anthropic, and that a model may leave alone."""
+"""Kinds of tools that Anthropic runs, and that a model need not use."""
 CALL_PREFIX, PREFIX = "call_", "toolu_"
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) -> ToolUse:
-    """What an answer may do. ApiError (400) names the field."""
+    """The ToolUse of a request. Raises ApiError (400) that names an invalid field."""
     found = read_tools(tools or [], "tools.{}", _tool)
     if tools and not found:
         _refuse_kind("tools.0", tools[0]["type"])
@@ -43,12 +43,12 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) 
 
 
 def served(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The tools of a request, which has been checked, that are not left out."""
+    """The tools of a validated request, without those that are left out."""
     return [tool for tool in tools or [] if not _is_hosted(tool)]
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it, which is OpenAI's way."""
+    """A tool in the format of chat templates, which is OpenAI's."""
     if (defined := DEFINED.get(tool.get("type") or "")) is not None:
         function = {"name": defined.name, "description": defined.description, "parameters": defined.schema}
         return {"type": "function", "function": function}
@@ -59,7 +59,7 @@ def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: dict[str, Any] | None) -> tuple[str, str, bool]:
-    """(kind, name of the one tool that is to be called, whether there may be several calls)"""
+    """Returns (kind, the name of the tool that must be called, whether there may be several calls)."""
     if choice is None:
         return "auto", "", True
     kind = choice.get("type")
@@ -84,7 +84,7 @@ def _refuse_kind(field: str, kind: Any) -> NoReturn:
 
 
 def _tool(field: str, tool: dict[str, Any]) -> Tool | None:
-    """None for one that is left out."""
+    """Convert a tool; None for one that is left out."""
     if _is_hosted(tool):
         return None
     kind = tool.get("type")
@@ -120,17 +120,18 @@ def _strict(field: str, tool: dict[str, Any]) -> bool:
 
 _GIVEN = re.compile("[0-9a-f]{24}")
 _MODELS_OWN = re.compile(r"[0-9A-Za-z]{9}|.+:[0-9]+", re.DOTALL)
-"""Mistral's, and Kimi's with the names of functions in them."""
+"""Ids that models define: Mistral's, and Kimi's, which contain the names of functions."""
 
 
 def shown_id(call_id: str) -> str:
-    """The id of a call for a client. Chat templates may want ids of their own form, so it must lead back."""
+    """The id of a call for a client. It can be converted back, since chat templates may require ids of a special
+    form."""
     return PREFIX + call_id.removeprefix(CALL_PREFIX)
 
 
 def template_id(shown: str) -> str:
-    """The id that a client knows as `shown`, for the chat template. One from elsewhere has nine letters and digits:
-    Mistral's templates take no others."""
+    """The id for the chat template that a client knows as `shown`. A foreign one becomes nine letters and digits, as
+    Mistral's templates require."""
     own = shown.removeprefix(PREFIX)
     if _GIVEN.fullmatch(own):
         return CALL_PREFIX + own

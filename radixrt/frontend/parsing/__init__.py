@@ -1,18 +1,18 @@
-"""What models write, read as it comes: text in; content, reasoning and tool calls out. Pure.
+"""Parses the output of models as it is generated: text in; content, reasoning and tool calls out. Pure.
 
 text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
            thoughts           <think>...</think>
-           hermes, llama, mistral   one family's calls each: how to read them, and how to make a model write them
-           harmony            the same of gpt-oss, whose thoughts are messages as well
-           qwen_coder, glm, minimax   calls whose arguments are no JSON, but between tags
-           tagged             such arguments, the core of these three
+           hermes, llama, mistral   the calls of a family: how to parse them, and grammars that make a model write them
+           harmony            the same for gpt-oss, whose thoughts are messages as well
+           qwen_coder, glm, minimax   calls whose arguments are between tags, not JSON
+           tagged             such arguments, used by these three
            sections           DeepSeek's and Kimi K2's calls
-           olmo               OLMo 3's calls, which are as in Python
+           olmo               OLMo 3's calls, in Python syntax
            arrays             Granite 3's, Phi-4-mini's and Nemotron's calls
-           calls              a call as a JSON object, the core of the first three
-           reader             text in cuts as if it were whole
-           pieces             what comes out
-detect     which of them a model's chat template asks for
+           calls              a call as a JSON object, used by the first three
+           reader             reads text that arrives in parts
+           pieces             the results
+detect     chooses formats by a model's chat template
 """
 
 from radixrt.frontend.parsing.detect import PROBE, QUESTION, reasoning_format, tool_format

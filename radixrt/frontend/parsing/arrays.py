@@ -23,8 +23,8 @@ NEMOTRON = ("<TOOLCALL>", "</TOOLCALL>")
 
 
 class Array:
-    """See `formats.ToolFormat`. An array is between these marks, the second of which may be "". A call without an
-    array is read as well."""
+    """See `formats.ToolFormat`. `marks` are those before and after an array; the second may be "". A single call
+    without an array is accepted as well."""
 
     def __init__(self, marks: tuple[str, str]) -> None:
         self._open, self._close = marks
@@ -64,7 +64,8 @@ class Array:
 
 
 def read_array(reader: Reader, sink: Sink) -> Steps[bool]:
-    """Read the calls of an array, whose bracket is read, as far as they are calls, and its end; False if none is."""
+    """Read the calls of an array after its opening bracket, as far as they are calls, and its end. False if there is
+    none."""
     start, found = reader.at, False
     while True:
         yield from reader.space()
@@ -79,6 +80,6 @@ def read_array(reader: Reader, sink: Sink) -> Steps[bool]:
 
 
 def call_tag(function: Function) -> dict[str, Any]:
-    """A structural tag's format: one call of it."""
+    """A structural tag's format for one call of a function."""
     begin = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": '
     return tag(begin, json_schema(function.schema), "}")

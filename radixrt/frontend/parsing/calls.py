@@ -1,4 +1,4 @@
-"""One tool call as a JSON object, the core of all formats: {"name": "f", "arguments": {...}}."""
+"""A tool call as a JSON object, used by several formats: {"name": "f", "arguments": {...}}."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from radixrt.frontend.parsing.reader import Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 MEMBERS = ("name", *ARGUMENTS, "type", "id")
-"""What a call may have; the last two say nothing that the caller does not know."""
+"""The keys that a call may have; the last two are ignored."""
 
 
 def read_call(reader: Reader, sink: Sink, known: Collection[str] | None = None) -> Steps[bool]:
-    """Read a call; False where none comes next: the caller then goes back to where it was. With `known`, only a call of
-    one of these names is one.
+    """Read a call. Returns False if none comes next; the caller then goes back to where it was. With `known`, only
+    calls of these names count.
 
-    It is one as soon as its name and the beginning of its arguments are there, `{"` or `{}`. From then on they are what
-    the model writes, JSON or not, up to the bracket that closes them: what was streamed cannot be taken back."""
+    Text is taken for a call as soon as its name and the beginning of its arguments, `{"` or `{}`, are there. From then
+    on the arguments are whatever the model writes, JSON or not, up to the closing bracket: what was streamed cannot be
+    taken back."""
     return (yield from _Call(reader, sink, known).read())
 
 
@@ -31,11 +32,11 @@ class _Call:
         self._known = known
         self._name = ""
         self._held = ""
-        """Arguments that came before the name."""
+        """Arguments that came before the name, and are held back until that is known."""
         self._begun = False
 
     def read(self) -> Steps[bool]:
-        """Whether it is a call, read up to its end, or to where it is broken."""
+        """Read the call up to its end, or to where it is malformed. Returns whether it is a call."""
         reader = self._reader
         if not (yield from reader.take("{")):
             return False
@@ -50,7 +51,7 @@ class _Call:
         return self._begun
 
     def _member(self) -> Steps[bool]:
-        """Read `"key": value`; False where it is none that a call has."""
+        """Read `"key": value`; False if it is not one of MEMBERS."""
         reader = self._reader
         yield from reader.space()
         key = yield from reader.string()
@@ -103,7 +104,7 @@ class _Call:
 
 
 def begins_object(reader: Reader) -> Steps[bool]:
-    """Whether what comes next begins as an object in JSON does; nothing is read."""
+    """Whether a JSON object comes next; nothing is read."""
     start = reader.at
     begun = yield from reader.take("{")
     yield from reader.space()

@@ -1,4 +1,4 @@
-"""Which formats a model uses: told by name, or seen in what its chat template makes of a call and a thought."""
+"""Chooses a model's formats: by name, or by what its chat template renders for a call and a thought."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ REASONING_FORMATS = {
     "olmo3": THINK,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>"),
 }
-"""By the names of vLLM and SGLang."""
+"""By the names that vLLM and SGLang have for them."""
 HARMONY = ("openai_gptoss", "gpt-oss")
-"""Thoughts that calls' format reads."""
+"""Names of the reasoning format that is parsed by the tool format Harmony."""
 
 _NAME, _ID = "probe_tool", "abcdefghi"
 _FUNCTION = {"name": _NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
@@ -73,9 +73,10 @@ PROBE = ChatPrompt(
     ],
     [{"type": "function", "function": _FUNCTION}],
 )
-"""A chat with all that a template may have a form for; ids of nine letters and digits, as Mistral's want them."""
+"""A chat with everything that a template may have a form for. Ids have nine letters and digits, as Mistral's templates
+require."""
 QUESTION = ChatPrompt([{"role": "user", "content": "-"}])
-"""Some templates begin a thought only where the user has spoken last, and some refuse tools."""
+"""A second chat, since some templates begin a thought only after a user message, and some refuse tools."""
 
 _MISTRAL = re.compile(r'(\[TOOL_CALLS\]\s*\[)\s*\{\s*"name":\s*"probe_tool"')
 _MISTRAL_EACH = re.compile(r"\[TOOL_CALLS\]\s*probe_tool(\[CALL_ID\])?")
@@ -93,13 +94,14 @@ _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     partial(Array, PHI): re.compile(r"<\|/tool(_call)?\|>"),
     partial(Array, GRANITE): re.compile(r"<\|tool_call\|>"),
 }
-"""What templates tell the model of calls, of which some write none (SmolLM3, Granite 3, Phi-4-mini)."""
+"""Strings in the instructions by which templates tell the model how to write calls; some of these templates do not
+write calls themselves (SmolLM3, Granite 3, Phi-4-mini)."""
 _LLAMA = re.compile(r'\{\s*"name":\s*"probe_tool",\s*"parameters":\s*"?\{\\?"probe')
 
 
 def tool_format(name: str, rendered: str) -> ToolFormat | None:
-    """The format `name`; with "auto" the one that `rendered`, the template's text of PROBE, shows; None without one.
-    ValueError names an unknown one."""
+    """The tool format `name`; with "auto" the one detected in `rendered`, the template's text for PROBE; None if there
+    is none. Raises ValueError for an unknown name."""
     found = _seen(rendered)
     if name == "auto":
         return found
@@ -138,12 +140,12 @@ def _seen(rendered: str) -> ToolFormat | None:
 
 
 def _is_harmony(rendered: str) -> bool:
-    """Whether messages begin as Harmony's do, and channels are written or told of, as the published template does."""
+    """Whether messages begin as Harmony's do, and channels occur, as in the published template."""
     return bool(_HARMONY.search(rendered)) and ("<|channel|>" in rendered or "Valid channels:" in rendered)
 
 
 def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | None:
-    """The same for thoughts."""
+    """As `tool_format`, for reasoning."""
     if name in HARMONY or (name == "auto" and _is_harmony(rendered)):
         return Harmony()
     if name == "auto":

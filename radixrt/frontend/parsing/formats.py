@@ -1,5 +1,5 @@
-"""What a format of tool calls is, how several are read, and the parts of xgrammar's structural tags that say how one is
-written."""
+"""The interface of tool call formats, and parts that several share: sections of calls, and elements of xgrammar's
+structural tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
 Schema = dict[str, Any] | bool
 Functions = Mapping[str, Schema]
-"""Those that may be called, by name, with the schema of their arguments."""
+"""The functions that may be called: name -> schema of their arguments."""
 
 
 class Function(NamedTuple):
@@ -23,31 +23,31 @@ class Function(NamedTuple):
 
 
 class ToolFormat(Protocol):
-    """How a family of models writes calls: to read it, and to make a model write it."""
+    """How a family of models writes calls: a parser, and grammars that make a model write them."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Strings that must be visible to `read` also where they are special tokens."""
+        """Strings that must be in the text for `read`, even if they are special tokens."""
 
     def new_id(self) -> str:
-        """An id for a call, of the form that the family's chat templates take."""
+        """A new id for a call, in the form that the family's chat templates accept."""
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        """Read an answer to its end. What is no call after all is content, but for marks that are `hidden`."""
+        """Read an answer to its end. Text that turns out to be no call is content, without the marks in `hidden`."""
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        """A structural tag's format: one call of these, or several where `parallel`, and nothing else."""
+        """A structural tag's format for one call of these functions, or several if `parallel`, and nothing else."""
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        """The same for any text with such calls in it."""
+        """A structural tag's format for any text in which calls, if there are any, are of these functions."""
 
 
 def read_section(
     reader: Reader, sink: Sink, around: tuple[str, str], hidden: frozenset[str], read: Callable[[], Steps[bool]],
     begins: tuple[str, ...] = (),
 ) -> Steps[None]:  # fmt: skip
-    """Read an answer whose calls are in sections between these two marks. `read` reads a call, which begins with one of
-    `begins`, and says whether one came next."""
+    """Read an answer whose calls are in sections between the two marks `around`. `read` reads a call, which begins with
+    one of `begins`, and returns whether one came next."""
     opening, closing = around
     while mark := (yield from reader.until(marks((opening,), hidden), sink.content)):
         start = reader.at
@@ -62,7 +62,7 @@ def read_section(
 
 
 def read_json(text: str) -> Any:
-    """ValueError for what is no JSON: NaN and Infinity are none, which Python would read."""
+    """Parse strict JSON. Raises ValueError also for NaN and Infinity, which Python's parser accepts."""
     try:
         return json.loads(text, parse_constant=_refused)
     except RecursionError:
@@ -78,7 +78,7 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
 
 
 def one_after_another(tags: list[dict[str, Any]], separator: str, parallel: bool) -> dict[str, Any]:
-    """One of these, or several where `parallel`, and nothing else."""
+    """A structural tag's format for one of these tags, or several if `parallel`, and nothing else."""
     return {
         "type": "tags_with_separator",
         "tags": tags,

@@ -1,11 +1,11 @@
-"""Calls as GLM-4.5 and 4.6 write them; 4.7 without the ends of lines:
+"""Calls as GLM-4.5 and 4.6 write them; 4.7 writes them without line feeds:
 
     <tool_call>f
     <arg_key>a</arg_key>
-    <arg_value>what is meant, which is no JSON where it is a string</arg_value>
+    <arg_value>the value; a string is written without quotes, other types as JSON</arg_value>
     </tool_call>
 
-Values are as they are written, ends of lines and all.
+Values are taken literally, including line feeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARGUMENT = Tags(KEY, (KEY_END, VALUE), VALUE_END, re.compile(r"[^<>]"))
 
 
 class Glm:
-    """See `formats.ToolFormat`. Both forms are read; `lines` is that of 4.5."""
+    """See `formats.ToolFormat`. Both forms are parsed; `lines`: whether that of 4.5 is to be written."""
 
     marks = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 
@@ -49,8 +49,7 @@ class Glm:
                 sink.content("" if mark in hidden else mark)
 
     def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
-        """Whether a call comes next, of which OPEN is read; then it is read to its end. It is one when an argument of
-        it begins, or it ends."""
+        """Read a call after OPEN to its end. Returns whether it is a call: it is if an argument begins, or it ends."""
         yield from reader.space()
         name = yield from reader.word(_NAME)
         yield from reader.space()

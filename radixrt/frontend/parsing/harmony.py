@@ -1,11 +1,11 @@
-"""Answers as gpt-oss writes them: messages in channels (OpenAI's Harmony format), of which a call is one.
+"""Answers as gpt-oss writes them: messages in channels (OpenAI's Harmony format); a call is a message as well.
 
-    <|channel|>analysis<|message|>What it thinks.<|end|><|start|>assistant
+    <|channel|>analysis<|message|>Reasoning.<|end|><|start|>assistant
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
-    <|channel|>final<|message|>What it says.<|return|>
+    <|channel|>final<|message|>Content.<|return|>
 
-A prompt ends with the first <|start|>assistant. The recipient may also stand before the channel, as chat templates
-write it. An answer has one call at most: <|call|> ends it.
+A prompt ends with the first <|start|>assistant. The recipient may also be before the channel, as chat templates write
+it. An answer has at most one call: <|call|> ends it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WORD = re.compile(r"[^\s<]")
 
 
 class Header(NamedTuple):
-    """Of a message; "" for what it does not say."""
+    """The header of a message; "" for missing fields."""
 
     channel: str
     recipient: str
 
 
 class Harmony:
-    """See `formats.ToolFormat`; it reads thoughts as well, if `thoughts`, which are content else. `opened`: what the
-    prompt has of the first message's header, or all of it."""
+    """See `formats.ToolFormat`. With `thoughts` it parses reasoning as well, which is content otherwise. `opened`: the
+    part of the first message's header that is in the prompt."""
 
     marks = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
@@ -46,7 +46,7 @@ class Harmony:
         self._opened = opened
 
     def after(self, prompt: str, partial: bool) -> Harmony:
-        """The same for an answer to a prompt that ends so; `partial`: its last message goes on."""
+        """The format for an answer to a prompt with this end. `partial`: the answer continues its last message."""
         _, started, header = prompt.rpartition(START)
         header = header.strip().removeprefix("assistant")
         if partial:
@@ -61,7 +61,7 @@ class Harmony:
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        """Without `functions` there are no calls."""
+        """See `formats.ToolFormat`. Without `functions` there are no calls."""
         reader.feed(self._opened)
         ends, spoken = marks(ENDS, hidden), False
         while True:
@@ -70,7 +70,7 @@ class Harmony:
             if name:
                 sink.call(name)
                 mark = yield from _arguments(reader, sink, hidden)
-                if mark == CALL:  # which a checkpoint may have forgotten to name among the ids that end a text
+                if mark == CALL:  # some checkpoints do not list it among their eos ids
                     sink.end()
                     yield from reader.until(marks(()), lambda _: None)
                     return
@@ -89,14 +89,14 @@ class Harmony:
                 mark = START if (yield from reader.take(START)) else ""
             if mark == START:
                 if not (yield from reader.take("assistant")):
-                    yield from reader.word(_WORD)  # another's name
+                    yield from reader.word(_WORD)  # the name of another role
             elif not (yield from reader.peek()):
                 return
 
     # ------------------------------------------------------------ writing
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        """See `formats.ToolFormat`; it may think before."""
+        """See `formats.ToolFormat`; reasoning may come before."""
         begin = f"{CHANNEL}{COMMENTARY} {TO}{FUNCTIONS}"
         calls = [tag(f"{begin}{f.name} {CONSTRAIN}json{MESSAGE}", json_schema(f.schema), "") for f in functions]
         return self._after_thoughts(either(*calls) if len(calls) > 1 else calls[0])
@@ -115,8 +115,9 @@ class Harmony:
             "stop_after_first": True,
         }
 
-    def said(self, text: dict[str, Any]) -> dict[str, Any]:
-        """A structural tag's format: an answer that is such a `text`; it may think before."""
+    def with_text(self, text: dict[str, Any]) -> dict[str, Any]:
+        """A structural tag's format for an answer whose content is `text`, itself a format; reasoning may come
+        before."""
         return text if self._opened == FINAL_OPENED else self._after_thoughts(tag(FINAL_OPENED, text, ""))
 
     def _after_thoughts(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class Harmony:
 
 
 def _header(reader: Reader) -> Steps[Header | None]:
-    """Of a message that comes next; None, and nothing read, if there is none."""
+    """Read the header of the next message; None, and nothing read, if there is none."""
     start, channel, recipient, kind = reader.at, "", "", ""
     while True:
         yield from reader.space()
@@ -149,7 +150,7 @@ def _header(reader: Reader) -> Steps[Header | None]:
 
 
 def _function(recipient: str, functions: Functions) -> str:
-    """The function that a message calls; "" for none."""
+    """The function that a message calls; "" if it calls none."""
     if not functions or not recipient:
         return ""
     if recipient.startswith(FUNCTIONS):
@@ -158,7 +159,8 @@ def _function(recipient: str, functions: Functions) -> str:
 
 
 def _arguments(reader: Reader, sink: Sink, hidden: frozenset[str]) -> Steps[str]:
-    """Read a call's arguments, and the mark behind them, which is returned. A call of nothing has none."""
+    """Read a call's arguments and the mark after them; returns the mark. An empty message is a call without
+    arguments."""
     found: list[str] = []
 
     def pass_on(text: str) -> None:

@@ -26,14 +26,14 @@ class Llama:
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((PYTHON,), hidden)
-        # Bare JSON may be an answer: it is a call only of a function that there is.
+        # Bare JSON may be content: it is a call only if it names a known function.
         yield from self._calls(reader, sink, functions)
         while mark := (yield from reader.until(begins, sink.content)):
             if not (yield from self._calls(reader, sink, None)):
                 sink.content("" if mark in hidden else mark)
 
     def _calls(self, reader: Reader, sink: Sink, known: Collection[str] | None) -> Steps[bool]:
-        """Read the calls that come next; False, and nothing read, if there are none."""
+        """Read the calls that come next. Returns False, and reads nothing, if there are none."""
         start, found = reader.at, False
         while True:
             yield from reader.space()

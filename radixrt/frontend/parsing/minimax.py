@@ -2,11 +2,11 @@
 
     <minimax:tool_call>
     <invoke name="f">
-    <parameter name="a">what is meant, which is no JSON where it is a string</parameter>
+    <parameter name="a">the value; a string is written without quotes, other types as JSON</parameter>
     </invoke>
     </minimax:tool_call>
 
-Values are as they are written, ends of lines and all.
+Values are taken literally, including line feeds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
 QUOTED = '">'
-"""Behind a name."""
+"""What comes after a name."""
 _NAME = re.compile(r'[^"<>\n]')
 ARGUMENT = Tags('<parameter name="', (QUOTED,), "</parameter>", _NAME)
 
@@ -45,7 +45,7 @@ class MiniMax:
         yield from read_section(reader, sink, self.marks, hidden, call, (INVOKE,))
 
     def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
-        """Whether a call comes next; then it is read to its end, else the space before it."""
+        """Read a call to its end, if one comes next, and otherwise only white space. Returns whether there was one."""
         yield from reader.space()
         start = reader.at
         name = (yield from reader.word(_NAME)) if (yield from reader.take(INVOKE)) else ""

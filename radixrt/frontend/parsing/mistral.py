@@ -23,12 +23,12 @@ CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.:/-]")
 _ALPHABET = string.ascii_letters + string.digits
 _ID = re.compile("[a-zA-Z0-9]{9}")
-"""Templates refuse others."""
+"""Mistral's templates refuse other ids."""
 
 
 class Mistral:
-    """See `formats.ToolFormat`. `opening` is how the array of calls begins; None for the forms without one, of which
-    one `names_calls` by ids."""
+    """See `formats.ToolFormat`. `opening` is the beginning of the array of calls; None for the forms without one.
+    `names_calls`: whether calls have ids (version 11)."""
 
     marks = (CALLS, ARGS, CALL_ID)
 

@@ -1,10 +1,10 @@
-"""Calls as OLMo 3 writes them, as Python does, one a line, all of a turn in one section:
+"""Calls as OLMo 3 writes them, in Python syntax, one per line, all of a turn in one section:
 
-    <function_calls>f(a="what is meant", b=[1, 2])
+    <function_calls>f(a="text", b=[1, 2])
     g()</function_calls>
 
-Values are JSON, or literals of Python; what is neither is a string. An argument without a name is the next that the
-function has.
+Values are JSON or Python literals; anything else is taken as a string. An argument without a name is the function's
+next parameter.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ OPEN, CLOSE = "<function_calls>", "</function_calls>"
 _NAME = re.compile(r"[\w.-]")
 _ARGUMENT = re.compile(r"""[^\n=,()\[\]{}"']""")
 _ANY_NAME = "[a-zA-Z_][a-zA-Z0-9_]*"
-"""Of an argument that no schema names, as it is made to be written."""
+"""In grammars: the name of an argument that the schema does not define."""
 _DEFINITIONS = ("$defs", "definitions")
 MOST_ORDERED = 16
-"""Arguments of which none must be there that are written in the order of the schema: it takes as many squared."""
+"""The most optional arguments for which a grammar fixes the order, that of the schema: its size is quadratic in
+them."""
 MOST_WRITTEN = 1 << 20
-"""Bytes of definitions, those of each argument counted; where there are more, arguments are written as they come."""
+"""The most bytes of definitions, counted for each argument, for which a grammar fixes the order of arguments."""
 _UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -63,7 +64,7 @@ class Olmo:
         yield from read_section(reader, sink, self.marks, hidden, call)
 
     def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
-        """Whether a call comes next; then it is read to its end, else the space before it."""
+        """Read a call to its end, if one comes next, and otherwise only white space. Returns whether there was one."""
         yield from reader.space()
         start = reader.at
         name = yield from reader.word(_NAME)
@@ -89,8 +90,8 @@ class Olmo:
 
 
 def _arguments(reader: Reader, sink: Sink, schema: Schema) -> Steps[None]:
-    """Read a call's arguments and the bracket behind them; they go to the sink as a JSON object, value by value, which
-    is closed unless the text ends within."""
+    """Read a call's arguments and the closing bracket. They go to the sink as a JSON object, value by value, which is
+    closed unless the text ends before."""
     names, before = iter(_properties(schema)), "{"
     while not (yield from _closed(reader)):
         name = (yield from _key(reader)) or next(names, "")
@@ -114,7 +115,7 @@ def _closed(reader: Reader) -> Steps[bool]:
 
 
 def _key(reader: Reader) -> Steps[str]:
-    """Read what stands before a value, `name=`; "" where that does not come next."""
+    """Read `name=` before a value; returns the name, "" if there is none."""
     start = reader.at
     name = yield from reader.word(_ARGUMENT)
     if name.strip() and (yield from reader.take("=")):
@@ -124,26 +125,26 @@ def _key(reader: Reader) -> Steps[str]:
 
 
 def _as_json(written: str) -> str:
-    """The JSON that a value stands for; a string where it is neither JSON nor Python."""
+    """The JSON of a value; a string if it is neither JSON nor a Python literal."""
     plain = written.strip()
     with contextlib.suppress(*_UNREADABLE):
         read_json(plain)
         return plain
-    lines = plain.replace("\n", "\\n")  # as they may stand within quotes
+    lines = plain.replace("\n", "\\n")  # strings may contain raw line feeds
     for read, text in ((json.loads, lines), (_of_python, plain), (_of_python, lines)):
         with contextlib.suppress(*_UNREADABLE):
-            return json.dumps(read(text), allow_nan=False)  # ASCII: a half of a pair may stand alone
+            return json.dumps(read(text), allow_nan=False)  # as ASCII, since there may be lone surrogates
     return json.dumps(plain, ensure_ascii=False)
 
 
 def _of_python(text: str) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # of what is no escape of Python's
+    with warnings.catch_warnings(action="ignore"):  # about invalid escapes
         tree = ast.parse(text, mode="eval")
     return ast.literal_eval(_Constants().visit(tree))
 
 
 class _Constants(ast.NodeTransformer):
-    """JSON's constants in what is Python else."""
+    """Replaces JSON's constants (true, false, null) in Python syntax."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
@@ -153,7 +154,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _written(schema: Schema) -> dict[str, Any]:
-    """A structural tag's format: arguments by name, those that must be there first, in the order of the schema."""
+    """A structural tag's format for named arguments: required ones first, in the order of the schema."""
     values = dict(_named_values(schema))
     if values and len(values) * len(json.dumps(_shared(schema))) > MOST_WRITTEN:
         return _anything()
@@ -167,13 +168,13 @@ def _written(schema: Schema) -> dict[str, Any]:
         return sequence(*first, *others)
     if len(values) > MOST_ORDERED:
         return _some({"type": "or", "elements": list(values.values())})
-    # Any of them may be the first.
+    # Any of the optional arguments may be the first.
     begins = [sequence(value, *others[n + 1 :]) for n, value in enumerate(values.values())]
     return {"type": "optional", "content": {"type": "or", "elements": begins}}
 
 
 def _named_values(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`name=value` of each argument that the schema names."""
+    """The formats of `name=value` for the arguments that the schema defines."""
     shared = _shared(schema)
     for name, part in _properties(schema).items():
         value = part | shared if isinstance(part, dict) else part
@@ -185,13 +186,13 @@ def _anything() -> dict[str, Any]:
 
 
 def _some(one: dict[str, Any]) -> dict[str, Any]:
-    """None or more of it."""
+    """Any number of `one`, also none."""
     more = {"type": "star", "content": sequence(constant(", "), one)}
     return {"type": "optional", "content": sequence(one, more)}
 
 
 def _shared(schema: Schema) -> dict[str, Any]:
-    """What the arguments' schemas may refer to."""
+    """The definitions that the arguments' schemas may refer to."""
     return {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
 
 

@@ -12,10 +12,11 @@ from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
 
 
 class OutputParser:
-    """Text goes in as it comes, pieces come out; all of them together depend on the text alone, not on its cuts.
+    """Text goes in as it arrives, and pieces come out. The result depends on the whole text only, not on its parts.
 
-    Nothing is lost and nothing raises: what is no call after all is content. `hidden` are marks that are special
-    tokens, which content never shows. With `most_calls` the answer ends where one more begins: `full`."""
+    No text is lost and nothing raises: text that turns out to be no call is content. `hidden` are marks that are
+    special tokens, which never become content. With `most_calls` the answer ends where one more call begins
+    (`full`)."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class OutputParser:
         self._sink = Sink(new_id or (tools.new_id if tools else str), most_calls)
         self._steps = self._read(tools, functions, reasoning, thinking, hidden)
         self.idle = False
-        """All that comes is content."""
+        """Whether all further text is content."""
         self._advance()
 
     def _read(
@@ -52,7 +53,7 @@ class OutputParser:
         return self._sink.full
 
     def push(self, text: str) -> list[Piece]:
-        """What is settled by this text."""
+        """Add text; returns the new pieces."""
         if self.idle:
             return [Content(text)] if text else []
         if not text:
@@ -61,7 +62,7 @@ class OutputParser:
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """The rest, when no more text comes."""
+        """End the text; returns the rest of the pieces."""
         self._reader.ended = True
         pieces = self._advance() if not self.idle else []
         self._sink.finish()

@@ -1,4 +1,4 @@
-"""What a model's text is made of once it is read: content, reasoning, tool calls."""
+"""The pieces of a parsed answer: content, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallStart(msgspec.Struct, frozen=True, gc=False):
-    """A call begins; its arguments follow. Calls never overlap."""
+    """The beginning of a call; its arguments follow. Calls never overlap."""
 
     index: int
     id: str
@@ -34,9 +34,9 @@ Piece = Content | Reasoning | CallStart | CallArguments
 
 
 class Sink:
-    """Gathers the pieces of one answer.
+    """Collects the pieces of one answer.
 
-    White space beside a call or a thought belongs to the format, not to what is said: it is held until it is known
+    White space next to a call or a thought belongs to the format, not to the content: it is held back until it is known
     what follows.
 
         text ␣␣ <tool_call>...</tool_call> ␣ <tool_call>...</tool_call> ␣ text ␣
@@ -45,7 +45,7 @@ class Sink:
 
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
         self.full = False
-        """A call more than `most_calls` has begun, or the answer is over: nothing is taken any more."""
+        """Whether one call more than `most_calls` has begun, or the answer has ended: everything else is ignored."""
         self._new_id = new_id
         self._most_calls = most_calls
         self._pieces: list[Piece] = []
@@ -56,7 +56,7 @@ class Sink:
         self._bounded = False
 
     def take(self) -> list[Piece]:
-        """The pieces gained since the last time."""
+        """The pieces since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -77,12 +77,12 @@ class Sink:
         self._space.append(text[len(said) :])
 
     def bound(self) -> None:
-        """Here a call or a thought begins or ends."""
+        """A call or a thought begins or ends here."""
         self._space.clear()
         self._bounded = True
 
     def call(self, name: str, id: str = "") -> None:
-        """A call begins; `id` is one that the model gave it, and no other call of the answer."""
+        """A call begins. `id`: the model's own id for it, if any, which is unique in the answer."""
         self.bound()
         self.full = self.full or self._calls == self._most_calls
         if not self.full:
@@ -97,12 +97,12 @@ class Sink:
             self._pieces.append(CallArguments(self._calls - 1, text))
 
     def end(self) -> None:
-        """The answer is over, whatever the model says."""
+        """The answer has ended; further text is ignored."""
         self.bound()
         self.full = True
 
     def finish(self) -> None:
-        """No more comes."""
+        """No more text will come."""
         space = "".join(self._space)
         if space and not self._bounded and not self.full:
             self._pieces.append(self._kind(space))

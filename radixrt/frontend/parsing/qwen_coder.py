@@ -1,14 +1,14 @@
-"""Calls as Qwen3-Coder writes them, each argument between tags of its own:
+"""Calls as Qwen3-Coder writes them, each argument between tags:
 
     <tool_call>
     <function=f>
     <parameter=a>
-    what is meant, which is no JSON where it is a string
+    the value; a string is written without quotes, other types as JSON
     </parameter>
     </function>
     </tool_call>
 
-Seed-OSS does the same between <seed:tool_call> and </seed:tool_call>, its values on no lines of their own.
+Seed-OSS writes the same between <seed:tool_call> and </seed:tool_call>, with values on the same line as their tags.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARGUMENT = Tags("<parameter=", (">",), "</parameter>", _NAME, lines=True)
 
 
 class QwenCoder:
-    """See `formats.ToolFormat`. `marks` are those around a call; with `lines` a value is on lines of its own."""
+    """See `formats.ToolFormat`. `marks` are those around a call; `lines`: whether values are on lines of their own."""
 
     def __init__(self, marks: tuple[str, str] = (OPEN, CLOSE), lines: bool = True) -> None:
         self.marks: tuple[str, ...] = marks
@@ -45,7 +45,7 @@ class QwenCoder:
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        begins = marks((self._open, FUNCTION), hidden)  # the model forgets the first tag at times
+        begins = marks((self._open, FUNCTION), hidden)  # the model sometimes omits the first tag
         mark = yield from reader.until(begins, sink.content)
         while mark:
             start = reader.at
@@ -58,7 +58,7 @@ class QwenCoder:
             mark = yield from reader.until(begins, sink.content)
 
     def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
-        """Whether a call comes next, of which FUNCTION is read; then it is read to its end."""
+        """Read a call after FUNCTION to its end. Returns whether it is a call."""
         name = yield from reader.word(_NAME)
         if not name or not (yield from reader.take(">")):
             return False

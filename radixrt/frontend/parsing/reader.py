@@ -1,8 +1,8 @@
-"""Text that comes in cuts, read as if it were whole.
+"""Reads text that arrives in parts as if it were whole.
 
-What reads is a generator, written as for a whole text, and yields where it needs more than has come. It asks only
-questions whose answer does not depend on the cuts: `peek` waits for a character, `take` until a literal is there or
-ruled out, `until` passes nothing on that may yet be a part of a mark.
+A parser is a generator, written as for a whole text, which yields when it needs more text. It uses only operations
+whose result does not depend on how the text is divided: `peek` waits for a character, `take` until a literal is there
+or ruled out, `until` passes nothing on that may be a part of a mark.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SPACE = re.compile(r"\s*")
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
 _QUOTED = {"": re.compile(r"""["',()\[\]{}]"""), '"': _INSIDE, "'": re.compile(r"['\\]")}
-"""By the quote that has been opened."""
+"""What to look for next, by the opened quote."""
 
 
 class Reader:
-    """`at` is where the reading generator is. It may go back, as long as nothing was passed on since."""
+    """The text so far. `at` is the position of the parser, which may go back if nothing was passed on since."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -35,7 +35,7 @@ class Reader:
         self._text += text
 
     def rest(self) -> str:
-        """All that has come and was not read."""
+        """The text that has arrived and was not read."""
         rest, self._text, self.at = self._text[self.at :], "", 0
         return rest
 
@@ -48,7 +48,7 @@ class Reader:
         return self._text[self.at : self.at + 1]
 
     def take(self, literal: str) -> Steps[bool]:
-        """Whether `literal` comes next; it is read then."""
+        """Read `literal` if it comes next; returns whether it does."""
         while not self.ended:
             there = self._text[self.at : self.at + len(literal)]
             if len(there) == len(literal) or not literal.startswith(there):
@@ -59,7 +59,7 @@ class Reader:
         return found
 
     def ends_within(self, literals: Iterable[str]) -> bool:
-        """Whether the text has ended, and what is left of it may be the beginning of one of these; it is read then."""
+        """Whether the text has ended, and the rest of it is the beginning of one of these, which is then read."""
         rest = self._text[self.at :]
         found = self.ended and any(literal.startswith(rest) for literal in literals)
         self.at += len(rest) * found
@@ -73,7 +73,7 @@ class Reader:
             yield
 
     def word(self, characters: re.Pattern[str]) -> Steps[str]:
-        """The characters that match, one by one."""
+        """Read the characters that match, one by one."""
         word = ""
         while (c := (yield from self.peek())) and characters.match(c):
             word += c
@@ -83,7 +83,7 @@ class Reader:
     # ------------------------------------------------------------ JSON
 
     def string(self) -> Steps[str | None]:
-        """What a JSON string says; None if none comes next, or a broken one."""
+        """Read a JSON string; returns its value, None if none comes next, or an invalid one."""
         start = self.at
         if not (yield from self.take('"')):
             return None
@@ -99,8 +99,8 @@ class Reader:
         return None
 
     def nested(self, pass_on: Callable[[str], None] | None) -> Steps[str]:
-        """What stands between the bracket that comes next and the one that closes it, both included, however broken
-        the JSON within. It goes to `pass_on` as it comes; without, it is returned."""
+        """Read from the next bracket to the one that closes it, both included, even if the JSON between is invalid. The
+        text is passed to `pass_on` as it arrives; without that, it is returned."""
         if pass_on is not None:
             self._text, self.at = self._text[self.at :], 0
         start, depth, inside = self.at, 0, False
@@ -121,8 +121,8 @@ class Reader:
         return ""
 
     def _next(self, pattern: re.Pattern[str], pass_on: Callable[[str], None] | None = None) -> Steps[str]:
-        """Go to the next match, of one character; "" at the end. Whenever more must be waited for, all the text there
-        is goes to `pass_on`, if there is one, and is forgotten."""
+        """Go to the next match of `pattern`, one character, and return it; "" at the end. While waiting, the text so
+        far is passed to `pass_on`, if given, and dropped."""
         while True:
             if match := pattern.search(self._text, self.at):
                 self.at = match.start()
@@ -136,8 +136,8 @@ class Reader:
             yield
 
     def literal(self) -> Steps[str]:
-        """What stands before the comma or the closing bracket that ends it, neither in quotes nor between brackets of
-        its own; it is read. All that is left where the text ends before."""
+        """Read a value up to the comma or closing bracket after it; those in its own quotes and brackets do not count.
+        If the text ends before, the rest of it."""
         start, depth, quote = self.at, 0, ""
         while found := (yield from self._next(_QUOTED[quote])):
             if not quote and not depth and found in ",)]}":
@@ -147,7 +147,7 @@ class Reader:
                 if (yield from self.peek()):
                     self.at += 1
             elif found in "\"'":
-                if quote or not self._text[start : self.at - 1][-1:].isalnum():  # an apostrophe opens nothing
+                if quote or not self._text[start : self.at - 1][-1:].isalnum():  # an apostrophe is no quote
                     quote = "" if quote else found
             elif found != ",":
                 depth += 1 if found in "([{" else -1
@@ -156,7 +156,7 @@ class Reader:
     # ------------------------------------------------------------ marks
 
     def until(self, marks: Marks, pass_on: Callable[[str], None]) -> Steps[str]:
-        """Go behind the next mark, which is returned; "" at the end. The text before it is passed on."""
+        """Read up to and including the next mark, and return that; "" at the end. The text before it is passed on."""
         while True:
             match = marks.pattern.search(self._text, self.at)
             if match:
@@ -174,7 +174,7 @@ class Reader:
 
 
 class Marks:
-    """Strings to look for; those `dropped` are skipped. No mark may be a part of another."""
+    """Strings to look for; `dropped` ones are skipped. No mark may contain another."""
 
     def __init__(self, wanted: Iterable[str], dropped: Iterable[str] = ()) -> None:
         self.wanted = frozenset(wanted)
@@ -185,7 +185,7 @@ class Marks:
         self._longest = max(map(len, self._marks), default=1)
 
     def beginning(self, text: str, start: int) -> int:
-        """Where at the end of `text` a mark may have begun; its length if none has."""
+        """Where at the end of `text` a mark may begin; len(text) if none does."""
         for at in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[at] in self._firsts and any(mark.startswith(text[at:]) for mark in self._marks):
                 return at
@@ -194,5 +194,5 @@ class Marks:
 
 @lru_cache(64)
 def marks(wanted: tuple[str, ...], dropped: frozenset[str] = frozenset()) -> Marks:
-    """Marks made once."""
+    """Cached Marks."""
     return Marks(wanted, dropped)

@@ -1,8 +1,8 @@
-"""Calls in a section of their own, as DeepSeek's models and Kimi K2 write them. DeepSeek V3.1, one line:
+"""Calls in a section, as DeepSeek's models and Kimi K2 write them. DeepSeek V3.1, on one line:
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-V3 and R1 have `function` in place of f, and behind the separator f and the arguments in a block of Markdown. Kimi K2:
+V3 and R1 write `function` in place of f, and after the separator f and the arguments in a Markdown code block. Kimi K2:
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|> ...
 """
@@ -26,7 +26,7 @@ FENCE, FENCE_END = "```json", "```"
 
 
 class _Sections(ABC):
-    """What both have in common; `section`, `call`, `separator`, and what ends them, are a family's marks."""
+    """The common part of both families. `section`, `call`, `separator`, and their ends, are a family's marks."""
 
     section: str
     call: str
@@ -57,7 +57,7 @@ class _Sections(ABC):
                 sink.content("" if mark in hidden else mark)
 
     def _after(self, reader: Reader, sink: Sink, hidden: frozenset[str]) -> Steps[None]:
-        """Read the rest of a call, and those that follow it."""
+        """Read the rest of a call, and the calls after it."""
         ends = marks((self.call_end, self.section_end), hidden)
         while True:
             yield from reader.space()
@@ -74,7 +74,7 @@ class _Sections(ABC):
 
     @abstractmethod
     def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
-        """Whether a call comes next, whose mark is read; then it is read up to its arguments' end."""
+        """Read a call after its mark, up to the end of its arguments. Returns whether it is a call."""
 
     # ------------------------------------------------------------ writing
 
@@ -88,11 +88,12 @@ class _Sections(ABC):
 
     @abstractmethod
     def _tag(self, function: Function) -> dict[str, Any]:
-        """One call of it."""
+        """A structural tag's format for one call of a function."""
 
 
 class DeepSeek(_Sections):
-    """See `formats.ToolFormat`. Both forms are read; `fenced` is the older one's."""
+    """See `formats.ToolFormat`. Both forms are parsed; `fenced`: whether the older one, with a code block, is to be
+    written."""
 
     section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     call, separator, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -126,8 +127,8 @@ class DeepSeek(_Sections):
 
 
 class Kimi(_Sections):
-    """See `formats.ToolFormat`. A call's id is what the model wrote: it names the function, and the template writes it
-    again."""
+    """See `formats.ToolFormat`. A call's id is the one that the model wrote: it contains the function's name, and the
+    template needs it."""
 
     section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     call, separator, call_end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -1,5 +1,5 @@
-"""Arguments of calls between tags of their own, as Qwen3-Coder, GLM and MiniMax write them. What a text stands for is
-told by the schema of the function's arguments: it is no JSON where it is a string."""
+"""Arguments of calls between tags, as Qwen3-Coder, GLM and MiniMax write them. The function's schema tells the type of
+a value: strings are written without quotes, other types as JSON."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from radixrt.frontend.parsing.reader import Reader, Steps, marks
 _REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([^/]+)")
 MOST_REFERENCES = 16
 MOST_SPACE = 2
-"""Characters of it in a row that a grammar allows."""
+"""The most consecutive white-space characters that a grammar allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What stands before an argument's name, between that and its value, one after the other, and behind the value."""
+    """The tags before an argument's name, between name and value (in order), and after the value."""
 
     begin: str
     between: tuple[str, ...]
     end: str
     name: re.Pattern[str]
-    """Its characters."""
+    """The characters of a name."""
     lines: bool = False
-    """A value is on lines of its own."""
+    """Whether a value is on lines of its own."""
 
 
 def read_arguments(reader: Reader, sink: Sink, schema: Schema, tags: Tags, close: str) -> Steps[None]:
-    """Read a call's arguments, and `close`, if it is there; they go to the sink as a JSON object, which is closed
-    unless the text ends within."""
+    """Read a call's arguments, and `close`, if it is there. They go to the sink as a JSON object, which is closed
+    unless the text ends before."""
     whole, before = True, "{"
     while whole:
         yield from reader.space()
@@ -49,7 +49,7 @@ def read_arguments(reader: Reader, sink: Sink, schema: Schema, tags: Tags, close
 
 
 def _name(reader: Reader, tags: Tags) -> Steps[str]:
-    """Read what stands before a value; "" where that does not come next."""
+    """Read the tags before a value; returns the argument's name, "" if there is none."""
     if not (yield from reader.take(tags.begin)):
         return ""
     name = yield from reader.word(tags.name)
@@ -61,14 +61,14 @@ def _name(reader: Reader, tags: Tags) -> Steps[str]:
 
 
 def content_of(function: Function, style: str) -> dict[str, Any]:
-    """A structural tag's format: arguments in a `style` of xgrammar, which may end with a line's end."""
+    """A structural tag's format for arguments in a `style` of xgrammar, optionally followed by a line feed."""
     schema = _with_items(function.schema)
     return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MOST_SPACE}
 
 
 def _with_items(schema: Schema) -> Schema:
-    """A schema whose arguments' arrays all say what their items are: where one does not, xgrammar makes the model write
-    them between an argument's tags as well."""
+    """Add `items` to arrays in the schema that have none: otherwise xgrammar makes the model write array items between
+    an argument's tags as well."""
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
@@ -84,7 +84,7 @@ def _with_items(schema: Schema) -> Schema:
 
 
 def _value(reader: Reader, sink: Sink, schema: Schema, tags: Tags) -> Steps[bool]:
-    """Read an argument, and the tag that ends it; False if the text ends before. A string goes on as it comes."""
+    """Read a value, and the tag that ends it; False if the text ends before. A string is passed on as it arrives."""
     if tags.lines:
         yield from _line_end(reader)
     last, ends = "\n" * tags.lines, marks((tags.end,))
@@ -97,7 +97,7 @@ def _value(reader: Reader, sink: Sink, schema: Schema, tags: Tags) -> Steps[bool
     held = ""
 
     def pass_on(text: str) -> None:
-        """All but a line's end, which may be the last."""
+        """Pass on all but a trailing line feed, which may belong to the format."""
         nonlocal held
         text = held + text
         held = last if text.endswith(last) else ""
@@ -118,7 +118,7 @@ def _line_end(reader: Reader) -> Steps[None]:
 
 
 def _of_key(schema: Schema, key: str) -> Schema:
-    """The schema of an argument, its references resolved; {} where nothing is said of it."""
+    """The schema of an argument, references resolved; {} if there is none."""
     found = schema.get("properties", {}).get(key, {}) if isinstance(schema, dict) else {}
     for _ in range(MOST_REFERENCES):
         match = _REFERENCE.fullmatch(found.get("$ref", "")) if isinstance(found, dict) else None
@@ -129,7 +129,7 @@ def _of_key(schema: Schema, key: str) -> Schema:
 
 
 def _kinds(schema: Schema) -> set[str]:
-    """JSON types that a value may have, as far as the schema says it plainly; "any" where it does not."""
+    """The JSON types that a value may have, as far as the schema states them directly; otherwise "any"."""
     if not isinstance(schema, dict):
         return {"any"}
     if kind := schema.get("type"):
@@ -142,10 +142,10 @@ def _kinds(schema: Schema) -> set[str]:
 
 
 def _as_json(text: str, schema: Schema) -> str:
-    """The JSON that a text stands for; a string where it is no JSON of a type that the schema has."""
+    """The JSON of a text; a string if it is not JSON of a type that the schema allows."""
     kinds = _kinds(schema)
     plain = text.strip()
-    if "boolean" in kinds and plain in ("True", "False"):  # as templates write them
+    if "boolean" in kinds and plain in ("True", "False"):  # templates write them so
         return plain.lower()
     if "null" in kinds and plain in ("None", "null"):
         return "null"
@@ -159,8 +159,8 @@ def _as_json(text: str, schema: Schema) -> str:
 
 
 def _of_python(text: str, kinds: set[str]) -> str:
-    """The JSON of a list or a dictionary as Python writes it, and as templates of Qwen3-Coder and Seed-OSS show such an
-    argument to the model; "" if it is none, or the schema has no such type."""
+    """The JSON of a list or dictionary in Python syntax, as templates of Qwen3-Coder and Seed-OSS show such arguments
+    to the model; "" if it is none, or the schema does not allow the type."""
     if text[:1] not in ("[", "{") or not kinds & {"array", "object", "any"}:
         return ""
     try:

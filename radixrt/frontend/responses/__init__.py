@@ -1,10 +1,10 @@
-"""OpenAI's Responses API on the same runtime: the same ChatPrompt, ToolUse, Sampling and Exchange as chat.
+"""OpenAI's Responses API, with the same ChatPrompt, ToolUse, Sampling and Exchange as chat.
 
 routes       the handlers: create, get, delete
-schema       a request, checked and turned into messages, pure; with it
+schema       validates a request, and converts it to messages, pure; with it
   history      its input items, with
     hosted     those of tools that OpenAI runs
-store        responses that a request may go on from
+store        stored responses, which a request may continue
 exchange     one request in flight
 replies      an answer as output items, and the events of a stream; pure
 """

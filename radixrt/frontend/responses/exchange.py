@@ -13,11 +13,11 @@ from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.messages import TokenLogprob
 
 Keep = Callable[[str, bytes, dict[str, Any]], None]
-"""Told of a response that is complete: its id, its JSON, and its message as chats have it."""
+"""Called with a complete response: its id, its JSON, and its message in the format of chats."""
 
 
 class ResponseExchange(Exchange):
-    """The one choice of a response, in items. An error after the stream has begun is an event of it."""
+    """The single choice of a response, in items. An error after the stream has begun is sent as an event."""
 
     reply: ResponseReply
 

@@ -1,4 +1,4 @@
-"""Input items of the Responses API as a chat template takes them: OpenAI's messages. Every refusal names the field.
+"""Converts input items of the Responses API to messages for a chat template. Every error names the field.
 
 reasoning, message (assistant), function_call, ...   one answer   -> one assistant message
 function_call_output                                              -> a tool message
@@ -19,11 +19,11 @@ Item = dict[str, Any]
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Where the parts of a message have their text."""
+"""The key of the text, by the type of a message's part."""
 
 
 def messages_of(items: str | list[Item], before: Sequence[Message] = ()) -> list[Message]:
-    """The messages that `input` adds to those `before` it. ApiError (400) names what is wrong."""
+    """The messages that `input` adds to those `before` it. Raises ApiError (400) that names an invalid field."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not items and not before:
@@ -42,23 +42,23 @@ class _History:
         self.messages: list[Message] = []
         self._before = len(before)
         self._calls = {call["id"]: call["id"] for message in before for call in message.get("tool_calls") or ()}
-        """Their ids, by what an output may call them."""
+        """Ids of calls, by the ids by which outputs may refer to them."""
         self._taken = self._calls.keys() | {id for item in items if isinstance(id := item.get("call_id"), str)}
-        """Ids of calls, also of those to come."""
+        """Ids of calls that are in use, also of those in later items."""
         self._number = -1
-        """The latest that is an id of a call given here."""
+        """The last number that was used as a new id."""
         self._asked: dict[str, Call | None] = {}
-        """Calls that a user was asked to approve, by the ids of the questions; None where he has answered."""
+        """Calls that a user was asked to approve, by the ids of the requests; None once they are answered."""
         self._approved: list[str] = []
-        """Fields of approvals that nothing of the model has followed."""
+        """Fields of approvals after which there is no item of the model yet."""
         self._answer: Message | None = None
         """The assistant's message that the next item may belong to."""
         self._place = 0
-        """Of the latest answer."""
+        """The index of the last answer."""
         self._waiting: set[str] = set()
-        """Its calls whose results have not come."""
+        """Ids of its calls whose results have not come yet."""
         self._last = ""
-        """The kind of the item before, of those that are told."""
+        """The kind of the last item that has become a part of a message."""
 
     def add(self, field: str, item: Item) -> None:
         kind = item.get("type", "message")
@@ -98,7 +98,7 @@ class _History:
         self._last = kind
 
     def end(self) -> None:
-        """All items have come."""
+        """Check the end of the items."""
         for field in self._approved:
             refuse(field, "tools of MCP servers are not called here")
 
@@ -116,7 +116,8 @@ class _History:
         answer["content"] = (answer["content"] or "") + text
 
     def _reasoning(self, field: str, item: Item) -> None:
-        """Thoughts in plain text belong to the answer that follows; a summary of them is not what was thought."""
+        """Reasoning in plain text belongs to the answer that follows. Summaries are left out: they are not the model's
+        reasoning."""
         parts = item.get("content")
         if parts is None:
             return
@@ -145,8 +146,8 @@ class _History:
         self._put(_told(call_id, said))
 
     def _whole(self, call: Call) -> None:
-        """A call and its result, before an answer that waits for results: these are to follow it. What that answer
-        has said comes first."""
+        """Insert a call and its result. If an answer waits for results, which must follow it, they are put before it,
+        but after that answer's text."""
         call_id = self._new_id()
         if not self._waiting:
             self._open()["tool_calls"] = [_made(call_id, call)]
@@ -160,16 +161,15 @@ class _History:
         self._place += 2
 
     def _new_id(self) -> str:
-        """A number of nine digits: Mistral's templates take no other ids than such. It only goes up, whatever ids a
-        client has taken."""
+        """A new id of nine digits, as Mistral's templates require. Numbers only go up, whatever ids a client uses."""
         self._number = max(self._number + 1, self._before + len(self.messages))
         while f"{self._number:09}" in self._taken:
             self._number += 1
         return f"{self._number:09}"
 
     def _approval(self, field: str, item: Item) -> Call | None:
-        """A call that is not approved has come to nothing, of which the model is told; one that is comes later. Only
-        the first answer to a question counts."""
+        """An answer to a request for approval; only the first one counts. A call that is not approved is returned, with
+        a result that says so; one that is approved comes in a later item."""
         question = string(field, item, "approval_request_id")
         if question not in self._asked:
             refuse(f"{field}.approval_request_id", "no item before this one asks for an approval by this id")
@@ -185,8 +185,7 @@ class _History:
         return Call(asked.name, asked.arguments, error(f"the call was not approved{why}"))
 
     def _open(self, new: bool = False) -> Message:
-        """The answer that goes on; a new one where there is none, or where one is wanted and no results are to follow
-        the one there is."""
+        """The current answer. A new one if there is none, or if `new` and the current one does not wait for results."""
         if self._answer is None or (new and not self._waiting):
             self._answer = {"role": "assistant", "content": None}
             self._place = len(self.messages)
@@ -200,14 +199,14 @@ class _History:
 
 
 def _of_model(kind: str, item: Item) -> bool:
-    """Whether the model has written it. A question for an approval is not told, and does not count."""
+    """Whether the model has written an item. A request for approval is left out, and does not count."""
     if kind == "message":
         return item.get("role") == "assistant"
     return kind.endswith("_call") or kind in ("program", "reasoning")
 
 
 def _made(call_id: str, call: Call) -> dict[str, Any]:
-    """A call as messages have it."""
+    """A call in the format of messages."""
     return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -216,7 +215,7 @@ def _told(call_id: str, result: str | list[dict[str, str]]) -> Message:
 
 
 def _content(field: str, content: Any) -> str | list[dict[str, str]]:
-    """A text, or text parts as chat templates know them."""
+    """A text, or text parts in the format of chat templates."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

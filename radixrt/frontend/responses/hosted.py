@@ -1,9 +1,9 @@
-"""Items of tools that OpenAI runs, or that have a form of their own, as calls of functions and their results, so that a
-conversation that was begun there goes on here. Every refusal names the field.
+"""Converts items of tools that OpenAI runs, or that have a special form, to function calls and their results, so that a
+conversation that was begun there can be continued here. Every error names the field.
 
 custom_tool_call, local_shell_call, shell_call, ...   -> a call; its output is an item of its own
-web_search_call, file_search_call, mcp_call, ...      -> a call and its result; nothing where the item tells no result
-mcp_list_tools, tool_search_call, ...                 -> nothing: they say which tools there were
+web_search_call, file_search_call, mcp_call, ...      -> a call and its result; nothing if the item has no result
+mcp_list_tools, tool_search_call, ...                 -> nothing: they list which tools there were
 computer_call, compaction, ...                        -> refused: images, and what only OpenAI can read
 """
 
@@ -22,7 +22,7 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of a function: `arguments` as JSON, `result` as text."""
+    """A call of a function: `arguments` as JSON, `result` as text."""
 
     name: str
     arguments: str
@@ -30,7 +30,7 @@ class Call:
 
 
 def error(text: str) -> str:
-    """A result that is an error, as a chat template has no other way to say so."""
+    """The text of a result that is an error; chat templates have no other way to show that."""
     return f"Error: {text}"
 
 
@@ -45,7 +45,7 @@ def _function(field: str, item: Item) -> Call:
 
 
 def _name(field: str, item: Item) -> str:
-    """As the model knows it."""
+    """The name of a function for the model."""
     name = string(field, item, "name", empty=False)
     if not isinstance(item.get("namespace"), str | None):
         refuse(f"{field}.namespace", "must be a string")
@@ -53,7 +53,7 @@ def _name(field: str, item: Item) -> str:
 
 
 def _custom(field: str, item: Item) -> Call:
-    """Its input is any text."""
+    """A call of a custom tool, whose input is any text."""
     return Call(_name(field, item), _json(field, {"input": string(field, item, "input")}))
 
 
@@ -99,15 +99,15 @@ OUTPUTS: dict[str, Callable[[str, Item], str]] = {
     "apply_patch_call_output": _patch_output,
     "program_output": lambda field, item: string(field, item, "result"),
 }
-"""By the kind of item; each has the `call_id` of what it answers; of a local shell its `id` is that, or the `id` of the
-call's item."""
+"""By the kind of item. Each has the `call_id` of its call; a local shell's output has it as its `id`, or has the `id`
+of the call's item there."""
 
 
 # ---------------------------------------------------------------- calls that have their results
 
 
 def _web_search(field: str, item: Item) -> Call | None:
-    """What was found is told by the addresses alone, and only where the client has asked for them."""
+    """A web search. Its result is only a list of addresses, if the client has requested these."""
     action = _object(field, item, "action") if item.get("action") is not None else {}
     if action.get("sources") is None:
         return None
@@ -150,13 +150,14 @@ def _image(field: str, item: Item) -> None:
 
 
 def _found_tools(field: str, item: Item) -> None:
-    """Those that the server has searched are all shown to the model; what a client has found it must be told."""
+    """The result of a tool search. Tools that a server has found are all shown anyway; the ones that a client has found
+    would have to be, which is not supported."""
     if item.get("execution") == "client" and item.get("tools"):
         refuse(f"{field}.tools", "tools within a conversation are not served; send them as tools")
 
 
 def _nothing(field: str, item: Item) -> None:
-    """It carries nothing for a model."""
+    """An item without content for a model."""
 
 
 WHOLE: dict[str, Callable[[str, Item], Call | None]] = {
@@ -169,7 +170,7 @@ WHOLE: dict[str, Callable[[str, Item], Call | None]] = {
     "tool_search_call": _nothing,
     "tool_search_output": _found_tools,
 }
-"""By the kind of item; None where there is nothing to tell."""
+"""By the kind of item; the functions return None if there is no result."""
 
 _NO_IMAGES = "its screenshots are not served: this model reads text only"
 REFUSED = {
@@ -179,14 +180,14 @@ REFUSED = {
     "additional_tools": ("tools", "tools within a conversation are not served; send them as tools"),
     "configuration_update": ("type", "settings within a conversation are not served; send them with the request"),
 }
-"""By the kind of item: the field to blame, and why."""
+"""By the kind of item: the field, and the reason why it is refused."""
 
 
 # ---------------------------------------------------------------- fields
 
 
 def string(field: str, item: Item, name: str, *, empty: bool = True) -> str:
-    """What an item has by that name. ApiError (400) unless it is a string."""
+    """A string field of an item. Raises ApiError (400) if it is not a string."""
     if not isinstance(item.get(name), str) or not (item[name] or empty):
         refuse(f"{field}.{name}", "must be a string" + ("" if empty else " that is not empty"))
     return item[name]
@@ -206,7 +207,7 @@ def _objects(field: str, item: Item, name: str) -> list[Item]:
 
 
 def _json(field: str, value: Any) -> str:
-    """Without what is null, as clients fill it in."""
+    """JSON without null values, which clients fill in."""
     try:
         return json.dumps(_bare(value), ensure_ascii=False)
     except RecursionError:

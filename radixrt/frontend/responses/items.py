@@ -1,5 +1,5 @@
-"""What a response answered to, as items of the Responses API: the way back from `history`. Calls are those of
-functions; where a response has custom tools and namespaces, theirs are as the client knows them."""
+"""The input items of a stored response: the inverse of `history`. Calls are function calls, except those of custom
+tools and of functions in namespaces, which have the client's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixrt.frontend.responses.tools import Listed
 Item = dict[str, Any]
 Message = dict[str, Any]
 MOST_ITEMS, DEFAULT_ITEMS = 100, 20
-"""Of a page."""
+"""The largest and the default number of items of a page."""
 COMPLETED = {"status": "completed"}
 PREFIXES = {
     "message": "msg_",
@@ -25,14 +25,14 @@ PREFIXES = {
     "custom_tool_call_output": "ctco_",
 }
 PLACES = uuid.UUID("b5d7f9ae-3a44-4c0f-9d2d-6f2f7d1c8e01")
-"""Of which ids are made: an item has the same one each time."""
+"""The UUID namespace of item ids, so that an item always has the same id."""
 
 
 def page(
     response_id: str, messages: Sequence[Message], asked: Mapping[str, str], tools: Sequence[Listed] = ()
 ) -> dict[str, Any]:
-    """A page of the items of chat messages, as `limit`, `order` and `after` of a query ask for it. ApiError (400)
-    names what is wrong."""
+    """A page of the items of chat messages, by the query's `limit`, `order` and `after`. Raises ApiError (400) that
+    names an invalid field."""
     known = {tool.name: tool for tool in tools}
     custom: set[str] = set()
     items = [item for message in messages for item in _items(message, known, custom)]
@@ -56,7 +56,8 @@ def page(
 
 
 def _items(message: Message, tools: Mapping[str, Listed], custom: set[str]) -> Iterator[Item]:
-    """`tools` by the names that the model knows; `custom`: ids of calls of custom ones up to now."""
+    """The items of a message. `tools` by their names for the model; `custom`: ids of the calls of custom tools so
+    far."""
     role, content = message["role"], message.get("content")
     if role == "tool":
         output = content if isinstance(content, str) else _parts("input_text", content)
@@ -77,7 +78,7 @@ def _items(message: Message, tools: Mapping[str, Listed], custom: set[str]) -> I
 
 
 def _call(call: dict[str, Any], tool: Listed | None) -> Item:
-    """A call, as the client knows it."""
+    """A call, with the client's names."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     custom = tool is not None and tool.custom
     kind = "custom_tool_call" if custom else "function_call"

@@ -1,5 +1,5 @@
-"""Items that a request names by their ids in place of sending them: an id says of which response an item is, and its
-place there, so that nothing more is kept."""
+"""Items that a request refers to by their ids. An id contains the id of its response and the item's index there, so
+that no table of items is needed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ID = re.compile(r"[a-z]+_([0-9a-f]{32})_([0-9]{1,6})")
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
-    """Of the `index`-th item of a response's output."""
+    """The id of the `index`-th item of a response's output."""
     return f"{prefix}{response_id.removeprefix(RESPONSE)}_{index}"
 
 
 def is_reference(item: Item) -> bool:
-    """Its type need not be said."""
+    """Whether an item is a reference, whose `type` may be missing."""
     return item.get("type") == "item_reference" or item.keys() == {"id"}
 
 
 async def resolved(items: list[Item], body_of: Callable[[str], Awaitable[bytes | None]]) -> list[Item]:
-    """The items, with those in place of references that these name. `body_of` gives the JSON of a response that is
-    kept. ApiError (404) for one that is not."""
+    """The items, with references replaced by the items that they name. `body_of` returns the JSON of a stored response.
+    Raises ApiError (404) if there is no such item."""
     outputs: dict[str, list[Item]] = {}
     found = []
     for i, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""An answer as output items of the Responses API, whole or as the events of a stream. Pure."""
+"""Formats an answer as output items of the Responses API, whole or as the events of a stream. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_t
 
 
 class Item:
-    """An output item while it grows: a message, thoughts, or a call, of what the client knows as `called`."""
+    """An output item that is being generated: a message, reasoning, or a call of the tool that the client calls
+    `called`."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class Item:
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """The event of a text gained, and of a message's tokens, if these are told. What a custom tool takes is told
-        when it is whole."""
+        """Add text, and a message's log-probabilities if these are reported; returns the events. The input of a custom
+        tool is sent only when it is complete."""
         self._texts.append(text)
         self._logprobs += logprobs
         if self.kind == "custom_tool_call":
@@ -83,7 +84,7 @@ class Item:
         return [self._event("response.output_text.done", said), part, done]
 
     def json(self, status: str) -> dict[str, Any]:
-        """The item; its text is there once it is closed."""
+        """The item as JSON; it has its text once it is closed."""
         about = {"id": self.id, "type": self.kind, "status": status}
         if self._call is not None:
             custom = self.kind == "custom_tool_call"
@@ -105,7 +106,7 @@ class Item:
 
 
 def custom_input(arguments: str) -> str:
-    """What a custom tool is given, by the arguments that the model wrote; these themselves where they were cut."""
+    """The input of a custom tool from the arguments that the model wrote; these unchanged if they are incomplete."""
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any]).get("input")
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -114,7 +115,7 @@ def custom_input(arguments: str) -> str:
 
 
 class ResponseReply:
-    """One response, its items in the order in which they come."""
+    """Formats one response, with its items in order."""
 
     of_content = False
 
@@ -134,8 +135,8 @@ class ResponseReply:
     # ------------------------------------------------------------ pieces
 
     def add(self, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
-        """Take in the pieces that tokens were found to say, and the tokens, if they are told; the events that tell of
-        them. Tokens of thoughts, of calls and of marks are not told."""
+        """Add pieces, with their tokens' log-probabilities if these are reported (not those of reasoning, calls and
+        marks). Returns the events."""
         self._tokens.add(logprobs)
         return [event for piece in pieces for event in self._add(piece)]
 
@@ -165,7 +166,7 @@ class ResponseReply:
     # ------------------------------------------------------------ the whole
 
     def begin(self, include_usage: bool) -> None:
-        """A stream begins; its usage is always told."""
+        """Begin a stream; its usage is always included."""
 
     def opening(self, index: int) -> bytes:
         """The first events."""
@@ -175,7 +176,7 @@ class ResponseReply:
         )
 
     def finish(self, full: bool, usage: Usage, ids: bytes) -> tuple[list[Event], dict[str, Any]]:
-        """The last events, and the response. `full`: it ended for length; `ids` are all that was generated."""
+        """Returns (the last events, the response). `full`: whether it ended by length; `ids`: all generated ids."""
         status = "incomplete" if full else "completed"
         closing = self._close(status)
         response = self.body(status, self.usage(usage, ids)) | {"radixrt": {"worker": usage.worker} | self.session}
@@ -186,7 +187,7 @@ class ResponseReply:
         return self.events({"type": "error", "code": code, "message": message, "param": param})
 
     def events(self, *events: Event) -> bytes:
-        """Events as they are sent, numbered."""
+        """Number and serialize events."""
         out = []
         for event in events:
             data = encode(event | {"sequence_number": self._sequence})
@@ -195,7 +196,7 @@ class ResponseReply:
         return b"".join(out)
 
     def body(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
-        """The response as it is now."""
+        """The response in its present state."""
         body = self.asked.body
         reasoning = body.reasoning or {}
         return {
@@ -237,6 +238,6 @@ class ResponseReply:
         }
 
     def _thought(self, ids: bytes) -> int:
-        """How many of the ids are reasoning."""
+        """The number of reasoning tokens."""
         thoughts = [item.text for item in self._items if item.kind == "reasoning"]
         return reasoning_tokens(self._tokenizer, thoughts, ids)

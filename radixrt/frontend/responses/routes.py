@@ -30,7 +30,7 @@ _create = msgspec.json.Decoder(Create)
 
 
 class Responses:
-    """`generation`, `prompts` and `read` are the front end's; `tenant` names whom a key belongs to."""
+    """`generation`, `prompts` and `read` are the front end's; `tenant` returns the tenant of a key."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Responses:
         return await self._generation.answer(request, key, asked, reply_of, exchange_of)
 
     async def count(self, request: Request, key: str) -> Response:
-        """The tokens of the prompt that a request would have."""
+        """Count the tokens of a request's prompt."""
         asked, _ = await self._read_asked(request, key)
         (prompt,) = asked.prompts(asked.tool_use())
         tokens = await self._prompts.num_tokens(prompt, key, asked)
@@ -68,7 +68,7 @@ class Responses:
         return Response(encode(counted), media_type="application/json")
 
     async def _read_asked(self, request: Request, key: str) -> tuple[Asked, tuple[Any, ...]]:
-        """(what is asked, the turns that it goes on from)"""
+        """Returns (the request, the turns that it continues)."""
         body = schema.parse(_create, await self._read(request))
         namespace = self._namespace(key, body.cache_salt or "")
         turns, before = await self._before(namespace, body.previous_response_id, key)
@@ -86,7 +86,7 @@ class Responses:
         return Response(body, media_type="application/json")
 
     async def input_items(self, request: Request, key: str) -> Response:
-        """What a response answered to, all of its chain."""
+        """The input items of a response, of its whole chain."""
         namespace, response_id = self._asked_for(request, key)
         found = await self._store.before(namespace, response_id, key)
         if found is None:
@@ -107,7 +107,8 @@ class Responses:
     async def _before(
         self, namespace: str, response_id: str | None, key: str
     ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-        """The turns, and the messages, that a request goes on from. One of another tenant is as unknown as any."""
+        """Returns the turns, and the messages, that a request continues. A response of another tenant counts as
+        unknown."""
         if response_id is None:
             return (), []
         field = "previous_response_id"
@@ -118,11 +119,11 @@ class Responses:
         return found
 
     def _asked_for(self, request: Request, key: str) -> tuple[str, str]:
-        """(namespace, id); a salt is given as in the request that made the response."""
+        """Returns (namespace, id) of a response; the salt must be that of the request that created it."""
         return self._namespace(key, request.query_params.get("cache_salt", "")), request.path_params["id"]
 
     def _namespace(self, key: str, cache_salt: str) -> str:
-        # The tenant as JSON, which has no line feeds: the first line is his alone.
+        # The tenant is written as JSON, which has no line feeds, so that the first line is the tenant.
         return f"{encode(self._tenant(key)).decode()}\n{cache_salt}"
 
 

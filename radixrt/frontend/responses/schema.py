@@ -1,6 +1,6 @@
-"""What clients of OpenAI's Responses API send, checked and turned into messages. Pure; every refusal names the field.
+"""Validates requests of OpenAI's Responses API, and converts them to messages. Pure; every error names the field.
 
-A field whose meaning is not served is refused where it would change the answer; the others are accepted.
+An unsupported field is refused if it would change the answer, and otherwise accepted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Create(msgspec.Struct, kw_only=True):
     truncation: str | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
-    """A hint where to route; not needed here, where placement goes by the tokens themselves."""
+    """A routing hint, which is ignored: requests are placed by their tokens."""
     background: bool | None = None
     context_management: Any = None
     conversation: Any = None
@@ -76,16 +76,16 @@ class Create(msgspec.Struct, kw_only=True):
 
     @property
     def logprobs(self) -> int | None:
-        """So many of the likeliest tokens come with each; None: no log-probabilities."""
+        """The number of most likely tokens that are reported for each; None: no log-probabilities."""
         asked = LOGPROBS in (self.include or ()) or self.top_logprobs
         return (self.top_logprobs or 0) if asked else None
 
     def checked(self) -> None:
-        """ApiError (400) for what is not served."""
+        """Raise ApiError (400) for unsupported fields."""
         for name in UNSERVED:
             if getattr(self, name):
                 refuse(name, "is not served")
-        # What 'auto' would leave out of a prompt that is too long is not left out here: such a prompt is refused.
+        # 'auto' would shorten a prompt that is too long; here it is refused.
         if self.truncation not in (None, "auto", "disabled"):
             refuse("truncation", f"must be 'auto' or 'disabled', not {self.truncation!r}")
         check_verbosity((self.text or {}).get("verbosity"), "text.verbosity")
@@ -93,7 +93,7 @@ class Create(msgspec.Struct, kw_only=True):
     # ------------------------------------------------------------ parts
 
     def tool_use(self) -> ToolUse:
-        """What an answer may do with tools, which are written flat in this API."""
+        """Which tools an answer may or must call; this API has a flat format of tools."""
         functions = self.functions()
         try:
             tools = [one.nested() for one in functions]
@@ -104,11 +104,11 @@ class Create(msgspec.Struct, kw_only=True):
         return dataclasses.replace(use, tools=_flat(functions, use.tools), forced=_flat(functions, use.forced))
 
     def functions(self) -> list[Listed]:
-        """Its tools that are served."""
+        """The supported tools."""
         return listed(self.tools or [])
 
     def constraint(self) -> Constraint | None:
-        """What the text must be."""
+        """The constraint on the text of an answer, if any."""
         field = "text.format"
         form = (self.text or {}).get("format")
         if form is None:
@@ -134,7 +134,7 @@ class Create(msgspec.Struct, kw_only=True):
 
 
 class Asked:
-    """A request with the messages that it goes on from."""
+    """A request with the messages that it continues."""
 
     def __init__(self, body: Create, before: Sequence[Message] = ()) -> None:
         self.body = body
@@ -144,21 +144,21 @@ class Asked:
         self.before = before
         self.added = messages_of(body.input or [], before)
         self.called: dict[str, dict[str, str]] = {}
-        """How the client calls a function, by the name that the model knows; `tool_use` fills it."""
+        """The client's names of a function, by its name for the model; filled by `tool_use`."""
         self.custom: set[str] = set()
-        """Custom tools, by the name that the model knows; `tool_use` fills it."""
+        """The names of custom tools for the model; filled by `tool_use`."""
         self.model, self.stream, self.cache_salt = body.model, body.stream, body.cache_salt
 
     def choices(self) -> int:
-        """Choices of the prompt."""
+        """The number of choices."""
         return 1
 
     def wants_usage(self) -> bool:
-        """Whether a stream tells the usage."""
+        """Whether a stream includes the usage."""
         return True
 
     def names(self) -> dict[str, str]:
-        """How the caller calls the fields of a message."""
+        """Maps the fields of messages to the caller's names."""
         own = {"max_tokens": "max_output_tokens", "template_args": "chat_template_kwargs", "logprobs": "top_logprobs"}
         return own | {"prompt": "input", "messages": "input"}
 
@@ -175,12 +175,13 @@ class Asked:
         return self.body.constraint()
 
     def prompts(self, use: ToolUse) -> list[Prompt]:
-        """The chat. Instructions are of this request alone, what went before had its own."""
+        """The chat. Instructions apply to this request only; earlier ones had their own."""
         first = [{"role": "system", "content": self.body.instructions}] if self.body.instructions else []
         return [ChatPrompt([*first, *self.before, *self.added], use.shown, template_args=self.body.template_args())]
 
     def sampling(self, defaults: Defaults) -> Sampling:
-        """How tokens are drawn; `defaults` where the request does not say. Kept as `sampled`, for the reply."""
+        """The sampling parameters; `defaults` for those that the request does not set. Kept as `sampled`, for the
+        reply."""
         body = self.body
         if body.max_output_tokens is not None and body.max_output_tokens < 1:
             refuse("max_output_tokens", "must be at least 1")
@@ -192,19 +193,19 @@ class Asked:
 
 
 def _flat_name(functions: list[Listed], field: str) -> str:
-    """The name in this API of a field of a chat's tools, or of the choice of them: both are flat here."""
+    """The field of this API for a field of a chat's tools or tool_choice, which are nested there and flat here."""
     if field.startswith("tool_choice"):
         return field.replace(".allowed_tools", "").replace(".function", "")
     return field_in(functions, field)
 
 
 def _flat(functions: list[Listed], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """Tools whose fields are called as in this API."""
+    """Tools with the field names of this API."""
     return tuple(dataclasses.replace(tool, field=_flat_name(functions, tool.field)) for tool in tools)
 
 
 def _nested_choice(choice: Any) -> Any:
-    """A choice of tools as chats have it."""
+    """A tool_choice in the format of chats."""
     if not isinstance(choice, dict):
         return choice
     match choice.get("type"):

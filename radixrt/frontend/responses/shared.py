@@ -1,5 +1,5 @@
-"""Responses that all front ends of a router may go on from: each is kept as its JSON and the names of its turns, each
-turn once."""
+"""Responses that all front ends of a router share: each is kept as its JSON and the names of its turns, and each turn
+is kept once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class SharedResponse(msgspec.Struct, array_like=True):
-    """`body` is its JSON; `turns` are called as the responses that they ended with."""
+    """`body` is the response's JSON; `turns` are named by the response that each ended with."""
 
     body: bytes
     turns: list[str]
@@ -26,7 +26,7 @@ _turn = msgspec.msgpack.Decoder(list[Message])
 
 
 class SharedResponses:
-    """See ResponseStore, which does the same within one process."""
+    """Responses in the memory that front ends share; LocalResponses has the same interface for a single process."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -56,7 +56,7 @@ class SharedResponses:
     async def before(
         self, namespace: str, response_id: str, api_key: str
     ) -> tuple[tuple[str, ...], list[Message]] | None:
-        """(turns, messages) that a request goes on from."""
+        """Returns the (turns, messages) that a request continues."""
         found = await self._find(namespace, response_id, api_key)
         if found is None:
             return None
@@ -70,7 +70,7 @@ class SharedResponses:
             return None
 
     async def delete(self, namespace: str, response_id: str, api_key: str) -> bool:
-        """Whether it was there. Responses that went on from it stay."""
+        """Delete a response; returns whether it was there. Responses that continue it stay."""
         if await self._find(namespace, response_id, api_key) is None:
             return False
         self._peers.share([(key_of("response", namespace, response_id), None)], api_key)
@@ -81,5 +81,5 @@ class SharedResponses:
         (value,) = await self._peers.recall([key_of("response", namespace, response_id)], api_key)
         try:
             return _response.decode(value or b"")
-        except msgspec.MsgspecError:  # not kept, or another has put something else there
+        except msgspec.MsgspecError:  # another client of the tenant may have stored something else under this key
             return None

@@ -1,7 +1,7 @@
-"""Responses that are kept, so that a request may go on from one without sending its history again.
+"""Stored responses, so that a request can continue one without sending its history again.
 
-A response holds its chain: the messages of every turn up to it. Chains share the turns that they have in common, which
-are counted once and live as long as one that holds them.
+A response holds its chain: the messages of every turn up to it. Chains share their common turns, which count once, and
+live as long as a chain that holds them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from radixrt.router.shares import Shares
 
 Message = dict[str, Any]
 Name = tuple[str, str]
-"""Of a response: its namespace and id."""
+"""(namespace, id) of a response."""
 
 LINK_BYTES = 64
-"""That a response costs for each turn of its chain."""
+"""About what a response takes for each turn of its chain."""
 _encode = msgspec.json.Encoder().encode
 
 
 class Turn:
-    """Messages that one request added, the answer included."""
+    """The messages that one request added, including the answer."""
 
     __slots__ = ("holders", "messages", "size")
 
@@ -43,23 +43,23 @@ class StoredResponse(msgspec.Struct, gc=False):
 
     @property
     def messages(self) -> list[Message]:
-        """All of its chain."""
+        """The messages of its whole chain."""
         return [message for turn in self.turns for message in turn.messages]
 
     @property
     def size(self) -> int:
-        """Bytes that are its own."""
+        """Bytes of the response itself, without its turns."""
         return len(self.body) + LINK_BYTES * len(self.turns)
 
 
 class ResponseStore:
-    """At most `max_bytes`; beyond it the least recently used responses go, of the tenant that has most, whatever salts
-    he uses. The first line of a namespace is its tenant."""
+    """Holds at most `max_bytes`. Beyond that the least recently used responses of the tenant with most bytes, over all
+    its salts, are dropped. The first line of a namespace is its tenant."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._tenants: dict[str, OrderedDict[Name, StoredResponse]] = {}
-        """The latest used last."""
+        """By tenant, the last used one last."""
         self._shares = Shares()
 
     @property
@@ -67,7 +67,7 @@ class ResponseStore:
         return self._shares.total
 
     def get(self, namespace: str, response_id: str) -> StoredResponse | None:
-        """A response, if it is kept, and was put there in the same namespace."""
+        """A response of this namespace; None if it is not kept."""
         own, name = self._tenants.get(tenant_of(namespace), {}), (namespace, response_id)
         if name not in own:
             return None
@@ -86,7 +86,7 @@ class ResponseStore:
             self._remove(most, next(iter(self._tenants[most])))
 
     def delete(self, namespace: str, response_id: str) -> bool:
-        """Whether it was there. Responses that went on from it stay."""
+        """Delete a response; returns whether it was there. Responses that continue it stay."""
         if self.get(namespace, response_id) is None:
             return False
         self._remove(tenant_of(namespace), (namespace, response_id))
@@ -101,19 +101,19 @@ class ResponseStore:
 
 
 def _hold(turn: Turn) -> int:
-    """One chain more holds a turn: the bytes that it costs."""
+    """Count one more chain that holds a turn; returns the additional bytes."""
     turn.holders += 1
     return turn.size if turn.holders == 1 else 0
 
 
 def _let_go(turn: Turn) -> int:
-    """One chain less: the bytes that are freed."""
+    """The inverse of `_hold`; returns the bytes that are freed."""
     turn.holders -= 1
     return 0 if turn.holders else turn.size
 
 
 class LocalResponses:
-    """A ResponseStore that is asked like one that other front ends share."""
+    """A ResponseStore with the interface of SharedResponses, for a single process."""
 
     def __init__(self, max_bytes: int) -> None:
         self._store = ResponseStore(max_bytes)
@@ -138,7 +138,7 @@ class LocalResponses:
     async def before(
         self, namespace: str, response_id: str, api_key: str
     ) -> tuple[tuple[Turn, ...], list[Message]] | None:
-        """(turns, messages) that a request goes on from."""
+        """Returns the (turns, messages) that a request continues."""
         kept = self._store.get(namespace, response_id)
         return (kept.turns, kept.messages) if kept else None
 

@@ -1,10 +1,9 @@
-"""The tools of a request as functions: those of a namespace are called by both names, and tools that OpenAI runs are
-left out beside others. Every refusal names the field.
+"""Converts the tools of a request to functions. Every error names the field.
 
 function                          -> itself
-custom                            -> a function of one text, `input`
-namespace (functions within it)   -> mcp__files + read: mcp__files__read
-web_search, image_generation, ... -> nothing, where there are functions; else refused
+custom                            -> a function with one argument, the text `input`
+namespace (functions within it)   -> functions with both names: mcp__files + read: mcp__files__read
+web_search, image_generation, ... -> left out if there are functions, otherwise refused (OpenAI runs them)
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from radixrt.frontend.tools import MAX_NAME
 
 SEPARATOR = "__"
 HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")
-"""Kinds of tools that run at OpenAI, and that a model may leave alone. Codex lists web_search whoever serves it."""
+"""Kinds of tools that OpenAI runs, and that a model need not use. (Codex always lists web_search.)"""
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""The arguments of a custom tool as a model writes them: see `hosted` for those in a history."""
+"""The schema of a custom tool's arguments, as the model writes them; see `hosted` for those in a history."""
 _INDEX = re.compile(r"^tools\[(\d+)\](?:\.function)?")
 
 
 def flat_name(namespace: Any, name: str) -> str:
-    """How a model, and its history, calls a function of a namespace, if it has one."""
+    """The name of a function for the model, and in its history; `namespace` is that of the function, if it has one."""
     return f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A function or a custom tool; `field` is where the request has it."""
+    """A function or a custom tool; `field` is that of the request."""
 
     field: str
     tool: dict[str, Any]
@@ -40,22 +39,22 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """As a model calls it; "" for one that has no name."""
+        """Its name for the model; "" if it has none."""
         name = self.tool.get("name")
         return flat_name(self.namespace, name) if isinstance(name, str) and name else ""
 
     @property
     def custom(self) -> bool:
-        """It takes any text, and is called by an item of its own kind."""
+        """Whether it is a custom tool, which takes any text, and is called by an item of its own kind."""
         return self.tool["type"] == "custom"
 
     @property
     def own(self) -> dict[str, str]:
-        """How a client calls it."""
+        """Its names for the client."""
         return {"name": self.tool["name"]} | ({"namespace": self.namespace} if self.namespace else {})
 
     def nested(self) -> dict[str, Any]:
-        """As chats have it."""
+        """The tool in the format of chats."""
         names = ("description", "parameters", "strict")
         function = {name: self.tool[name] for name in names if self.tool.get(name) is not None}
         if self.custom:
@@ -64,7 +63,7 @@ class Listed:
 
 
 def listed(tools: list[dict[str, Any]]) -> list[Listed]:
-    """The functions among the tools of a request, in its order. ApiError (400) for what is not served."""
+    """The functions among the tools of a request, in order. Raises ApiError (400) for unsupported tools."""
     found = [one for i, tool in enumerate(tools) for one in _functions(f"tools[{i}]", tool)]
     kinds = [tool.get("type") for tool in tools]
     if not found and "namespace" in kinds:
@@ -75,17 +74,17 @@ def listed(tools: list[dict[str, Any]]) -> list[Listed]:
 
 
 def without_hosted(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools of a request, which has been checked, that are served."""
+    """The supported tools of a validated request."""
     return [tool for tool in tools if not HOSTED.fullmatch(tool["type"])]
 
 
 def chosen_of(tools: list[Any]) -> list[Any]:
-    """Of the tools of a choice those that are served; all, if none is, to be refused."""
+    """The supported tools of a tool_choice; all of them if none is supported, so that they are refused."""
     return [t for t in tools if not (isinstance(t, dict) and HOSTED.fullmatch(str(t.get("type"))))] or tools
 
 
 def field_in(tools: list[Listed], field: str) -> str:
-    """The name in the request of a field that chats know as one of `tools`."""
+    """The request's field for a field of `tools` in the format of chats."""
     return _INDEX.sub(lambda match: tools[int(match[1])].field, field)
 
 

@@ -3,7 +3,8 @@
     prompt --TextService.encode--> ids ... generated ids --TextStream.push--> text, stop
     chat --Sessions.encode_chat--> ids with answers as generated <--Sessions.remember-- message, ids
 
-`incremental.py` encodes only what was not seen before, cut where `cuts.py` proves that nothing changes by it.
+`incremental.py` encodes only text that was not seen before; `cuts.py` proves where a text can be cut without changing
+its ids.
 
 The only folder that imports tokenizers, sentencepiece and transformers.
 """

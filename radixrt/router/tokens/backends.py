@@ -1,4 +1,4 @@
-"""The two libraries behind a tokenizer, with one face: `tokenizers` and `sentencepiece`."""
+"""The two libraries behind a tokenizer, `tokenizers` and `sentencepiece`, with a common interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ WHITE_SPACE = re.compile(r"\s*")
 
 
 class Backend(Protocol):
-    """Thread safe. `size` is the largest token id plus one; `specials` are hidden by skip_special_tokens."""
+    """Thread safe. `size` is the largest token id plus one; `specials` are the ids that skip_special_tokens leaves
+    out."""
 
     size: int
     specials: frozenset[int]
@@ -46,14 +47,14 @@ class Backend(Protocol):
     def is_byte(self, token: int) -> bool: ...
 
     def pieces(self) -> Pieces | None:
-        """What each id adds, specials shown; None if the decoder is of a kind that no table describes."""
+        """The text that each id adds, special tokens included; None for a decoder that no table can describe."""
 
 
 # ---------------------------------------------------------------- tokenizer.json
 
 
 class JsonBackend:
-    """`tokenizer.json`, which says everything itself: added tokens, BOS and EOS, normalization, decoding."""
+    """A `tokenizer.json`, which defines everything: added tokens, BOS and EOS, normalization, decoding."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -64,7 +65,7 @@ class JsonBackend:
         self.specials = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # "fast" leaves out the character offsets, a fifth of the time.
+        # The "fast" variant computes no character offsets, which saves a fifth of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
@@ -112,18 +113,18 @@ class JsonBackend:
 
 
 def _state(stage: Any) -> Any:
-    """A stage of a tokenizer as the JSON that tokenizer.json has of it."""
+    """A stage of a tokenizer as JSON, as in tokenizer.json."""
     return None if stage is None else json.loads(stage.__getstate__())
 
 
 def _merges_alone(model: Any) -> bool:
-    """Whether a model is BPE, and a piece that stands in the vocabulary is still made by merges only."""
+    """Whether a model is BPE that forms pieces by merges only, even if the whole text is in the vocabulary."""
     bare = isinstance(model, tokenizers.models.BPE) and not model.ignore_merges
     return bare and not model.continuing_subword_prefix and not model.end_of_word_suffix
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The decoders in a row, less Fuse, which only joins tokens (needed before Strip, which is last)."""
+    """The steps of a decoder, without Fuse, which only joins tokens (needed before Strip, which is last)."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return [step for step in steps if step["type"] != "Fuse"]
 
@@ -200,7 +201,7 @@ class SentencePieceBackend:
         return proven_cuts(list(self._added.values()), before, has_normalizer=True)
 
     def _encode_plain(self, text: str, start: int) -> list[int]:
-        """Ids of text without special tokens that stands at `start` of the whole."""
+        """Ids of text without special tokens, which begins at `start` in the whole text."""
         if not text:
             return []
         return (self._later if start else self._first).encode(text)
@@ -235,20 +236,21 @@ class SentencePieceBackend:
             texts[i] = token.content
         spaced = {i: t[1:] for i, t in enumerate(texts) if t[:1] == " " and i not in self._added}
         drops_space = any(sp.decode([i]) != texts[i] for i in list(spaced)[:1])
-        # Trained with remove_extra_whitespaces, a model drops spaces until there is text; else only one.
+        # A model trained with remove_extra_whitespaces drops all leading spaces; others drop only one.
         ends = "space" if sp.decode([sp.piece_to_id(SPACE)] * 2) else "text"
         return TextPieces(texts, byte_of, strict=False, head=spaced if drops_space else {}, head_ends=ends)
 
 
 def _is_plain_bpe(model: bytes) -> bool:
-    """Whether a serialized ModelProto is of BPE and takes a text as it is, white space included."""
+    """Whether a serialized ModelProto is BPE and does not normalize text or white space."""
     trainer, normalizer = (_merged(model, field) for field in (2, 3))
     is_bpe = _merged(trainer, 3, last=True) == 2
     return is_bpe and not _merged(normalizer, 2) and _merged(normalizer, 4, last=True) == 0
 
 
 def _merged(message: bytes, field: int, last: bool = False) -> Any:
-    """A field of a protobuf message: its bytes, joined over all occurrences, or with `last` its last number, if any."""
+    """A field of a protobuf message: its bytes, concatenated over all occurrences; with `last`, its last number, or
+    None."""
     at, found, number = 0, b"", None
     while at < len(message):
         tag, at = _varint(message, at)
@@ -263,7 +265,7 @@ def _merged(message: bytes, field: int, last: bool = False) -> Any:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number at `at` of a protobuf message, and where it ends."""
+    """Returns (the varint at `at` of a protobuf message, its end)."""
     value = shift = 0
     while True:
         byte = message[at]
@@ -274,7 +276,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def load_sentencepiece(path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> SentencePieceBackend:
-    """Read a `tokenizer.model`; ValueError if it is not sentencepiece's format."""
+    """Read a `tokenizer.model`. Raises ValueError if it is not in SentencePiece's format."""
     try:
         return SentencePieceBackend(
             path.read_bytes(),

@@ -1,4 +1,5 @@
-"""Messages in one form, whatever a client does to them when it sends them back, and keys of chains of them."""
+"""Keys of conversations: hashes of chains of messages, in a normal form that survives what clients change when they
+send messages back."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ Message = dict[str, Any]
 Key = bytes
 
 MAX_BRACES = 200
-"""So many braces of a text are tried for JSON: a text of nothing but braces must not cost their square."""
+"""The most braces of a text that are tried as the beginning of JSON: otherwise a text of braces would take quadratic
+time."""
 
 _to_json = msgspec.json.Encoder(order="sorted").encode
 _WHITE_SPACE = re.compile(r"\s+")
 
 
 def keys_of(namespace: str, prompt: ChatPrompt) -> list[Key]:
-    """Keys of a chat's first messages: none, one, two, ... all. Chats of one key are the same conversation."""
+    """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation."""
     key = _hashed(b"", _to_json([namespace, prompt.tools, prompt.template_args]))
     keys = [key]
     for message in prompt.messages:
@@ -33,7 +35,7 @@ def keys_of(namespace: str, prompt: ChatPrompt) -> list[Key]:
 
 
 def next_key(key: Key, message: Message) -> Key:
-    """The key of a chain with one more message; white space around an assistant's text does not count, nor thinking."""
+    """The key of a chain with one more message. White space around an assistant's text and thinking are ignored."""
     if message["role"] != "assistant":
         more = {name: value for name, value in message.items() if value is not None and name != "content"}
         return _hashed(key, _to_json([_text(message), more]))
@@ -42,7 +44,7 @@ def next_key(key: Key, message: Message) -> Key:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """The thinking that a message brings along, None if it brings none."""
+    """The thinking in a message; None if it has none."""
     found = next((message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
     return found.strip() if found else None
 
@@ -52,7 +54,7 @@ def _hashed(key: Key, data: bytes) -> Key:
 
 
 def _text(message: Message) -> str:
-    """Content as text: parts joined, nothing where there is none. Parts that are no text stay JSON."""
+    """The content as text: parts joined, "" if there is none. Parts that are not text become JSON."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -60,7 +62,7 @@ def _text(message: Message) -> str:
 
 
 def _call(call: Any) -> Any:
-    """A tool call without what clients add to it, its arguments as a value."""
+    """A tool call without fields that clients add, its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -73,14 +75,14 @@ def _arguments(arguments: Any) -> Any:
     try:
         value = json.loads(arguments, parse_float=_number) if arguments.strip() else {}
         if "\\u" in arguments:
-            _to_json(value)  # UnicodeEncodeError for halves of characters
+            _to_json(value)  # raises UnicodeEncodeError for lone surrogates
     except (ValueError, RecursionError):
         return arguments.strip()
     return value
 
 
 def _number(text: str) -> float | int:
-    """JavaScript writes 1.0 as 1."""
+    """Parse a number; 1.0 becomes 1, since JavaScript writes it so."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
@@ -96,7 +98,8 @@ _decoder = json.JSONDecoder(parse_float=_number)
 
 
 def bare(text: str, call_ids: Sequence[str] = ()) -> str:
-    """A text without its white space, and JSON objects in it written in one way; `id`s of these values are left out."""
+    """A text without white space, with JSON objects in a normal form. `id`s in these that are in `call_ids` are left
+    out."""
     out, at = [], 0
     for _ in range(MAX_BRACES):
         brace = text.find("{", at)

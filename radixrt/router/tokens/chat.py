@@ -28,7 +28,7 @@ NO_TEMPLATE = "this model has no chat template; give one with --chat-template FI
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 NO_CALLS = ("tool_calls", [])
-"""As some clients write it; templates ask whether there is the key."""
+"""Some clients send this empty key; templates test only whether there is the key."""
 
 
 def read_templates(folder: Path, config: Mapping[str, Any], file: str = "") -> dict[str, str]:
@@ -36,7 +36,7 @@ def read_templates(folder: Path, config: Mapping[str, Any], file: str = "") -> d
 
     In order: `file` (Jinja, or JSON with `chat_template`), chat_template.jinja (and
     additional_chat_templates/*.jinja), chat_template.json, `chat_template` of tokenizer_config.json.
-    ValueError if one cannot be read.
+    Raises ValueError if one cannot be read.
     """
     if file:
         return _from_file(Path(file))
@@ -79,11 +79,11 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
 
     def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
-        """The text of a chat prompt, ending where the assistant's answer begins or, with `partial`, goes on. Without
+        """The text of a chat prompt, up to where the assistant's answer begins or, with `partial`, continues. Without
         `answer_next` it ends with the last message.
 
-        FieldError (`messages`, `messages[i]...`, `template_args`) if there is no template, the input has not
-        the shape of OpenAI's messages, or the template refuses it.
+        Raises FieldError (`messages`, `messages[i]...`, `template_args`) if there is no template, if the input does not
+        have the form of OpenAI's messages, or if the template refuses it.
         """
         template = self._choose(tools=prompt.tools is not None)
         reserved = {"messages", "tools", "documents", "add_generation_prompt"} & prompt.template_args.keys()
@@ -110,15 +110,17 @@ class ChatTemplates:
 
 
 class _Template:
-    """One compiled template and what it expects of messages.
+    """A compiled template, and what it expects of messages.
 
-    `takes_parts`: it loops over `content`, so a list of parts stays one; otherwise their texts are joined
-    by line feeds. `takes_objects`: it writes tool call `arguments` as JSON, alone or in a call that it writes
-    whole, and makes no difference for a string, so OpenAI's JSON string is parsed for it. `takes_none`: it asks
-    whether `content` is none, and never for its length, so it is none in an answer of tool calls alone; else it is ""
-    in an answer without, and what is none is left out of all other messages. Two families have no `tools`: SmolLM3's
-    template has `xml_tools`, Phi-4-mini's has them in the system message. Where it tells of calls and writes none, they
-    are text.
+    takes_parts    it loops over `content`, so a list of parts is passed as it is; otherwise their texts are joined by
+                   line feeds
+    takes_objects  it writes tool call `arguments` as JSON, and does not handle strings separately, so OpenAI's JSON
+                   string is parsed for it
+    takes_none     it tests whether `content` is none, and never takes its length, so `content` is none in an answer
+                   with only tool calls; otherwise it is "" there. In all other messages keys with None are left out
+
+    Two families have no variable `tools`: SmolLM3's template has `xml_tools`, Phi-4-mini's expects them in the system
+    message. If a template mentions tool calls but does not write those of messages, they are inserted as text.
     """
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
@@ -141,13 +143,14 @@ class _Template:
         self._tools_in_system = _mentions(tree, "tools") and "tools" not in variables
 
     def adapted(self, index: int, message: Message) -> Message:
-        """A message as the template wants it: no None values but for content, parts and arguments in its form."""
+        """A message as the template expects it: no None values except `content`, parts and arguments in its form."""
         message = {key: value for key, value in message.items() if value is not None and (key, value) != NO_CALLS}
         if message["role"] == "assistant" and not message.get("content"):
             message["content"] = None if self.takes_none and message.get("tool_calls") else ""
         if isinstance(message.get("content"), list):
             texts = [_part_text(index, j, part) for j, part in enumerate(message["content"])]
-            # Of a result's parts most templates that loop over those of a user's make one each, or show their Python.
+            # Most templates that loop over a user message's parts write a result for each part of a tool message, or
+            # print the list.
             if not self.takes_parts or message["role"] == "tool":
                 message["content"] = "\n".join(texts)
         if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
@@ -162,8 +165,8 @@ class _Template:
     def render(
         self, messages: list[Message], tools: list[Message] | None, answer_next: bool, variables: Mapping[str, Any]
     ) -> str:
-        """The text, in the first of the `ways` that the template does not refuse; FieldError says why it refuses the
-        chat as it is."""
+        """Render the chat in the first of the `ways` that the template does not refuse. If it refuses all, raises
+        FieldError with its reason for the unchanged chat."""
         if tools and self._xml_tools and not {"xml_tools", "python_tools"} & variables.keys():
             variables = {**variables, "xml_tools": functions_of(tools)}
         if tools and self._tools_in_system:
@@ -177,7 +180,7 @@ class _Template:
         try:
             raise refusal  # type: ignore[misc]
         finally:
-            del refusal  # it refers to this frame
+            del refusal  # breaks a reference cycle with this frame
 
     def _rendered(
         self, messages: list[Message], tools: list[Message] | None, answer_next: bool, variables: Mapping[str, Any]
@@ -188,12 +191,13 @@ class _Template:
             )
         except jinja2.TemplateError as error:  # raise_exception and undefined variables
             raise FieldError("messages", f"the chat template refuses these messages: {error.message}") from error
-        except Exception as error:  # a template is a program that any unexpected message may break
+        except Exception as error:  # a template may fail in any way on an unexpected message
             raise FieldError("messages", f"the chat template fails on these messages: {error}") from error
 
 
 def _use(node: nodes.Node, names: Collection[str]) -> str | None:
-    """What an expression does with what has one of these names: a filter's or an attribute's name, or "is" a test's."""
+    """How an expression uses a variable or attribute with one of these names: the name of a filter or attribute, or
+    "is" and that of a test. None if it does not."""
     if not any(_is_named(node.node, name) for name in names):
         return None
     match node:
@@ -205,12 +209,12 @@ def _use(node: nodes.Node, names: Collection[str]) -> str | None:
 
 
 def _first(node: nodes.Node) -> nodes.Node:
-    """What an expression is unless that is empty: `x` of `x or {}`."""
+    """The first operand of `or`: `x` of `x or {}`; any other expression itself."""
     return node.left if isinstance(node, nodes.Or) else node
 
 
 def _mentions(tree: nodes.Template, name: str) -> bool:
-    """Whether a template reads `x.name`, `x['name']` or `x.get('name')` anywhere, or asks for the name."""
+    """Whether a template anywhere reads `x.name`, `x['name']` or `x.get('name')`, or tests for the name."""
     constants = any(constant.value == name for constant in tree.find_all(nodes.Const))
     return constants or any(node.attr == name for node in tree.find_all(nodes.Getattr))
 
@@ -256,7 +260,7 @@ def _part_text(index: int, position: int, part: Any) -> str:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call with `function.arguments` as an object, if they are the JSON of one."""
+    """A tool call with `function.arguments` parsed, if they are a JSON object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
@@ -264,14 +268,14 @@ def _with_parsed_arguments(call: Any) -> Any:
     try:
         parsed = json.loads(arguments) if arguments else {}
         if "\\u" in arguments:
-            json.dumps(parsed, ensure_ascii=False).encode()  # UnicodeEncodeError for halves of characters
+            json.dumps(parsed, ensure_ascii=False).encode()  # raises UnicodeEncodeError for lone surrogates
     except (ValueError, RecursionError):
-        return call  # what a model wrote need not be JSON: the template gets it as it is
+        return call  # a model need not have written valid JSON: the template gets the string
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 
 
 def _mark_end(messages: list[Message]) -> None:
-    """Mark where the last message ends, to cut there what the template puts behind it."""
+    """Mark the end of the last message, so that what the template writes after it can be cut off."""
     last = messages[-1]
     if last["role"] != "assistant" or not last.get("content"):
         raise FieldError("messages", "only an assistant message with content can be continued, and it must be last")
@@ -286,5 +290,5 @@ def _cut_at_mark(text: str) -> str:
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0:
         raise FieldError("messages", "the chat template drops the message that should be continued")
-    # A template that trims messages has trimmed the mark: then the text before it would be trimmed as well.
+    # If the template trims messages, the mark has lost its white space, and the text before it has to lose it, too.
     return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

@@ -1,27 +1,28 @@
-"""Where a text can be cut so that the ids of its parts, one after the other, are the ids of the whole.
+"""Finds where a text can be cut so that the ids of its parts, concatenated, are the ids of the whole.
 
     text    L ........... X|_Y ........... R      _ a single space       X|_ a cut
     ids     ids of L       |  ids of "a" + R, less those of "a"
 
-Two kinds of cut are proven here, for every L and R; everything else is never cut.
+Two kinds of cuts are proven here, for every L and R; text is cut nowhere else.
 
-**Before an added token.** Added tokens are found in a text first, leftmost and longest, and what stands between two of
-them is encoded alone. A token of which no other token holds the first character further in begins where its text is,
-whatever stands before, so long as it swallows no white space there and does not ask for a word's edge.
+**Before an added token.** Added tokens are found in a text first, leftmost and longest, and the text between two of
+them is encoded separately. If no other token contains a token's first character except at its beginning, that token is
+found whatever comes before it, provided that it does not strip white space before it and does not require a word
+boundary.
 
-**Before a space between two printable ASCII characters**, where one of these holds:
+**Before a space between two printable ASCII characters**, if one of these holds:
 
-- A pre-tokenizer ends a word there whatever stands around: white space splitters do, and regular expressions none of
-  whose matches can hold a visible character and a space after it (`REGEXES`, looked through by hand: no repetition
-  follows a visible character with `\\s` or a space, and `(?!\\S)` is asked behind white space only). Words are encoded
-  one by one, so that what follows cannot reach back, nor the other way.
-- The model is BPE without pre-tokenizer, and no piece of its vocabulary holds X and a space after it. A merge makes a
-  piece, so no merge ever reaches across, and merges on one side know nothing of the other. (Not so for Unigram: no
-  piece reaches across either, but the sums that it compares are rounded differently in a longer text.)
+- A pre-tokenizer always ends a word there: white space splitters do, and so do regular expressions of which no match
+  can contain a visible character followed by a space (`REGEXES`, checked by hand: no repetition continues from a
+  visible character to `\\s` or a space, and `(?!\\S)` comes after white space only). Words are encoded separately, so
+  neither side affects the other.
+- The model is BPE without a pre-tokenizer, and no piece of its vocabulary contains X followed by a space. Every merge
+  forms a piece, so no merge crosses the cut, and merges on one side do not affect the other. (This does not hold for
+  Unigram: no piece crosses the cut either, but the sums that it compares are rounded differently in a longer text.)
 
-In both the normalizer must leave the two characters and their edge alone, and no added token may reach across or begin
-or end there in a way that depends on the other side: X is no token's last character (the text behind a token may get a
-space in front, or lose one). The "a" before R keeps away what a tokenizer does at the start of a text.
+In both cases the normalizer must not change the two characters or depend on their boundary, and no added token may
+cross the cut, or begin or end there in a way that depends on the other side: X is no token's last character (text after
+a token may gain or lose a leading space). The "a" before R avoids what a tokenizer does at the start of a text.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ ANCHOR = "a"
 VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
 WORD_STARTS = "0-9A-Za-z"
 RARE_STARTS = "JKQUVXYZjkqxyz0"
-"""A part ends before a word that begins with one of these, some 600 characters apart in English: then the text itself
-says where it is cut, and behind an edit the parts are soon the same again."""
+"""A part ends before a word that begins with one of these characters, about every 600 characters in English. Cuts then
+depend on the content (as in content-defined chunking), and soon after an edit the parts are the same again."""
 
 MIN_CHARS = 256
 MAX_CHARS = 2048
-"""From here on any cut will do."""
+"""From this length on a part ends at any possible cut."""
 
 SPAN_CHARS = 16_384
-"""Text of which this much is known is looked up at once."""
+"""Length of a span, the unit in which text that was seen before is looked up first."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASED = (
@@ -72,7 +73,8 @@ LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Precompiled"})
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A string that is cut out of a text before anything else, with white space beside it where it says so."""
+    """An added token: a string that is found in a text before anything else, with neighbouring white space if it strips
+    that."""
 
     content: str
     special: bool = True
@@ -83,9 +85,10 @@ class AddedToken:
 
 
 class Cuts:
-    """Cuts a text. `before`: the X of above, "" for none; `tokens`: those that can be cut before.
+    """Cuts texts. `before`: the characters X of the module's second case, "" for none; `tokens`: the added tokens of
+    its first case.
 
-    Where it is cut depends on the text alone; parts after a cut come with ANCHOR in front.
+    Cuts depend on the text alone. Parts after a cut have ANCHOR in front.
     """
 
     def __init__(self, before: str, tokens: Sequence[str]) -> None:
@@ -96,7 +99,7 @@ class Cuts:
         self._any = re.compile("|".join(spaces[1:] + found) or "(?!)")
 
     def spans(self, text: str) -> list[str]:
-        """Parts of SPAN_CHARS or somewhat more, the last one less."""
+        """Cut a text into spans of SPAN_CHARS characters or slightly more; the last one may be shorter."""
         spans, at, head = [], 0, ""
         while len(text) - at > SPAN_CHARS and (found := self._any.search(text, at + SPAN_CHARS)):
             spans.append(head + text[at : found.start()])
@@ -104,7 +107,7 @@ class Cuts:
         return [*spans, head + text[at:]]
 
     def parts(self, span: str) -> list[str]:
-        """Parts of MIN_CHARS to MAX_CHARS or somewhat more, the last one less."""
+        """Cut a span into parts of MIN_CHARS to MAX_CHARS characters or slightly more; the last one may be shorter."""
         parts, at, head = [], 0, ""
         while len(span) - at > MIN_CHARS:
             found = self._rare.search(span, at + MIN_CHARS, at + MAX_CHARS) or self._any.search(span, at + MAX_CHARS)
@@ -116,7 +119,7 @@ class Cuts:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A regular expression of any of these words that looks at each character once."""
+    """A regular expression for any of these words, as a trie, so that it looks at each character only once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])
@@ -130,7 +133,7 @@ NO_CUTS = Cuts("", ())
 
 
 def proven_cuts(added: Collection[AddedToken], before: str, has_normalizer: bool) -> Cuts:
-    """The cuts that added tokens allow, of those before spaces that `before` says the rest of the tokenizer allows."""
+    """The Cuts that added tokens allow; `before` are the characters X that the rest of the tokenizer allows."""
     if any(token.single_word for token in added):
         return NO_CUTS
     return Cuts(_before_spaces(added, before, has_normalizer), _cut_tokens(added, has_normalizer))
@@ -157,15 +160,15 @@ def _cut_tokens(added: Collection[AddedToken], has_normalizer: bool) -> list[str
 
 
 def before_spaces_by_words(pre_tokenizer: Any, normalizer: Any) -> str:
-    """X by a pre-tokenizer, from the JSON of a tokenizer.json; "" where nothing is known."""
+    """The characters X by a pre-tokenizer, from the JSON of a tokenizer.json; "" if nothing is proven."""
     kinds = [_word_edge(step) for step in steps_of(pre_tokenizer, "pretokenizers")]
     local = all(step["type"] in LOCAL_NORMALIZERS for step in steps_of(normalizer, "normalizers"))
     return VISIBLE if local and True in kinds and None not in kinds else ""
 
 
 def _word_edge(step: dict[str, Any]) -> bool | None:
-    """True where a pre-tokenizer ends a word before each such space, False where it does not and does not care whether
-    the text was cut there, None where it is not known."""
+    """True if a pre-tokenizer ends a word before each such space; False if it does not, and a cut there does not change
+    what it does; None if that is not known."""
     match step:
         case {"type": "ByteLevel", "use_regex": bool(splits)}:
             return splits
@@ -183,7 +186,7 @@ def _word_edge(step: dict[str, Any]) -> bool | None:
 
 
 def before_spaces_by_pieces(pieces: Iterable[str], pre_tokenizer: Any, normalizer: Any) -> str:
-    """X by the vocabulary of a BPE model, if it takes a text as one word; "" where nothing is known."""
+    """The characters X by the vocabulary of a BPE model that takes a text as one word; "" if nothing is proven."""
     for step in steps_of(pre_tokenizer, "pretokenizers"):
         if (step["type"], step.get("split")) != ("Metaspace", False):
             return ""
@@ -199,7 +202,7 @@ def before_spaces_by_pieces(pieces: Iterable[str], pre_tokenizer: Any, normalize
 
 
 def steps_of(stage: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a stage of a tokenizer.json in a row, sequences in sequences flattened."""
+    """The steps of a stage of a tokenizer.json, nested sequences flattened."""
     if stage is None:
         return []
     if stage["type"] != "Sequence":

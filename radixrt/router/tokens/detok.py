@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, as they are generated."""
+"""Incremental detokenization: token ids to text, as they are generated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from radixrt.router.tokens.pieces import REPLACEMENT, Pieces
 
 CONTEXT = 32
-"""Tokens after which the window of `WindowStream` may move on."""
+"""The fewest tokens of `WindowStream`'s window before it moves on."""
 
 
 class Decoding(Protocol):
@@ -27,10 +27,10 @@ class Decoding(Protocol):
 class Detokenizer:
     """Text of a growing sequence of token ids (>= 0), integers or int32 bytes.
 
-    `push(ids)` returns the text that these ids settle: never half a character. `flush()` returns the
-    rest, with U+FFFD for what stayed incomplete. Everything returned, joined, equals
-    `tokenizer.decode(all ids, skip_special_tokens)`; to keep that promise, a run of byte tokens may be
-    held until it ends, where the decode of its first bytes depends on its last.
+    `push(ids)` returns the text that is final with these ids, in whole characters. `flush()` returns the
+    rest, with U+FFFD for incomplete characters. All returned texts, joined, equal
+    `tokenizer.decode(all ids, skip_special_tokens)`. Therefore a run of byte tokens may be held back until
+    it ends, if the decoding of its first bytes depends on its last.
     """
 
     __slots__ = ("flush", "push")
@@ -43,15 +43,15 @@ class Detokenizer:
 
 
 class WindowStream:
-    """For decoders that no table describes: decodes a window of the last ids and returns what it gained.
+    """For decoders that no table describes: decodes a window of the last ids, and returns the text that was added.
 
         ids     ..........|======= window =======|
                    anchor ^                      ^ end
         text    emitted............|. gained ....
 
-    The anchor moves only to where decoding from it gives the very text that the longer window ends in,
-    so that neither a dropped leading space nor half a character can slip in. `flush` decodes everything
-    once and returns what is missing.
+    The anchor moves only to a position from which decoding gives exactly the end of the longer window's text, so
+    that no leading space is lost and no character is split. `flush` decodes everything once and returns what is
+    missing.
     """
 
     def __init__(self, tokenizer: Decoding, skip_special_tokens: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The environment that chat templates are rendered in: that of transformers, and a filter more."""
+"""The Jinja environment of chat templates: that of transformers, and one more filter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 class _Environment(ImmutableSandboxedEnvironment):
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """As it is. Jinja's own way, with the template's lines in the traceback, makes a cycle of frames, which keep
-        the chat until the cyclic collector comes by."""
+        """Raise the exception unchanged. Jinja would rewrite its traceback, which makes a reference cycle that keeps
+        the chat alive until the garbage collector runs."""
         raise  # noqa: PLE0704
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant said, for training; here it is just text."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here its body is plain text."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -37,7 +37,7 @@ class _Generation(Extension):
 def templates_environment() -> jinja2.Environment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.filters["from_json"] = json.loads  # of llama.cpp's and vLLM's templates
+    environment.filters["from_json"] = json.loads  # used by llama.cpp's and vLLM's templates
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

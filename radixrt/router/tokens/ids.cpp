@@ -1,4 +1,5 @@
-// JSON lists of token ids as int32: what a client that sends ids pays for most, if it goes through Python's integers.
+// Converts JSON lists of token ids to int32. By way of Python's integers this would be the largest cost of a request
+// that sends ids.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,8 +23,8 @@ const char* skip_space(const char* at, const char* end) {
   return at;
 }
 
-// The number at `at`, and how many digits it has: one to seven, or 0: then `parse_number` is to say what stands there.
-// Eight bytes are looked at together, so that nothing depends on how many of them are digits; `end` is beyond them.
+// Parses the number at `at` and returns the number of its digits: one to seven, or 0 if it must be left to `parse_number`.
+// Always reads eight bytes, so that there is no branch on the number of digits; they must lie before the end.
 int parse_short(const char* at, int32_t* out) {
   uint64_t bytes;
   std::memcpy(&bytes, at, 8);  // the first one lowest: ids are little-endian everywhere here
@@ -40,7 +41,7 @@ int parse_short(const char* at, int32_t* out) {
   return bits / 8;
 }
 
-// Behind the number at `at`, or null if none is there that is an id.
+// Parses the number at `at` and returns what follows it, or null if there is no valid id.
 const char* parse_number(const char* at, const char* end, int32_t* out) {
   if (at == end || !is_digit(*at) || (*at == '0' && at + 1 < end && is_digit(at[1]))) return nullptr;
   int64_t value = *at++ - '0';
@@ -52,7 +53,7 @@ const char* parse_number(const char* at, const char* end, int32_t* out) {
   return at;
 }
 
-// The comma or bracket behind the number at `at` and the white space around it, or null if no id is there.
+// Parses the number at `at` and returns the comma or bracket after it and after white space, or null if there is no id.
 const char* take_id(const char* at, const char* end, int32_t* out) {
   at = skip_space(at, end);
   const int digits = end - at >= 8 ? parse_short(at, out) : 0;
@@ -60,18 +61,18 @@ const char* take_id(const char* at, const char* end, int32_t* out) {
   return behind ? skip_space(behind, end) : nullptr;
 }
 
-// A list is read in some parts side by side: where a number begins is known only when the one before it has been read,
-// and a processor that waits for that in one part goes on in another.
+// A list is read in several parts in parallel. Where a number begins is known only after the one before it was read;
+// while the processor waits for that in one part, it can go on in another.
 constexpr int kParts = 4;
 struct Part {
-  const char *at, *stop;  // its next number, null when all are read, and the comma or bracket that ends it
+  const char *at, *stop;  // the next number, null when all are read; the comma or bracket that ends the part
   int32_t* out;
 };
 
-// `count` times a number from each part, as most lists have them: at most seven digits, a comma, and a space or none;
-// fewer where one is written otherwise. At least eight commas of each part must be left: so many bytes are looked at.
+// Reads `count` numbers from each part, fewer if one is not written as in most lists: at most seven digits, a comma,
+// and a space or none. Each part must have at least eight commas left, because eight bytes are read at once.
 void parse_together(Part* parts, Py_ssize_t count) {
-  Part now[kParts];  // whose address nobody has: the compiler keeps them in registers
+  Part now[kParts];  // a local copy, which the compiler can keep in registers
   std::copy_n(parts, kParts, now);
   for (bool plain = true; plain && count > 0; --count)
     for (Part& part : now) {
@@ -87,7 +88,7 @@ void parse_together(Part* parts, Py_ssize_t count) {
 
 #ifdef RADIXRT_AVX2
 
-// Which of 64 bytes are what, the first one lowest.
+// Bit masks of 64 bytes by kind; the first byte is the lowest bit.
 struct Block {
   uint64_t digits = 0, zeros = 0, commas = 0, spaces = 0;
 
@@ -110,7 +111,7 @@ uint64_t eight_bytes(const char* at) {
   return bytes;
 }
 
-// Four numbers of one to eight digits, of which `lengths` says how many each has.
+// Converts four numbers of one to eight digits; `lengths` has the number of digits of each.
 RADIXRT_AVX2 __m128i convert_four(const char* const* at, __m128i lengths) {
   __m256i digits = _mm256_set_epi64x(eight_bytes(at[3]), eight_bytes(at[2]), eight_bytes(at[1]), eight_bytes(at[0]));
   digits = _mm256_xor_si256(digits, _mm256_set1_epi8('0'));
@@ -122,31 +123,32 @@ RADIXRT_AVX2 __m128i convert_four(const char* const* at, __m128i lengths) {
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(eights, 0b1000));
 }
 
-// What is written as most lists are: numbers of at most eight digits, and behind each a comma and a space, or a comma,
-// alike in all of them. Puts numbers to `out`, and returns what is behind the comma of the last one. The commas of 64 bytes
-// are found together, and what is between them is converted by four: no step waits for the one before.
+// Converts numbers written as in most lists: at most eight digits each, all followed by a comma and a space, or all by
+// a comma alone. Writes them to `out` and returns what follows the last one's comma. The commas of 64 bytes are found
+// at once and the numbers between them converted four at a time, so that no step waits for the one before.
 RADIXRT_AVX2 const char* parse_blocks(const char* const begin, const char* const end, int32_t** out) {
   const char* comma = static_cast<const char*>(std::memchr(begin, ',', end - begin));
   if (!comma || end - begin > INT32_MAX) return begin;
   const int32_t* const first = *out;
   const uint32_t gap = comma[1] == ' ' ? 2 : 1;
-  // Of commas, from `begin`: that before the first number to convert, then those behind. In a block are 32 at most.
+  // Offsets of commas from `begin`: the one before the first number to convert, then those after it; a block has at
+  // most 32.
   uint32_t places[1 + 3 + 32];
   places[0] = -gap;
   int found = 0;
-  uint64_t after_digit = 0, after_comma = 0, after_zero = 0;  // whether the next block's first byte is
+  uint64_t after_digit = 0, after_comma = 0, after_zero = 0;  // in bit 0: whether the next block's first byte is
   for (const char* at = begin; end - at >= 64 + 8; at += 64) {
     const Block block(at);
     after_digit |= block.digits << 1;
     after_comma |= block.commas << 1;
-    const uint64_t first_zeros = block.zeros & ~after_digit;  // with which numbers begin: no digit may follow
+    const uint64_t first_zeros = block.zeros & ~after_digit;  // leading zeros: no digit may follow
     after_zero |= first_zeros << 1;
     const uint64_t others = ~(block.digits | block.commas | block.spaces);
     const uint64_t odd_spaces = block.spaces ^ (gap == 2 ? after_comma : 0);
     if (others | odd_spaces | (block.commas & ~after_digit) | (block.digits & after_zero)) break;
     uint64_t commas = block.commas;
     const int count = __builtin_popcountll(commas);
-    for (int i = 0; i < count; i += 16)  // more than there are: how many, a processor does not foresee
+    for (int i = 0; i < count; i += 16)  // a fixed number, more than there are: a loop of `count` would be mispredicted
       for (int j = 0; j < 16; ++j, commas = _blsr_u64(commas))
         places[1 + found + i + j] = static_cast<uint32_t>(at - begin + _tzcnt_u64(commas));
     found += count;
@@ -181,7 +183,7 @@ bool has_avx2() {
 
 #endif
 
-// How many commas are in [at, end). Bytes are summed in a byte, in blocks, of which the compiler makes vectors.
+// The number of commas in [at, end). Counts in one byte per block, which the compiler vectorizes.
 Py_ssize_t count_commas(const char* at, const char* end) {
   Py_ssize_t count = 0;
   for (; end - at >= 128; at += 128) {
@@ -192,7 +194,8 @@ Py_ssize_t count_commas(const char* at, const char* end) {
   return count + std::count(at, end, ',');
 }
 
-// Whether between `at` and the bracket `close` are ids and commas; `out` has room for one id more than there are commas.
+// Reads the ids between `at` and the bracket `close`; false if anything else is there. `out` has room for one id more
+// than there are commas.
 bool parse(const char* at, const char* close, int32_t* out) {
 #ifdef RADIXRT_AVX2
   at = skip_space(at, close);
@@ -230,12 +233,14 @@ bool parse(const char* at, const char* close, int32_t* out) {
   return true;
 }
 
-// New bytes of the ids in the list at `at`, and where it ends; null, without an error, where none is there.
+// Returns new bytes with the ids of the list at `at`, and sets where it ends. Null without an error if there is no list
+// of ids.
 PyObject* take_list(const char* at, const char* end, const char** behind) {
   if (at == end || *at != '[') return nullptr;
   const char* close = static_cast<const char*>(std::memchr(at, ']', end - at));
   if (!close) return nullptr;
-  // Counted first: memory that is too large for the allocator's own is fresh each time, which costs more.
+  // The ids are counted first, to allocate no more than they need: large allocations are mapped anew each time, which
+  // costs more than counting.
   const Py_ssize_t count = count_commas(at, close) + 1;
   PyObject* ids = PyBytes_FromStringAndSize(nullptr, count * 4);
   if (!ids) return nullptr;
@@ -258,7 +263,7 @@ PyObject* parse_ids(PyObject*, PyObject* object) {
   return ids ? ids : none_or_error();
 }
 
-// Behind the string whose opening quote is at `at`; null if it does not end. `plain`: it has no escapes.
+// Returns what follows the string whose opening quote is at `at`, null if it does not end. `plain`: it has no escapes.
 const char* skip_string(const char* at, const char* end, bool* plain) {
   *plain = true;
   for (++at; at < end && *at != '"'; ++at)
@@ -269,7 +274,7 @@ const char* skip_string(const char* at, const char* end, bool* plain) {
   return at < end ? at + 1 : nullptr;
 }
 
-// The comma or bracket that ends a value; what is between is not checked.
+// The comma or bracket that ends the value; the value itself is not checked.
 const char* skip_value(const char* at, const char* end) {
   bool plain;
   for (int depth = 0; at < end;) {
@@ -285,8 +290,8 @@ const char* skip_value(const char* at, const char* end) {
   return nullptr;
 }
 
-// New bytes of the ids that the object `text` has as `key`, and the list's ends; null, without an error, if the key is
-// not there exactly once, or in doubt.
+// Returns new bytes with the ids that the object `text` has under `key`, and sets the list's ends. Null without an
+// error if the key is not there exactly once, or if in doubt.
 PyObject* find_list(const char* text, const char* end, const char* key, size_t size, const char** from, const char** to) {
   PyObject* ids = nullptr;
   const char* at = skip_space(text, end);
@@ -338,8 +343,8 @@ PyObject* ids_below(PyObject*, PyObject* args) {
   Py_buffer ids;
   Py_ssize_t limit;
   if (!PyArg_ParseTuple(args, "y*n", &ids, &limit)) return nullptr;
-  // An id below 0 has the top bit, and so has limit - 1 - id of one that is too large. Without a comparison the compiler
-  // makes vectors of it on any processor.
+  // The top bit is set in an id below 0, and in limit - 1 - id if the id is too large. Without comparisons the compiler
+  // can vectorize this on any processor.
   const uint32_t highest = static_cast<uint32_t>(std::min<Py_ssize_t>(limit, 1ll << 31) - 1);
   const char* bytes = static_cast<const char*>(ids.buf);
   uint32_t wrong = 0;

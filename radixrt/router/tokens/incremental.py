@@ -1,4 +1,4 @@
-"""Encoding of text of which most was encoded before."""
+"""Incremental encoding: text most of which was encoded before."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from radixrt.router.tokens.cuts import ANCHOR, Cuts
 
 MEMORY_TOKENS = 4_000_000
 LEAST_BYTES = 32 * TOKEN_BYTES
-"""That a part counts for, however short it is: it costs some 250 bytes beside its ids."""
+"""The least size that a part counts for: it takes about 250 bytes beside its ids."""
 
 EncodeMany = Callable[[list[str]], list[list[int]]]
 
 
 class Incremental:
-    """Remembers the ids of the parts that texts are cut into, at most `max_tokens` of them, the latest used. A part
-    counts for LEAST_BYTES at least, and for a byte a character.
+    """An LRU cache of the ids of parts of texts, at most `max_tokens` ids. Each part counts for at least LEAST_BYTES,
+    and for a byte per character.
 
-    Parts are cut where ids of parts are ids of the whole (`cuts.py`), so that what this returns is what `encode_many`
-    would return for the whole text, whatever is remembered. A long text is cut into spans, and those into parts: all
-    but the last span are mostly known as they are. `encode_many`: ids of each text, thread safe. Thread safe.
+    Texts are cut where the ids of the parts are the ids of the whole (`cuts.py`), so that the result is always what
+    `encode_many` would return for the whole text. A long text is cut into spans, and these into parts; usually all
+    spans but the last are known. `encode_many` returns the ids of each text; it must be thread safe, and this class is.
     """
 
     def __init__(self, encode_many: EncodeMany, cuts: Cuts, max_tokens: int = MEMORY_TOKENS) -> None:
@@ -37,12 +37,12 @@ class Incremental:
 
     @property
     def num_tokens(self) -> int:
-        """Ids that are remembered, as they count."""
+        """The size of the cache in ids, as parts count."""
         return self._bytes // TOKEN_BYTES
 
     def start(self, text: str, before: bytes = b"", behind: bytes = b"", *, grows: bool = True) -> PendingText:
-        """Look up what is known of a text: 1-2 µs per 1,000 characters. Ids to put `before` and `behind` its own.
-        `grows`: it will come again with more behind it, so that its last span is only looked up in parts."""
+        """Look up what is known of a text: 1-2 µs per 1,000 characters. The ids `before` and `behind` are added around
+        its own. `grows`: the text will come again with more behind it, so its last span is looked up in parts only."""
         spans = self._cuts.spans(text)
         last = [spans.pop()] if grows else []
         known = self._known(spans)
@@ -52,24 +52,24 @@ class Incremental:
         return PendingText(self, pieces, len(spans), dict(zip(parts, self._known(parts), strict=True)), before, behind)
 
     def start_after(self, lead: str, lead_ids: list[int], text: str, *, grows: bool = True) -> PendingText:
-        """`start` a text that stands behind `lead`, whose ids come first and are left out. If they do not come first,
-        the text is encoded alone."""
+        """`start` a text that follows `lead`: both are encoded together, and the ids of `lead` are left out. If the
+        result does not begin with these, the text is encoded alone."""
         pending = self.start(lead + text, grows=grows)
         pending.lead, pending.alone = array("i", lead_ids).tobytes(), text
         return pending
 
     def encode(self, text: str) -> bytes:
-        """Ids of a text as int32 bytes, no special tokens added. Raises what `encode_many` does."""
+        """Ids of a text as int32 bytes, without special tokens. Raises what `encode_many` raises."""
         return self.start(text).finish()
 
     def encode_parts(self, parts: list[str]) -> dict[str, bytes]:
-        """Encode parts and remember them."""
+        """Encode parts, and cache them."""
         encoded = dict(zip(parts, [array("i", ids).tobytes() for ids in self._encode_many(parts)], strict=True))
         self.remember(encoded)
         return encoded
 
     def joined(self, ids: Sequence[bytes]) -> bytes:
-        """Ids of a text from those of its parts, all but the first of which have ANCHOR in front."""
+        """The ids of a text from those of its parts. All but the first part have the id of ANCHOR in front."""
         return ids[0] if len(ids) == 1 else b"".join([ids[0], *[part[self._skip :] for part in ids[1:]]])
 
     def remember(self, encoded: Mapping[str, bytes]) -> None:
@@ -93,15 +93,16 @@ class Incremental:
 
 
 def _size(part: str, ids: bytes) -> int:
-    """Bytes that a part counts for: its text is kept, too, which may have far fewer ids than most."""
+    """Bytes that a part counts for. Its text counts as well, since some texts have very few ids."""
     return max(len(ids), len(part), LEAST_BYTES)
 
 
 class PendingText:
-    """One text on its way to ids: `finish` encodes what is not known and returns int32 bytes.
+    """A text that is being encoded: `finish` encodes the unknown parts and returns int32 bytes.
 
-    The first `spans` of the `pieces` are to be known as they are when they come again.
-    `lead` and `alone` are set by `start_after`: ids to leave out in front, and the text to encode where they are not.
+    The first `spans` of the `pieces` are spans that will be cached as a whole. `lead` and `alone` are set by
+    `start_after`: ids to leave out at the beginning, and the text to encode alone if the result does not begin with
+    them.
     """
 
     __slots__ = ("_before", "_behind", "_incremental", "_known", "_pieces", "_spans", "alone", "lead")
@@ -121,7 +122,7 @@ class PendingText:
 
     @property
     def unseen_chars(self) -> int:
-        """How long the text is that remains to be encoded."""
+        """Characters that remain to be encoded."""
         return sum(len(part) for part, ids in self._known.items() if ids is None)
 
     def finish(self) -> bytes:
@@ -141,5 +142,5 @@ class PendingText:
 
 
 def _whole(parts: list[str]) -> str:
-    """The text that these are the parts of."""
+    """The text that was cut into these parts."""
     return parts[0] + "".join([part[len(ANCHOR) :] for part in parts[1:]])

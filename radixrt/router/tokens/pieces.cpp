@@ -1,4 +1,5 @@
-// Token ids of a byte-level vocabulary as text, piece by piece: done for each token that is streamed.
+// Converts token ids of a byte-level vocabulary to text, piece by piece. Called for each token that is streamed, hence
+// in C++.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,7 +12,7 @@
 
 namespace {
 
-// What each token adds: its bytes are those of `bytes` from its own begin up to the next one's.
+// The bytes of each token: those of `bytes` from its own entry of `begins` up to the next one.
 struct Table {
   PyObject_HEAD
   std::string bytes;
@@ -21,7 +22,7 @@ struct Table {
 struct Stream {
   PyObject_HEAD
   PyObject* table;
-  std::string held;  // the first bytes of a character of which more must come
+  std::string held;  // the first bytes of a character whose other bytes have not arrived yet
 };
 
 PyTypeObject *table_type, *stream_type;
@@ -29,13 +30,13 @@ PyTypeObject *table_type, *stream_type;
 Table& table_of(PyObject* object) { return *reinterpret_cast<Table*>(object); }
 Stream& stream_of(PyObject* object) { return *reinterpret_cast<Stream*>(object); }
 
-// Ids that no token has add nothing.
+// Appends the bytes of token `id`; none for an unknown id.
 void add(const Table& table, long long id, std::string* bytes) {
   if (id < 0 || static_cast<size_t>(id) + 1 >= table.begins.size()) return;
   bytes->append(table.bytes, table.begins[id], table.begins[id + 1] - table.begins[id]);
 }
 
-// What stands in `bytes`, less a character that is not whole, which stays there; with `last` U+FFFD stands for it.
+// Takes the text out of `bytes`. An incomplete character at the end stays there, or becomes U+FFFD if `last`.
 PyObject* take_text(std::string* bytes, bool last) {
   Py_ssize_t taken = bytes->size();
   PyObject* text = PyUnicode_DecodeUTF8Stateful(bytes->data(), bytes->size(), "replace", last ? nullptr : &taken);

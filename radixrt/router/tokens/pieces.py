@@ -1,9 +1,9 @@
-"""What each token id adds to a decode, as a table.
+"""Tables of the text that each token id adds, for incremental decoding.
 
-A whole decode costs microseconds and cannot be continued. In nearly every tokenizer a token adds the
-same text wherever it stands, except at the very start (where a leading space is dropped) and in runs of
-byte tokens (`<0xE4>`). Both exceptions are stated here, `verified` compares the result with whole
-decodes, and a table that differs anywhere is not used.
+A library's `decode` takes microseconds and cannot be continued. In nearly every tokenizer a token adds the
+same text wherever it is, except at the start of the text (where a leading space is dropped) and in runs of
+byte tokens (`<0xE4>`). Both exceptions are implemented here, `verified` compares the result with `decode`,
+and a table that differs anywhere is not used.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ codecs.register_error("radixrt-each-byte", _replace_each_byte)
 
 
 class Stream(Protocol):
-    """Decodes token ids, integers or int32 bytes, piecewise: all that `push` and then `flush` return, joined, is the
-    whole decode."""
+    """Decodes token ids, integers or int32 bytes, incrementally: all texts that `push` and then `flush` return, joined,
+    are the result of `decode`."""
 
     def push(self, ids: Sequence[int] | bytes) -> str: ...
 
@@ -38,7 +38,7 @@ class Stream(Protocol):
 
 
 class Pieces(Protocol):
-    """A table of all ids. `without` makes `hidden` ids add nothing, as skip_special_tokens does."""
+    """A table of all ids. `without` returns one in which `hidden` ids add nothing, as with skip_special_tokens."""
 
     def without(self, hidden: Collection[int]) -> Pieces: ...
 
@@ -52,8 +52,8 @@ class Pieces(Protocol):
 
 @dataclass(frozen=True)
 class BytePieces:
-    """GPT-2's byte-level vocabulary: a decode is the UTF-8 of all tokens' bytes, joined; ids beyond the vocabulary (a
-    padded embedding) add nothing."""
+    """GPT-2's byte-level vocabulary: the text is the UTF-8 of all tokens' bytes, joined. Ids beyond the vocabulary (of
+    a padded embedding) add nothing."""
 
     data: list[bytes]
     _table: ByteTable = dataclasses.field(init=False)
@@ -79,14 +79,15 @@ class BytePieces:
 
 @dataclass(frozen=True)
 class TextPieces:
-    """Tokens that are whole text, beside tokens that are one byte each.
+    """Tokens that are text, and tokens that are one byte each.
 
-    `strict`: a run of byte tokens is text if all of it is UTF-8 and else one U+FFFD a byte
-    (`tokenizers`), so it waits for its end. Otherwise each character stands alone (sentencepiece).
+    `strict`: a run of byte tokens is decoded as a whole if it is valid UTF-8, and otherwise to one U+FFFD per
+    byte (`tokenizers`), so it is held back until it ends. Otherwise each character is decoded by itself
+    (sentencepiece).
 
-    The start: `strip` spaces are cut off the front of the text; `head` has the text of ids that differ
-    there. The start ends with the first token ("token"), with the first token that adds text ("text"),
-    or with that or the first one found in `head` ("space").
+    At the start of the text `strip` spaces are removed, and `head` has the text of ids that differ there. The
+    start ends (`ends`) with the first token ("token"), with the first token that adds text ("text"), or with
+    that or the first one found in `head` ("space").
     """
 
     texts: list[str]
@@ -132,7 +133,7 @@ class _TextStream:
             try:
                 return "".join(map(self._get, ids))
             except IndexError:
-                pass  # ids beyond the vocabulary: the careful way drops them
+                pass  # ids beyond the vocabulary, which _push_carefully drops
         return self._push_carefully(ids)
 
     def flush(self) -> str:
@@ -169,7 +170,7 @@ class _TextStream:
         return text
 
     def _strip_front(self, text: str) -> str:
-        """Cut what is left of `strip` spaces off the front of the whole text."""
+        """Remove the rest of the `strip` leading spaces."""
         if not (self._strip and text):
             return text
         kept = text.lstrip(" ")
@@ -179,7 +180,7 @@ class _TextStream:
 
 
 class _Run(Protocol):
-    """Byte tokens in a row. `pending`: some bytes are held back."""
+    """A run of byte tokens. `pending`: whether bytes are held back."""
 
     pending: bool
 
@@ -235,9 +236,8 @@ class _LooseRun:
 
 
 def verified(pieces: Pieces, decode: Callable[[list[int]], str], vocab_size: int, special: Collection[int]) -> bool:
-    """Whether streams of `pieces` equal whole decodes: each id once, then bytes and specials in odd places.
-
-    `special` are the ids that `pieces` still shows or hides; only their places are made frequent here.
+    """Whether streams of `pieces` equal `decode`, tested with each id once, and with bytes and `special` ids in unusual
+    places.
     """
     return all(_streamed(pieces, ids) == decode(ids) for ids in _probes(pieces, vocab_size, special))
 

@@ -1,4 +1,4 @@
-"""Chats written in other ways, for templates that want them so, refuse them or leave something out."""
+"""Rewrites chats for templates that expect another form, refuse a chat, or leave something out."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 Message = dict[str, Any]
 Style = tuple[str, str, str]
-"""What stands before calls that are written as JSON, between two of them, and behind the last."""
+"""(text before tool calls written as JSON, between two of them, after the last)."""
 
 STYLES: dict[str, Style] = {
     "<tool_call>": ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
     "<|/tool|>": ("<|tool_call|>[", ", ", "]<|/tool_call|>"),
     "<|tool_call|>": ("<|tool_call|>[", ", ", "]"),
 }
-"""By a mark in a template that tells of calls and writes none: SmolLM3's, Phi-4-mini's, Granite 3's."""
+"""The styles of templates that mention tool calls but do not write them (SmolLM3's, Phi-4-mini's, Granite 3's), by a
+string that the template contains."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 WITH_TOOLS = "You are a helpful assistant with some tools."
-"""The system message of Phi-4-mini's card, where a chat has none."""
+"""The system message for a chat without one, from Phi-4-mini's model card."""
 
 
 def ways(messages: list[Message]) -> Iterator[list[Message]]:
-    """A chat as it is, then as a template may take it that refuses it so: "" for content that is none, less thinking
-    beside text and a call, each call in a message of its own, and several of these."""
+    """The chat unchanged, and then forms that a template may accept if it refuses that: "" for content that is None, no
+    thinking in messages with text and calls, each call in a message of its own, and combinations of these."""
     yield messages
     found = [messages]
     for rewrite in (_with_text, _without_thoughts, _one_call_each):
@@ -35,12 +36,12 @@ def ways(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _with_text(messages: list[Message]) -> list[Message]:
-    """Content that is none, and which templates for DeepSeek-R1 ask for, as some of them search it at once."""
+    """Replace content that is None by "": some templates for DeepSeek-R1 search it without a test."""
     return [{**message, "content": ""} if message.get("content", "") is None else message for message in messages]
 
 
 def _without_thoughts(messages: list[Message]) -> list[Message]:
-    """Messages of text and calls less their thinking, which gpt-oss' template does not take."""
+    """Remove thinking from messages with text and calls, which gpt-oss' template refuses."""
     return [
         {key: value for key, value in message.items() if key not in REASONING_KEYS}
         if message.get("content") and message.get("tool_calls")
@@ -50,9 +51,10 @@ def _without_thoughts(messages: list[Message]) -> list[Message]:
 
 
 def _one_call_each(messages: list[Message]) -> list[Message]:
-    """Several calls as one after the other, each followed by its result; Llama's template takes no others.
+    """Split messages with several calls into one for each call, followed by its result; Llama's template refuses
+    others.
 
-    A result is told by its id, and by its place where it has none."""
+    A result belongs to a call by its id, or by its position if it has none."""
     found: list[Message] = []
     at = 0
     while at < len(messages):
@@ -81,24 +83,24 @@ def _result_of(call: Any, results: list[Message]) -> Message | None:
 
 
 def functions_of(tools: list[Message]) -> list[Any]:
-    """The functions alone, as some templates want them."""
+    """The functions of tools, as some templates expect them."""
     return [tool.get("function", tool) for tool in tools]
 
 
 def with_tools(messages: list[Message], tools: list[Message]) -> list[Message]:
-    """The chat with its tools, as JSON, in the system message, where Phi-4-mini's template reads them."""
+    """Add the tools, as JSON, to the system message, where Phi-4-mini's template reads them."""
     first = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": WITH_TOOLS}
     rest = messages[1:] if messages[0]["role"] == "system" else messages
     return [{**first, "tools": json.dumps(functions_of(tools), ensure_ascii=False)}, *rest]
 
 
 def style_of(source: str) -> Style | None:
-    """How a model writes calls whose template, this, does not write them; None if it does not tell."""
+    """The style for a template that mentions calls but does not write them; None for other templates."""
     return next((style for mark, style in STYLES.items() if mark in source), None)
 
 
 def with_calls(message: Message, style: Style) -> Message:
-    """An answer with its calls as text, as the model wrote them: without it would not see what it has asked for."""
+    """An answer with its calls as text, as the model writes them: otherwise it would not see its own calls."""
     before, between, behind = style
     calls = between.join(_written(call.get("function", {})) for call in message["tool_calls"] if isinstance(call, dict))
     return {**message, "content": f"{message.get('content') or ''}{before}{calls}{behind}"}

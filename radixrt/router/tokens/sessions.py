@@ -1,4 +1,4 @@
-"""What was generated, kept by conversation: an answer that comes back as text is spelled as it was generated."""
+"""Keeps the generated token ids of conversations: an answer that a client sends back as text gets its ids back."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from radixrt.router.tokens.tokenizer import Tokenizer
 
 MEMORY_TOKENS = 4_000_000
 LEAST_TOKENS = 32
-"""That an answer counts for, however short it is: it costs some 600 bytes beside its tokens."""
+"""The fewest tokens that an answer counts for: it takes about 600 bytes beside its tokens."""
 MAX_VARIANTS = 8
-"""Answers of one text but of different thinking that are kept."""
+"""The most answers that are kept with the same text but different thinking."""
 
 NO_MESSAGES = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
-"""What `keys_of` raises for what is not right, or nested too deeply."""
+"""What `keys_of` raises for invalid messages, or too deeply nested ones."""
 
 _export = msgspec.msgpack.Encoder().encode
 _exported = msgspec.msgpack.Decoder(list[Answer])
@@ -32,10 +32,12 @@ _exported = msgspec.msgpack.Decoder(list[Answer])
 class Encoded(NamedTuple):
     """A chat as token ids, and what became of the answers in it.
 
-    ids: int32 bytes. text: what the template made of the chat. kept_turns: how many answers are spelled by the ids that
-    were generated; `respelled` of them say the same as the template, in other words; `dropped` are those where stored
-    ids were lost, wholly or in part, and why ("message 3: the template drops its thinking"). key and tenant are for
-    `remember`.
+    ids         int32 bytes
+    text        the text that the template rendered
+    kept_turns  how many answers have the ids with which they were generated
+    respelled   notes on those of them that the template would write differently, with the same content
+    dropped     notes on answers that lost stored ids, wholly or in part ("message 3: the template drops its thinking")
+    key         for `remember`, as is `tenant`
     """
 
     ids: bytes
@@ -48,16 +50,16 @@ class Encoded(NamedTuple):
 
 
 class Sessions:
-    """A memory of at most `max_tokens` generated tokens; beyond it those go that were not used for longest, of the
-    tenant that has most. An answer counts for `least_tokens` at least. The first line of a namespace is its tenant.
-    Thread safe; no I/O.
+    """Keeps at most `max_tokens` generated tokens. Beyond that the least recently used ones of the tenant with most are
+    dropped. An answer counts for at least `least_tokens`. The first line of a namespace is its tenant. Thread safe; no
+    I/O.
 
         encode_chat(messages) -> Encoded -> ... generate ... -> remember(encoded, answer, ids)
         encode_chat([*messages, answer, more]).ids  =  encoded.ids + ids + ids of what is new
 
-    Answers are found by namespace, tools, template arguments and all messages up to them; however a client writes
-    them, they are checked against what the template makes of them. With `keep_thinking` an answer keeps the thinking
-    that the template would drop from it.
+    Answers are found by namespace, tools, template arguments and all messages up to them. Then they are compared with
+    what the template renders for the client's message. With `keep_thinking` an answer keeps thinking that the template
+    would drop.
     """
 
     def __init__(
@@ -74,24 +76,24 @@ class Sessions:
         self._shares = Shares()
         self._answers: dict[Key, list[Answer]] = {}
         self._used: dict[str, OrderedDict[Key, None]] = {}
-        """By tenant, the latest used last."""
+        """By tenant, the last used one last."""
         self._lock = threading.Lock()
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens that are kept, as they count."""
+        """The number of kept tokens, as answers count."""
         return self._shares.total // TOKEN_BYTES
 
     def encode_chat(self, namespace: str, prompt: ChatPrompt) -> Encoded:
-        """Ids of a chat, answers that are remembered in `namespace` by the ids that were generated. FieldError on bad
+        """Encode a chat; answers that are kept in `namespace` get their generated ids. Raises FieldError on bad
         input."""
         return self.start(namespace, prompt).finish()
 
     def start(self, namespace: str, prompt: ChatPrompt) -> PendingChat:
-        """Begin `encode_chat`: all but the encoding of text that was not seen before, which may be done in a thread."""
+        """Begin `encode_chat`: everything except the encoding of unseen text, which may be done in a thread."""
         try:
             keys = keys_of(namespace, prompt)
-        except NO_MESSAGES:  # which the template will say better
+        except NO_MESSAGES:  # rendering the template will raise a better error
             return PendingChat(self._tokenizer, self._tokenizer.apply_chat(prompt), Spelling(), None)
         tenant = tenant_of(namespace)
         answers = self._find(tenant, prompt, keys)
@@ -101,8 +103,9 @@ class Sessions:
         return PendingChat(self._tokenizer, text, spelling, None if prompt.partial else keys[-1], tenant)
 
     def remember(self, encoded: Encoded, message: Message, generated: bytes) -> Key | None:
-        """Keep the ids of the answer to a chat, with the token that ended it if one did. `message` is the answer as the
-        client sees it: content, and tool_calls and reasoning_content if there are any. Returns what `export` takes."""
+        """Keep the ids of the answer to a chat, including the token that ended it, if any. `message` is the answer as
+        the client sees it: content, and tool_calls and reasoning_content if there are any. Returns the key for
+        `export`."""
         if encoded.key is None or not generated or len(generated) > self._max_bytes:
             return None
         key = next_key(encoded.key, message | {"role": "assistant"})
@@ -114,7 +117,7 @@ class Sessions:
         return key
 
     def missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
-        """Of the answers in a chat, those that are not remembered here; none where the chat is broken."""
+        """The keys of the answers in a chat that are not kept here; empty if the chat is invalid."""
         try:
             keys = keys_of(namespace, prompt)[1:]
             answers = [key for key, m in zip(keys, prompt.messages, strict=True) if m["role"] == "assistant"]
@@ -124,12 +127,12 @@ class Sessions:
             return [key for key in answers if key not in self._answers]
 
     def export(self, key: Key) -> bytes | None:
-        """What is remembered under a key, for the `learn` of another process."""
+        """What is kept under a key, for `learn` in another process."""
         with self._lock:
             return _export(self._answers[key]) if key in self._answers else None
 
     def learn(self, namespace: str, key: Key, exported: bytes) -> None:
-        """Remember what another process did in a namespace. Nothing happens if that is not readable."""
+        """Keep what another process has exported; ignored if it cannot be decoded."""
         try:
             answers = _exported.decode(exported)
         except msgspec.MsgspecError:
@@ -172,7 +175,7 @@ class Sessions:
         )
 
     def _find(self, tenant: str, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Answer]:
-        """Answers that are remembered, by the index of their message."""
+        """The kept answers of a chat, by the index of their message."""
         count = len(prompt.messages) - prompt.partial
         found = {}
         with self._lock:
@@ -187,7 +190,7 @@ class Sessions:
 
 
 class PendingChat:
-    """A chat whose answers are found; `finish` encodes the text between them."""
+    """A chat whose answers have been found; `finish` encodes the text between them."""
 
     __slots__ = ("_key", "_parts", "_spelling", "_tenant", "text")
 
@@ -209,7 +212,7 @@ class PendingChat:
 
     @property
     def unseen_chars(self) -> int:
-        """How long the text is that remains to be encoded."""
+        """Characters that remain to be encoded."""
         return sum(part.unseen_chars for part in self._parts if isinstance(part, PendingText))
 
     def finish(self) -> Encoded:
@@ -225,7 +228,7 @@ class PendingChat:
 
 
 def _with_thinking(prompt: ChatPrompt, answers: dict[int, Answer]) -> ChatPrompt:
-    """The chat with the thinking that a client left out of answers, so that the template decides what stays of it."""
+    """Add the thinking that a client has left out of answers, so that the template decides whether to keep it."""
     messages = list(prompt.messages)
     for index, answer in answers.items():
         if answer.reasoning and reasoning_of(messages[index]) is None:

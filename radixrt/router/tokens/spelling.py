@@ -1,4 +1,4 @@
-"""Where the text that a chat template makes holds the answers that were generated, and how it writes them.
+"""Finds generated answers in the text that a chat template renders, and replaces them by their generated ids.
 
 text    ....<|im_start|>assistant| answer <|im_end|> |<|im_start|>user ....|<|im_start|>assistant
         the template's           | a span            | the template's
@@ -20,24 +20,24 @@ from radixrt.router.tokens.chain import Message, bare
 from radixrt.router.tokens.tokenizer import Tokenizer
 
 BEFORE_CHARS = 64
-"""An answer is taken to stand where it stood if so much before it is the same, too."""
+"""An answer is assumed to be at its former place if this many characters before it are unchanged as well."""
 
 MAX_OPENINGS = 64
 RESPELLED = "the template writes its white space, JSON or headers in another way"
 THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
-"""Of a message of Harmony's (see `frontend.parsing.harmony`): templates write the recipient before the channel, models
-behind it."""
+"""The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
+models after it."""
 
 
 @dataclass(slots=True)
 class Answer:
     """An answer as it was generated.
 
-    `body` and `end` are what `ids` say, special tokens shown: `end` is the text of the last token if that is a special
-    one, `end_id` its id. `offset`: where it begins in the text that its prompt was made of, `before`: the end of
-    that text. `respelled`: what the template was last seen to write there, in place of `body`.
+    `body` + `end` is the text of `ids`, special tokens included: `end` is the text of the last token if that is
+    special, and `end_id` its id. `offset` is the length of the text of its prompt, after which it began, and `before`
+    the end of that text. `respelled` is what the template last wrote in place of `body`.
     """
 
     ids: bytes
@@ -52,7 +52,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """text[start:end] is `head`, to be encoded, and `ids`, whose last one is the special token `end_id`, if any."""
+    """text[start:end] is replaced by `head`, which is encoded, and `ids`, which end with the special token `end_id`, if
+    any."""
 
     start: int
     end: int
@@ -63,7 +64,7 @@ class Span:
 
 @dataclass(slots=True)
 class Spelling:
-    """Spans by the index of their message; what was respelled, and dropped, and why."""
+    """The spans by the index of their message, and notes on what was respelled and dropped."""
 
     spans: dict[int, Span] = field(default_factory=dict)
     respelled: dict[int, str] = field(default_factory=dict)
@@ -76,9 +77,9 @@ class Spelling:
 class Speller:
     """Finds answers in the texts of one tokenizer's chat template.
 
-    What is outside of spans stays the template's, and a span stands for what says the same: white space and the way
-    JSON is written aside, and with `keep_thinking` thinking aside that the template drops. So a prompt means what the
-    template makes of it, wherever the spans are found.
+    Text outside of spans stays as the template wrote it, and a span replaces only text of the same content: apart from
+    white space and the formatting of JSON, and with `keep_thinking` from thinking that the template drops. So the
+    meaning of a prompt is always that of the template, wherever spans are found.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
@@ -87,7 +88,7 @@ class Speller:
         self._openings: dict[str, str] = {}
 
     def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> Spelling:
-        """Spans of `answers` (by message) in `text`, which the template made of `prompt`."""
+        """Find the spans of `answers` (by index of the message) in `text`, which the template rendered for `prompt`."""
         spelling = Spelling()
         for index, answer in answers.items():
             if not text.endswith(answer.before, 0, answer.offset):
@@ -108,8 +109,8 @@ class Speller:
         return spelling
 
     def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
-        """Where the template writes these messages: found by rendering marks in place of all that they say, or else,
-        where a template refuses that, in place of their content, or of the arguments of their first call."""
+        """Where the template writes these messages: found by rendering marks in place of everything in them or, if the
+        template refuses that, in place of their content, or of the arguments of their first call."""
         places: dict[int, tuple[int, int]] = {}
         for marked in (_marked, _marked_within):
             if others := {index: answer for index, answer in answers.items() if index not in places}:
@@ -119,7 +120,7 @@ class Speller:
     def _marks(
         self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], marked_as: Callable[[Message, str], Message]
     ) -> dict[int, tuple[int, int]]:
-        """Where what is `marked_as` a mark stands in the text.
+        """Where the messages are in the text, found by rendering each as `marked_as` returns it with a mark.
 
         marked  ......<|im_start|>assistant\\n MARK <|im_end|>\\n.....      white space before a mark may be its own
         text    ......<|im_start|>assistant (\\n answer) <|im_end|>\\n.....
@@ -152,13 +153,14 @@ class Speller:
     def _judge(
         self, spelling: Spelling, index: int, answer: Answer, prompt: ChatPrompt, text: str, at: int, end: int
     ) -> None:
-        """Decide on a answer that the template writes as text[at:end], its opening's white space included."""
+        """Decide whether the ids of an answer replace text[at:end], as which the template writes it, including white
+        space of its opening."""
         opening = self._opening(prompt, index, answer)
         start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
         if written != whole:
-            # What the model began with may be the template's: the header of a message.
+            # The model may have begun with what the template writes before `at`: the header of a message.
             for early in _before_header(text, at, opening, answer):
                 found = _said(text[early:end], call_ids)
                 if found == body or _lacks_thinking(found, body, answer.reasoning):
@@ -184,7 +186,7 @@ class Speller:
     def _keep(
         self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, head: str = ""
     ) -> None:
-        """Use the ids of a answer for text[start:end], and its end where the template writes the same."""
+        """Use the ids of an answer for text[start:end], including its end token if the template writes that as well."""
         close = _WHITE_SPACE.match(text, end).end()
         if not answer.end:
             spelling.spans[index] = Span(start, end, answer.ids, None, head)
@@ -192,12 +194,12 @@ class Speller:
             if close > end:
                 spelling.respelled[index] = "the template writes white space behind it"
             spelling.spans[index] = Span(start, close + len(answer.end), answer.ids, answer.end_id, head)
-        else:  # it ended in another way than the template ends it, which comes next
+        else:  # it ended differently from what the template writes next
             spelling.spans[index] = Span(start, end, answer.ids[:-TOKEN_BYTES], None, head)
 
     def _opening(self, prompt: ChatPrompt, index: int, answer: Answer) -> str:
-        """What the template added where the answer at `index` began, "" if that cannot be told. Most answers begin
-        alike, so that it is asked once for a kind of them."""
+        """What the template added where the answer at `index` began; "" if that cannot be determined. Cached by kind of
+        message, since most answers begin alike."""
         last = prompt.messages[index - 1]["role"] if index else ""
         kind = repr((last, prompt.tools is None, sorted(prompt.template_args.items())))
         if (opening := self._openings.get(kind)) is None:
@@ -217,7 +219,7 @@ class Speller:
         return whole[len(without) :] if whole.startswith(without) else ""
 
     def _part(self, spelling: Spelling) -> None:
-        """Take out spans that lie across the one before; none do, unless a text repeats itself oddly."""
+        """Remove spans that overlap the one before. That happens only with unusual repetitions in a text."""
         at = 0
         for index, span in sorted(spelling.spans.items(), key=lambda item: item[1].start):
             if span.start < at:
@@ -228,9 +230,10 @@ class Speller:
 
 
 def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, str]:
-    """Where an answer begins in text[at:end], and the rest of its opening if the template wrote only the first of it.
+    """Returns (where an answer begins in text[at:end], the rest of its opening if the template wrote only a part of
+    it).
 
-    Before `at` stands the template's, less white space; the opening may end there, or in white space behind.
+    Before `at` is the template's text, without trailing white space; the opening may end there or in white space after.
     """
     latest = min(_WHITE_SPACE.match(text, at).end(), end)
     for size in range(len(opening), 0, -1):
@@ -243,8 +246,8 @@ def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, st
 
 
 def _before_header(text: str, at: int, opening: str, answer: Answer) -> Iterator[int]:
-    """Where an answer may begin of which the template writes some before `at`: where it stood, or behind the opening
-    that comes last."""
+    """Where an answer may begin if the template writes a part of it before `at`: at its former place, or after the last
+    opening."""
     if answer.offset < at and text.endswith(answer.before, 0, answer.offset):
         yield answer.offset
     if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
@@ -252,7 +255,7 @@ def _before_header(text: str, at: int, opening: str, answer: Answer) -> Iterator
 
 
 def _said(text: str, call_ids: Sequence[str]) -> str:
-    """A text as it is compared: white space, JSON and headers written in one way."""
+    """A text in the normal form in which texts are compared: of white space, JSON and headers."""
     return bare(_HEADER.sub(_one_header, text) if "<|channel|>" in text else text, call_ids)
 
 
@@ -266,7 +269,7 @@ def _marked(message: Message, mark: str) -> Message:
 
 
 def _marked_within(message: Message, mark: str) -> Message:
-    """The mark is the content, or an argument of the first call."""
+    """A message with the mark as its content, or as an argument of its first call."""
     first, *more = message.get("tool_calls") or (None,)
     if not isinstance(first, dict) or not isinstance(first.get("function"), dict):
         return message | {"content": mark}
@@ -275,13 +278,14 @@ def _marked_within(message: Message, mark: str) -> Message:
 
 
 def _call_ids(message: Message) -> tuple[str, ...]:
-    """The id that a template may write and no model wrote: that of an only call, which nothing can be mistaken for."""
+    """Ids of calls that a template may write although the model did not: that of a single call, which is
+    unambiguous."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     return (calls[0]["id"],) if len(calls) == 1 and isinstance(calls[0].get("id"), str) else ()
 
 
 def _lacks_thinking(written: str, whole: str, reasoning: str | None) -> bool:
-    """Whether `written` is `whole` less what it begins with, and that is thinking."""
+    """Whether `written` is `whole` without its beginning, and that beginning is thinking."""
     if not whole.endswith(written) or len(whole) == len(written):
         return False
     thinking = whole[: len(whole) - len(written)]

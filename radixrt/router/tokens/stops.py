@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text."""
+"""Finds stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Finds the first stop string to be complete, however the text is cut into pushes.
+    """Finds the stop string that is complete first, however the text is divided into pushes.
 
-    Of several that end at the same character the longest counts. Text that may yet turn out to be the
-    beginning of a stop is held back; with `include` the stop itself is text, so nothing is.
+    Of several that end at the same character, the longest is found. Text that may be the beginning of a stop
+    string is held back, except with `include`, where the stop string itself is part of the text.
 
         text     ...every idea. \\nObser|          stop  \\nObservation:
                  emitted........held...
@@ -26,19 +26,19 @@ class StopFinder:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Text that is free to go; after `found` is set, nothing more."""
+        """Add text; returns the text that can be passed on. After `found` is set, that is ""."""
         held = self._held
         if not held and self._first_chars.isdisjoint(text) and self.found is None:
             return text
         return self._search(held + text, len(held) if self._include else 0)
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Returns the text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return "" if self._include else held
 
     def _search(self, text: str, emitted: int) -> str:
-        """`text` begins with what was held, of which `emitted` characters were passed on already."""
+        """Search `text`, which begins with the held text, of which `emitted` characters were passed on already."""
         if self.found is not None:
             return ""
         ends = [(at + len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]

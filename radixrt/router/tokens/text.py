@@ -1,4 +1,4 @@
-"""Text at the edge of the system: prompts become token ids off the event loop, token ids become text."""
+"""The text service: encodes prompts, off the event loop if that takes long, and decodes token ids."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from radixrt.router.tokens.stops import StopFinder
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
 
 INLINE_CHARS = 256
-"""Up to this many characters, encoding (0.2 µs a character) costs less than handing it to a thread (60-90 µs)."""
+"""Up to this many characters, encoding (0.2 µs a character) takes less time than passing it to a thread (60-90 µs)."""
 
 INLINE_UNSEEN_CHARS = 2048
-"""Up to this many behind a text that was seen before: the part that grows is encoded anew, less than half a ms."""
+"""Up to this many new characters after a text that was seen before are encoded on the event loop: less than half a
+ms."""
 
 INLINE_SEEN_CHARS = 1_000_000
-"""Up to this many, looking up what is known of a text (1-2 µs per 1,000 characters) does not hold up the event loop."""
+"""Up to this many characters are looked up on the event loop (1-2 µs per 1,000 characters)."""
 
 INLINE_MESSAGES = 64
-"""Up to this many messages, so does a chat template (5-10 µs a message; in a thread it would hold Python's lock)."""
+"""Chats of up to this many messages are rendered on the event loop (5-10 µs per message; a thread would hold the
+GIL)."""
 
 _pack_token = Struct("<i").pack
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
 
 class TextService:
-    """Encodes prompts and decodes answers with one tokenizer, or with none (token ids only).
+    """Encodes prompts and decodes answers with one tokenizer, or without any (token ids only).
 
     Token ids are `bytes` of little-endian int32. Bad input raises FieldError. Close it (or use it as a
     context manager) to end its threads.
@@ -47,19 +49,20 @@ class TextService:
     def __init__(self, tokenizer: Tokenizer | None, threads: int = 2) -> None:
         self.tokenizer = tokenizer
         self.generation: dict[str, Any] = tokenizer.generation if tokenizer else {}
-        """What the model's generation_config.json says."""
+        """The content of the model's generation_config.json."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize") if tokenizer else None
 
     @classmethod
     def load(cls, config: RouterConfig | FrontendConfig) -> TextService:
-        """With `config.tokenizer` ("none": `none()`), or else that of `config.model`. ValueError if there is none."""
+        """Load the tokenizer of `config.tokenizer` ("none": as `none()`), or else of `config.model`. Raises ValueError
+        if there is none."""
         if config.tokenizer == "none":
             return cls.none()
         return cls(load_tokenizer(config.tokenizer or config.model, config.chat_template), config.tokenizer_threads)
 
     @classmethod
     def none(cls) -> TextService:
-        """For servers without a tokenizer: token ids pass, text is a FieldError."""
+        """A service without a tokenizer: token ids are passed through, text raises FieldError."""
         return cls(None)
 
     @property
@@ -68,11 +71,12 @@ class TextService:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it: rows of the model's embedding, or the tokenizer's size; 0 without a tokenizer."""
+        """The exclusive upper bound of token ids: the rows of the model's embedding, or the tokenizer's size; 0 without
+        a tokenizer."""
         return self.tokenizer.model_vocab_size if self.tokenizer else 0
 
     def close(self) -> None:
-        """End the threads; prompts that wait for one are cancelled."""
+        """End the threads; prompts that wait for a thread are cancelled."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -83,8 +87,7 @@ class TextService:
         self.close()
 
     async def encode(self, prompt: Prompt) -> bytes:
-        """Ids of a prompt, at least one. Much text that was not seen before is encoded in a thread, so that the event
-        loop goes on."""
+        """Ids of a prompt, at least one. If there is much unseen text, it is encoded in a thread."""
         if self._pool is None or _is_short(prompt):
             return self.encode_now(prompt)
         in_pool = asyncio.get_running_loop().run_in_executor
@@ -101,7 +104,7 @@ class TextService:
         return await in_pool(self._pool, _finished, pending, field)
 
     async def encode_chat(self, sessions: Sessions, namespace: str, prompt: ChatPrompt) -> Encoded:
-        """`sessions.encode_chat`, in a thread where much was not seen before."""
+        """`sessions.encode_chat`; in a thread if there is much unseen text."""
         in_pool = asyncio.get_running_loop().run_in_executor
         if len(prompt.messages) > INLINE_MESSAGES:
             return await in_pool(self._pool, sessions.encode_chat, namespace, prompt)
@@ -111,9 +114,9 @@ class TextService:
         return await in_pool(self._pool, pending.finish)
 
     async def encode_shown(self, prompt: Prompt, *, render_only: bool = False) -> tuple[bytes, str]:
-        """Ids of a prompt, and of a chat the text that the template made of it ("" for other prompts).
+        """Returns (ids of a prompt, the rendered text of a chat; "" for other prompts).
 
-        With `render_only` a chat has no ids: to encode what was rendered is most of the work."""
+        With `render_only` a chat is not encoded, which is most of the work, and has no ids."""
         if not isinstance(prompt, ChatPrompt):
             return await self.encode(prompt), ""
         if render_only:
@@ -138,16 +141,16 @@ class TextService:
         raise FieldError("prompt", f"prompt of an unknown kind: {type(prompt).__name__}")
 
     def encode_part(self, part: TextPrompt | TokenPrompt, field: str = "choices") -> bytes:
-        """Ids of text that goes on after a prompt: no special tokens, no leading space added. At least one."""
+        """Ids of text that continues a prompt: without special tokens or an added leading space. At least one."""
         ids = self._encode_part(part, field)
         return ids or _refuse_empty(field)
 
     def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt") -> bytes:
-        """`encode_part`, of a part that may have no ids."""
+        """As `encode_part`, for a part that may have no ids."""
         return self._encode_part(part, field)
 
     def render(self, prompt: ChatPrompt) -> str:
-        """What the chat template makes of messages; nothing is encoded for it."""
+        """The text that the chat template renders for messages."""
         return self._with_tokenizer("messages").apply_chat(prompt)
 
     async def decode(self, ids: bytes, skip_special_tokens: bool = True) -> str:
@@ -225,10 +228,10 @@ def _is_short(prompt: Prompt) -> bool:
 
 class TextStream:
     """The text of one answer while it is generated; ends at a stop string. Empty if `service` has no tokenizer
-    (then stop strings are a FieldError).
+    (then stop strings raise FieldError).
 
-    `stop` is the stop string that ended it, or None. With `include_stop` the text ends with it,
-    otherwise before it. Without stop strings text is passed on as soon as its characters are whole.
+    `stop` is the stop string that ended it, or None. With `include_stop` the text ends with it, otherwise
+    before it. Without stop strings text is passed on as soon as its characters are complete.
     """
 
     __slots__ = ("_detokenizer", "_finder", "_include_stop", "past", "plain_push")
@@ -241,20 +244,20 @@ class TextStream:
         self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
         self._include_stop = sampling.include_stop
         self.past = 0
-        """Tokens of the delta taken last that came behind a stop string, and are nobody's."""
+        """Tokens of the last delta that came after a stop string, and are to be dropped."""
         self.plain_push = self._detokenizer.push if self._detokenizer and not self._finder else None
-        """`push` without stop strings, which is the text alone; None where there are some."""
+        """`push` for answers without stop strings, which returns only the text; None if there are stop strings."""
 
     def take(self, delta: Delta) -> str:
-        """Text gained with a delta of the choice, the rest of it with the last one; look at `stop` then. A token that
-        ended the choice is text only with `include_stop`."""
+        """The text that a delta of the choice adds; with the last delta, the rest of the text. Afterwards `stop` may be
+        set. A token that ended the choice is part of the text only with `include_stop`."""
         ids = delta.ids
         if self.plain_push is not None and delta.finish is None:
             return self.plain_push(ids)
         if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
             ids = ids[:-TOKEN_BYTES]
         text, taken = "", 0
-        # One token at a time where stop strings are looked for: of several that come at once the last may be too many.
+        # With stop strings, one token at a time, so as to know how many tokens come after one.
         step = TOKEN_BYTES if self._finder else max(len(ids), 1)
         while taken < len(ids) and self.stop is None:
             gained, _ = self.push(ids[taken : taken + step])
@@ -267,7 +270,7 @@ class TextStream:
         return self._finder.found if self._finder else None
 
     def push(self, ids: Sequence[int] | bytes) -> tuple[str, str | None]:
-        """Text gained with these ids (a sequence of ints or int32 bytes), and the stop string if one is complete."""
+        """Returns (the text that these ids add, the stop string if one is complete). ids: ints, or int32 bytes."""
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.push(ids)
@@ -276,7 +279,7 @@ class TextStream:
         return self._finder.push(text), self._finder.found
 
     def flush(self) -> str:
-        """The rest of the text, when no more ids come; `stop` may be set by it."""
+        """The rest of the text, at the end of the answer; may set `stop`."""
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.flush()

@@ -29,8 +29,8 @@ class Tokenizer:
     bos_id: id that starts a sequence, or None. eos_ids: ids that end one, from tokenizer_config.json,
     generation_config.json and config.json together. vocab_size: the largest id plus one.
     model_vocab_size: rows of the model's embedding (padded, often larger), as far as config.json says.
-    memory_tokens: how many ids of texts that were encoded are remembered, so that only new text is encoded.
-    generation: what generation_config.json says.
+    memory_tokens: how many ids of encoded texts are cached, so that only new text is encoded.
+    generation: the content of generation_config.json.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Tokenizer:
         self._line_ids = self._find_line_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; special tokens written in it count as such. `add_special_tokens` adds BOS or EOS
-        if the model wants them. ValueError if the text is not Unicode (a lone surrogate)."""
+        """Ids of `text`; special tokens in it are recognized. `add_special_tokens` adds BOS or EOS if the model expects
+        them. Raises ValueError if the text is not valid Unicode (a lone surrogate)."""
         return memoryview(self.encode_bytes(text, add_special_tokens)).cast("i").tolist()
 
     def encode_bytes(self, text: str, add_special_tokens: bool = True) -> bytes:
@@ -70,8 +70,8 @@ class Tokenizer:
         return self.start(text, add_special_tokens).finish()
 
     def start(self, text: str, add_special_tokens: bool = True, *, grows: bool = True) -> PendingText:
-        """Begin `encode_bytes`: look up what was encoded before. The work that remains may be done in a thread.
-        `grows`: see `Incremental.start`."""
+        """Begin `encode_bytes`: look up what was encoded before. The rest may be done in a thread. `grows`: see
+        `Incremental.start`."""
         if not add_special_tokens:
             return self._incremental.start(text, grows=grows)
         return self._whole.start(text) if self._whole else self._incremental.start(text, *self._around)
@@ -89,7 +89,7 @@ class Tokenizer:
             raise ValueError(f"text cannot be encoded as UTF-8: {error}") from error
 
     def _find_around(self) -> tuple[bytes, bytes] | None:
-        """Ids before and behind every text that special tokens are added to; None if they are not always the same."""
+        """The ids that `add_special_tokens` adds before and after a text; None if they are not always the same."""
         encode = self._backend.encode
         bare, whole = encode("a", False), encode("a", True)
         at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
@@ -99,27 +99,27 @@ class Tokenizer:
         return array("i", before).tobytes(), array("i", behind).tobytes()
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of text that goes on after other text: no special tokens, and no space in front where the model's
-        tokenizer would put one at the start of a text."""
+        """Ids of text that continues other text: without special tokens, and without the space that some tokenizers add
+        at the start of a text."""
         return memoryview(self.start_after(text).finish()).cast("i").tolist()
 
     def start_after(self, text: str, token: int | None = None, *, grows: bool = True) -> PendingText:
-        """Begin to encode text that goes on after other text, whose last token, if it is an added one, is `token`."""
+        """Begin to encode text that continues other text. `token`: the last token of that, if it is an added one."""
         if token is not None:
             return self._incremental.start_after(self.token_text(token), [token], text, grows=grows)
         return self._incremental.start_after(LINE if self._line_ids else "", self._line_ids, text, grows=grows)
 
     def puts_space_after(self, token: int) -> bool:
-        """Whether text right behind an added token is encoded as if a space came first."""
+        """Whether text right after an added token is encoded with a space in front."""
         return b"".join(map(self.token_bytes, memoryview(self.start_after("a", token).finish()).cast("i"))) == b" a"
 
     def _find_line_ids(self) -> list[int]:
-        """Ids of LINE if "a" would be encoded as " a"; a line feed is a token that nothing merges with."""
+        """The ids of LINE if "a" would be encoded as " a". A line feed is a token that never merges with others."""
         adds_space = b"".join(map(self.token_bytes, self.encode("a", False))) == b" a"
         return self.encode(LINE, False) if adds_space else []
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of all `ids` at once; ids that no token has add nothing, invalid UTF-8 becomes U+FFFD."""
+        """The text of `ids`; ids without a token add nothing, invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
@@ -129,16 +129,16 @@ class Tokenizer:
         return self.decode([token], skip_special_tokens=False).encode()
 
     def token_text(self, token: int) -> str:
-        """`token_bytes` as text, with U+FFFD where a token is only a part of a character."""
+        """`token_bytes` as text, with U+FFFD for incomplete characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def apply_chat(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
-        """The prompt's text by the chat template; encode it with add_special_tokens=False. FieldError on bad input.
-        Without `answer_next` it ends with the last message, not where an answer begins."""
+        """Render a prompt with the chat template; encode the text with add_special_tokens=False. Raises FieldError on
+        bad input. Without `answer_next` it ends with the last message, not where an answer begins."""
         return self._templates.render(prompt, answer_next)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
-        """A table for incremental decoding, or None where it was found to differ from `decode`."""
+        """The table for incremental decoding; None if it does not agree with `decode`."""
         return self._hidden if skip_special_tokens else self._shown
 
     def _verified(self, pieces: Pieces | None, skip: bool) -> Pieces | None:
@@ -152,13 +152,13 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenizer:
-    """Load from a checkpoint folder or hub name: `tokenizer.json`, else a sentencepiece model, else whatever
-    transformers can make of the files (imported only then). `chat_template_file` replaces the checkpoint's
-    chat template. ValueError if there is no tokenizer or a file is broken."""
+    """Load from a checkpoint folder or hub name: `tokenizer.json`, else a SentencePiece model, else whatever
+    transformers can load (imported only then). `chat_template_file` replaces the checkpoint's chat template. Raises
+    ValueError if there is no tokenizer or a file is invalid."""
     folder = _local(folder)
     config = read_file(folder / "tokenizer_config.json")
     special = read_file(folder / "special_tokens_map.json")
-    # A configuration that declares its tokens is newer than the map beside it.
+    # A configuration that declares its tokens is newer than special_tokens_map.json.
     named = _named_tokens(*((config, special) if "added_tokens_decoder" in config else (special, config)))
     backend = _load_backend(folder, config, named, _extra_tokens(config, special))
     model = read_file(folder / "config.json")
@@ -199,7 +199,7 @@ def _load_json(path: Path, config: Mapping[str, Any], named: Mapping[str, str], 
     tokenizer.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in dict.fromkeys(hidden)])
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     tokenizer.add_special_tokens([_added(token) for token in extra if token.content not in known])
-    # Llama's class obeys add_bos_token whatever tokenizer.json says, DeepSeek's distillates count on it.
+    # Llama's class follows add_bos_token whatever tokenizer.json says; DeepSeek's distilled models rely on that.
     is_llama = str(config.get("tokenizer_class")) in LLAMA_CLASSES and config.get("add_bos_token")
     if tokenizer.post_processor is None or (is_llama and not tokenizer.num_special_tokens_to_add(False)):
         _add_bos_and_eos(tokenizer, config, named)
@@ -234,7 +234,7 @@ def _load_by_transformers(folder: Path, named: dict[str, str]) -> JsonBackend:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of many kinds: files that lack something, packages that do, code that is not run
+    except Exception as error:  # incomplete files, missing packages, code that is not run, and so on
         raise ValueError(f"{folder} holds no tokenizer that can be read: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -247,7 +247,8 @@ def _load_by_transformers(folder: Path, named: dict[str, str]) -> JsonBackend:
 
 
 def _named_tokens(*configs: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and the like; each is a string or an object with `content`. The first file that has one counts."""
+    """bos_token and the like, by name; each is a string or an object with `content`. The first config that has one
+    counts."""
     named = {}
     for config in reversed(configs):
         for name in SPECIAL_NAMES:
@@ -270,7 +271,7 @@ def _declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 
 def _extra_tokens(*configs: Mapping[str, Any]) -> list[AddedToken]:
-    """Special tokens that have no name of SPECIAL_NAMES: lists of strings or objects, or objects of them by name."""
+    """Special tokens without one of the SPECIAL_NAMES; configs have lists of strings or objects, or objects by name."""
     found = []
     for config in configs:
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -285,9 +286,10 @@ def _added_token(token: Mapping[str, Any], special: bool = False) -> AddedToken:
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Tokens beside a sentencepiece model: added_tokens.json, then tokenizer_config.json, which says more."""
+    """Added tokens of a SentencePiece model: from added_tokens.json, and from tokenizer_config.json, which has more
+    details."""
     listed = {i: AddedToken(token, special=False) for token, i in read_file(folder / "added_tokens.json").items()}
-    declared = _declared_tokens(config).items()  # found in the text as it is, always
+    declared = _declared_tokens(config).items()  # always found in the unnormalized text
     return listed | {i: dataclasses.replace(token, normalized=False) for i, token in declared}
 
 
@@ -303,5 +305,5 @@ def _local(folder: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(str(folder), allow_patterns=HUB_FILES))
-    except Exception as error:  # no network, no such name, not a valid name: all the same to the caller
+    except Exception as error:  # no network, an unknown name, an invalid name: callers need not distinguish
         raise ValueError(f"{folder} is neither a folder nor a model that the hub gave: {error}") from error

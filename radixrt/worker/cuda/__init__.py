@@ -1,6 +1,7 @@
-"""What runs on a GPU: fused kernels, attention over pages by work lists, CUDA graphs, and the runner of all that."""
+"""The GPU runner: fused kernels, paged attention by work lists, CUDA graphs."""
 
 import os
 
-# Fuse a product and a sum into one instruction, as when kernels were measured; from Triton 3.10 on only on request.
+# Fuse multiply and add into one instruction, as when the kernels were measured; Triton 3.10 and newer do not by
+# default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,4 +1,5 @@
-"""From a step's logits back to the host: the tokens that are drawn, and the integers that the host fetches."""
+"""The way from a step's logits back to the host: greedy tokens, the last tokens of each row, and the copy to the
+host."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 
 from radixrt.worker.cuda import drawing, kernels
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import NOT_FINITE
 from radixrt.worker.plan import Plan, Result
@@ -17,31 +18,31 @@ from radixrt.worker.sample import Draws
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that was launched."""
+    """The device tensors of a launched step."""
 
     logits: torch.Tensor
     answer: torch.Tensor
-    """See `Drawn.pick`."""
+    """See `LastTokens.pick_greedy`."""
     logit_rows: int
-    """How many of the answer's first integers say whether logits are finite; tokens follow them."""
+    """How many of the answer's first integers are flags for finite logits; tokens follow them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """The requests whose tokens are drawn rather than the likeliest: their rows of the logits (`at`) and of the page
-    table, their places among the step's new tokens (`to`), and the arrays of `Draws`."""
+class PackedDraws:
+    """The requests of a step that are not greedy, as packed for the device: their rows of the logits (`at`) and of the
+    page table (`rows`), their places among the step's new tokens (`to`), and the arrays of `Draws`."""
 
-    at: Piece
-    rows: Piece
-    to: Piece
-    pieces: dict[str, Piece]
+    at: PackedArray
+    rows: PackedArray
+    to: PackedArray
+    pieces: dict[str, PackedArray]
 
     @classmethod
-    def pack(cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray) -> Drawing | None:
-        """`logit_rows`[n] are those of the n requests for which `plan.samples`; `rows` are by request. None if all are
-        greedy."""
+    def pack(cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray) -> PackedDraws | None:
+        """Pack the requests of a plan; None if all are greedy. `logit_rows`[n] are the rows of the logits of the n
+        requests for which `plan.samples`; `rows`, by request, those of the page table."""
         chosen = np.flatnonzero(plan.samples)
-        drawn = [i for i, b in enumerate(chosen.tolist()) if plan.requests[b].draws]
+        drawn = [i for i, b in enumerate(chosen.tolist()) if not plan.requests[b].greedy]
         if not drawn:
             return None
         who = chosen[drawn]
@@ -55,41 +56,41 @@ class Drawing:
         return Draws.of({name: piece.of(sent) for name, piece in self.pieces.items()})
 
 
-class Drawn:
-    """The token drawn last for each row of the page table, and for padding, whose row comes after them. In a group, all
-    ranks take over those of rank 0 when the next step begins."""
+class LastTokens:
+    """The last sampled token of each row of the page table, and of one more row for padding. In a group, all ranks take
+    over those of rank 0 when the next step begins."""
 
     def __init__(self, rows: int, device: torch.device, group: Group | None = None) -> None:
         self._tokens = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._group = group
 
-    def note(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note int32 tokens[n], drawn for int rows[n]."""
+    def store(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Store int32 tokens[n] for int rows[n]."""
         self._tokens[rows.long()] = tokens
 
-    def pick(
+    def pick_greedy(
         self, logits: torch.Tensor, ids: range, rows: torch.Tensor, at: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """int32[S + n]: whether each row of logits is finite (see `drawing.largest`); then the likeliest token of each
-        of the rows `at` int64[n] (None: all), which is noted for `rows`. This rank has float32 logits[S, len(ids)], of
-        the token `ids`."""
+        """Find the most likely token of each of the rows `at` int64[n] of logits (None: of all), and store it for
+        `rows`. This rank has the float32 logits[S, len(ids)] of the token `ids`. Returns int32[S + n]: whether each row
+        of logits is finite (see `drawing.largest`), then the tokens."""
         found = drawing.largest(logits, ids, self._group)
         finite, best = found[: len(logits)], found[len(logits) :]
         if at is not None:
             best = best[at]
             found = torch.cat([finite, best])
-        self.note(rows, best)
+        self.store(rows, best)
         return found
 
     def resolve(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See `kernels.resolve`. Every step begins with it."""
+        """Replace FROM_DEVICE by the last tokens (see `kernels.resolve`). Every step begins with this."""
         if self._group is not None:
             self._group.broadcast(self._tokens)
         return kernels.resolve(tokens, rows, self._tokens)
 
 
 class Answer:
-    """Integers on their way to the host."""
+    """A copy of a step's integers to the host, and the step's device time."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -98,7 +99,7 @@ class Answer:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) if self._on_gpu else None for _ in range(2))
 
     def begin(self) -> None:
-        """The step's time begins: it is launched next."""
+        """Record the start of a step's device time. Call before the step is launched."""
         if self._begin:
             self._begin.record()
 
@@ -108,6 +109,7 @@ class Answer:
         return self._begin.elapsed_time(self._end) / 1e3 if self._begin and self._end else 0.0
 
     def fetch(self, integers: torch.Tensor) -> None:
+        """Start to copy int32 `integers` to the host, and record the end of the step's device time."""
         self._size = len(integers)
         if self._size > len(self._host):
             self._host = torch.empty(2 * self._size, dtype=torch.int32, pin_memory=self._on_gpu)
@@ -116,14 +118,14 @@ class Answer:
             self._end.record()
 
     def wait(self) -> np.ndarray:
-        """Wait for the integers: int32, valid until the next `fetch`."""
+        """Wait for the copy. Returns int32, valid until the next `fetch`."""
         if self._end:
             self._end.synchronize()
         return self._host[: self._size].numpy()
 
 
 def make_result(plan: Plan, logit_rows: int, answer: np.ndarray) -> Result:
-    """The Result of a step whose tokens were drawn on the device."""
+    """The Result of a step from its answer (see Launched), on the host."""
     total = int(plan.wants.sum())
     bad = np.flatnonzero(answer[:total] == 0)
     ends = np.cumsum(plan.wants)

@@ -1,5 +1,5 @@
 """Attention over pages of any size and dtype, by the work lists of `work.make_items`: one kernel for decodes, chunks
-and (with tiles of several sequences) shared prefixes, and the merge of partial results.
+and (with tiles of several sequences) shared prefixes, and one kernel that merges partial results.
 
 Online softmax in base 2 (arXiv 1805.02867); partial results are merged by their log-sum-exp (arXiv 2311.01282).
 A sink (see `ModelSpec.sinks`) is added where a result becomes final: where it is written directly, or in the merge.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda import latent
-from radixrt.worker.cuda.launching import Again, launch, wait
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS, Tiling
 
@@ -57,7 +57,7 @@ def _attend_item(
     for j in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = j + n
         inside = key < end
-        # Lanes past the end read the last key again: what lies beyond is another request's and may be NaN, and a weight
+        # Lanes past the end read the last key again: the keys beyond are another request's and may be NaN, and a weight
         # of 0 times NaN is NaN. Loads without a mask are also faster.
         known = tl.minimum(key, end - 1)
         if PAGE == 1:
@@ -101,17 +101,17 @@ def _attend_item(
     else:
         spot = (partial + own).to(tl.int64) * HEADS + head
         tl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=stored)
-        # NaN in the input is not hidden: `total` is NaN then, and so is what is stored.
+        # NaN in the input is propagated: `total` is NaN then, and so is the result.
         lse = tl.where(total == 0, -1e30, peak + tl.log2(total))
         tl.store(lse_ptr + spot, lse, mask=real)
 
 
-# Inlined into the loop over items, it would need more registers than a warp has; where there is no loop, a call would.
+# In the loop over items it is called: inlined, it would spill registers. Without the loop a call would spill them.
 _inlined_item = triton.jit(_attend_item)
 _called_item = triton.jit(_attend_item, noinline=True)
 
 
-@triton.jit(do_not_specialize=["stride"])  # else it is compiled again for page tables of other widths
+@triton.jit(do_not_specialize=["stride"])  # otherwise it is compiled again for page tables of other widths
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
@@ -120,7 +120,7 @@ def _attend_kernel(
     STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    # The heads of an item run side by side: they read neighbouring bytes of the same slots.
+    # The heads of an item run at the same time: they read neighbouring bytes of the same slots.
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     if SINGLE:
@@ -215,7 +215,7 @@ class Scratch:
 
 
 def half_type(dtype: torch.dtype) -> tl.dtype:
-    """The dtype that the tensor cores multiply in, for pages of a dtype."""
+    """The dtype of the tensor cores' operands for pages of a dtype."""
     return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}.get(dtype, tl.float16)
 
 
@@ -235,15 +235,15 @@ def attend(
     causal: bool = True,
     scales: tuple[float, float] = (1.0, 1.0),
     sinks: torch.Tensor | None = None,
-    again: Again | None = None,
+    cache: KernelCache | None = None,
 ) -> Any:
     """Compute attention of q[T, heads, D] over the slots of keys, values [slots, kv_heads, D], into out[T, heads, D] or
-    `scratch`. Latent attention reads `keys` alone and writes out[T, heads, width of V].
+    `scratch`. Latent attention reads only `keys` and writes out[T, heads, width of V].
 
-    `table` is int32[rows, pages]. With int32 `order`, queries of `items` are indices into it. `causal`: items may have
-    keys after their first query, which are masked. K and V are multiplied by `scales`. `sinks` float32[heads] are added
-    to results in `out`, not to those in `scratch`. Returns the compiled kernel; None without items or in the
-    interpreter."""
+    `table` is the page table, int32[rows, pages]. With int32 `order`, queries of `items` are indices into it. `causal`:
+    whether items may have keys after their first query, which have to be masked. K and V are multiplied by `scales`.
+    `sinks` float32[heads] are added to results in `out`, not to those in `scratch`. Returns the compiled kernel; None
+    without items or in the interpreter."""
     list, starts = items
     if not len(list):
         return None
@@ -258,9 +258,9 @@ def attend(
         kinds = causal, order is not None, variant.queries(shape.group)
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
         tile = variant.rows, variant.keys, variant.warps, variant.stages
-        # A step's queries have this dtype already; those of measurements may not.
+        # A step's queries have this dtype already; those of benchmarks may not.
         given = q.to(latent.multiplied(keys.dtype)), keys, *listed, *numbers
-        return latent.launch(grid, again, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
+        return latent.launch(grid, cache, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
     given = (
         q, keys, values, *listed, scratch.lse if sinks is None else sinks, *numbers,
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size,
@@ -270,31 +270,31 @@ def attend(
         from radixrt.worker.cuda import hopper
 
         assert starts is not None and not window
-        return hopper.launch(grid, again, given, kinds, variant)
+        return hopper.launch(grid, cache, given, kinds, variant)
     return launch(
-        _attend_kernel, grid, again, *given, window or 0, *kinds, variant.rows, variant.keys,
+        _attend_kernel, grid, cache, *given, window or 0, *kinds, variant.rows, variant.keys,
         triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages, starts is None,
         num_warps=variant.warps,
     )  # fmt: skip
 
 
 SYSTEM_SHARED = 1024
-"""Bytes of shared memory that the system takes for each program, beside the program's own (CUDA C++ Programming Guide,
-compute capabilities)."""
+"""Bytes of shared memory that the system reserves for each program, beside the program's own (CUDA C++ Programming
+Guide, compute capabilities)."""
 MOST_PROGRAMS = 32
-"""Programs that a multiprocessor runs at once, at most (same source)."""
+"""The most programs that a multiprocessor runs at once (same source)."""
 
 
 PROGRAMS = 12
-"""Programs that count as running at once where there is no GPU."""
+"""Programs that are assumed to run at once where there is no GPU."""
 
 
 def best_tiling(
     variant: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device, causal: bool
 ) -> Tiling:
-    """The tiling for as many programs of a variant as the device runs at once, by the registers and shared memory of
-    the compiled kernel. `causal`: for chunks, where each item has a program of its own, unless the variant is
-    specialised: then one program fills a multiprocessor."""
+    """The tiling for as many programs of a variant as the device runs at once, which follows from the registers and the
+    shared memory of the compiled kernel. `causal`: for chunks. Their items have a program each (`Tiling.single`),
+    unless the variant is specialised: then one program fills a multiprocessor."""
     if device.type != "cuda":
         return tiling(variant, shape, PROGRAMS, single=causal)
     if variant.specialised:
@@ -316,14 +316,14 @@ def best_tiling(
 
 def merge(
     partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
-    more: Partials | None = None, sinks: torch.Tensor | None = None, again: Again | None = None,
+    more: Partials | None = None, sinks: torch.Tensor | None = None, cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """Merge partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (one without parts does
-    nothing) and int32 entries, of which those from MORE on refer to `more`. `sinks` float32[heads] are added."""
+    """Merge partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (those without parts are
+    skipped) and int32 entries, of which those from MORE on refer to `more`. `sinks` float32[heads] are added."""
     if len(merges):
         second = more or partials
         launch(
-            _merge_kernel, (len(merges), shape.heads, 1), again,
+            _merge_kernel, (len(merges), shape.heads, 1), cache,
             merges, entries, *partials, *second, partials[1] if sinks is None else sinks, out, shape.heads,
             shape.value_dim, MORE if more else 0, sinks is not None, 8, triton.next_power_of_2(shape.value_dim),
             MERGE_FIELDS, num_warps=1 if shape.latent is None else 4,

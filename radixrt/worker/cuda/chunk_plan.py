@@ -24,8 +24,8 @@ many times as many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class BesideTriton:
-    """Which chunks FlashInfer computes rather than the kernel of `attend` (bench/attention.py)."""
+class FlashInferOrTriton:
+    """Decides which chunks FlashInfer computes rather than the kernel of `attend` (bench/attention.py)."""
 
     queries: int = 256
     """Chunks of at least this many tokens."""
@@ -40,24 +40,24 @@ class BesideTriton:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideHopper:
-    """Which chunks FlashInfer computes rather than the kernel of `hopper`. That kernel reads pages in place, so that
-    gathering keys pays only for many queries a key. Costs are in pairs of a query and a key, of which FlashInfer
-    computes 39 million a millisecond with 32 heads of 128 on an H200."""
+class FlashInferOrHopper:
+    """Decides which chunks FlashInfer computes rather than the kernel of `hopper`. That kernel reads pages in place, so
+    gathering keys for FlashInfer pays only with many queries per key. Costs are in pairs of a query and a key, of which
+    FlashInfer computes 39 million per millisecond with 32 heads of 128 on an H200."""
 
     shape: Shape
     shared: int = 1 << 25
     slower: float = 1.29
-    """How many times as long as FlashInfer the kernel of `hopper` takes for a pair."""
+    """Time of a pair by the kernel of `hopper`, relative to FlashInfer's."""
     edge: int = 250
-    """Masked keys that it computes for each query, in blocks that are masked in part."""
+    """Masked keys that the kernel of `hopper` computes for each query, in partly masked blocks."""
     gathered: float = 79.0
-    """Cost of gathering a key, with 4 heads a KV head."""
+    """Cost of gathering a key, with 4 heads per KV head."""
     launch: float = 1.6e6
     """Fixed cost of FlashInfer in a step, with 32 heads of 128."""
 
     def long(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """See BesideTriton."""
+        """See FlashInferOrTriton."""
         keys, pairs = starts + counts, counts * (starts + counts / 2)
         gain = self.slower * (pairs + self.edge * counts) - pairs - self.gathered * 4 / self.shape.group * keys
         worth = gain > 0
@@ -66,19 +66,20 @@ class BesideHopper:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideAbsorbed:
-    """Which chunks of latent attention are computed by full heads (`full_heads`) rather than over pages, in the
-    absorbed form (`latent`). Rates are those of an H200 (bench/latent.py), in FLOPs a nanosecond."""
+class FullOrAbsorbed:
+    """Decides which chunks of latent attention are computed by full heads (`full_heads`) rather than over pages, in the
+    absorbed form (`latent`). Rates are those of an H200 (bench/latent.py), in FLOPs per nanosecond."""
 
     heads: int
     latent: LatentSpec
     itemsize: int
     """Bytes of a page's element."""
     absorbed: tuple[float, float] = (175e3, 205e3)
-    """Rates of the absorbed form over FP8 pages and over others, for chunks so short that the choice is close."""
+    """Rates of the absorbed form over FP8 pages and over others, for chunk lengths at which both forms are close."""
     full: float = 500e3
+    """Rate of attention by full heads."""
     products: float = 550e3
-    """Rate of the products that compute keys and values from latents."""
+    """Rate of the matrix products that compute keys and values from latents."""
     rows: int = 128
     """Queries of a tile."""
     key: float = 0.5
@@ -93,7 +94,8 @@ class BesideAbsorbed:
         absorbed = 2 * (2 * latent.rank + latent.rope_dim) / self.absorbed[self.itemsize > 1] * pairs
         filled = -(-counts // self.rows) * self.rows / counts
         full = 2 * (each + latent.rope_dim) / self.full * pairs * filled
-        # Cached keys only: multiplying out the new ones costs as much as not absorbing their queries saves.
+        # Cached keys only: computing keys and values of the new tokens costs as much as is saved by not absorbing their
+        # queries.
         out = 2 * latent.rank * each / self.products * starts
         gain = self.heads * (absorbed - full - out) - self.key * (starts + counts)
         worth = gain > 0
@@ -101,9 +103,9 @@ class BesideAbsorbed:
 
 
 class ChunkPlanner:
-    """Plans the attention of each step's chunks. `variant` and `cut` belong to the kernel over pages; `flashinfer`, if
-    given, computes the chunks for which it is faster, and `full`, if given, long chunks of latent attention. `shares`:
-    prefixes that chunks share are read once. `windows` are by layer; `plain` is that of PagedStep."""
+    """Plans the attention of each step's chunks. `variant` and `cut` are those of the kernel over pages. `flashinfer`,
+    if given, computes the chunks for which it is faster, and `full`, if given, long chunks of latent attention.
+    `shares`: whether prefixes that chunks share are read once. `windows` are by layer; `plain` is that of PagedStep."""
 
     def __init__(
         self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
@@ -123,9 +125,9 @@ class ChunkPlanner:
         """The paths that were looked up to plan the last step, by index of the request."""
         self._plain = plain
         self._full = full
-        self._by_full = None if full is None else BesideAbsorbed(full.heads, full.latent, itemsize)
+        self._by_full = None if full is None else FullOrAbsorbed(full.heads, full.latent, itemsize)
         specialised = (plain[0] if plain else variant).specialised
-        self._bounds = BesideHopper(shape) if specialised else BesideTriton()
+        self._bounds = FlashInferOrHopper(shape) if specialised else FlashInferOrTriton()
 
     @property
     def has_full(self) -> bool:
@@ -143,8 +145,8 @@ class ChunkPlanner:
         return long
 
     def plan_full(self, plan: Plan, decodes: int, long: np.ndarray, packer: Packer) -> tuple[FullStep, int]:
-        """(The attention of the `long` chunks, of which there must be one; how many of the step's first tokens are
-        computed in the absorbed form: all up to the last chunk that is not long.)"""
+        """Returns (the attention of the `long` chunks, of which there must be at least one; how many of the step's
+        first tokens are computed in the absorbed form: all up to the end of the last chunk that is not long)."""
         assert self._full is not None
         chunks = self._sequences(plan, decodes)
         last = np.flatnonzero(~long).max(initial=-1)
@@ -156,12 +158,12 @@ class ChunkPlanner:
         return Sequences(plan.rows[decodes:], plan.starts[decodes:], plan.counts[decodes:], first)
 
     def plan(
-        self, plan: Plan, decodes: int, packer: Packer, late: Packer, parity: int,
+        self, plan: Plan, decodes: int, packer: Packer, last_packer: Packer, parity: int,
         done: np.ndarray | None = None,
     ) -> tuple[list[ChunkStep], LastLayer | None]:  # fmt: skip
-        """(The attention of the chunks, which follow the step's `decodes`, except those that are `done` another way;
-        that of the last layer's chunks, if it differs, which `late` will pack.) At most one step of each `parity` may
-        be in flight."""
+        """Plan the chunks, which follow the step's `decodes`, except those that are `done` another way. Returns (their
+        attention; that of the last layer if it differs, which will be packed by `last_packer`). At most one step of
+        each `parity` may be in flight."""
         self.looked_up = {}
         chunks = self._sequences(plan, decodes)
         first = chunks.queries
@@ -179,10 +181,12 @@ class ChunkPlanner:
         ends = Sequences(chunks.rows, chunks.starts + chunks.counts - wants, wants, first + chunks.counts - wants)
         ends = ends.take(np.flatnonzero(wants))
         layer, window = self._last_layer
-        return steps, LastLayer(layer, lambda p: [self._over_pages(ends, {window}, p)] if len(ends) else [], late)
+        return steps, LastLayer(
+            layer, lambda p: [self._over_pages(ends, {window}, p)] if len(ends) else [], last_packer
+        )
 
     def trunks(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:
-        """What FlashInfer computes for decodes, which come first in the plan: parts of trunks. None if there are
+        """The parts of trunks that FlashInfer computes for decodes, which come first in the plan; None if there are
         none."""
         if not len(work.trunks) or self._flashinfer is None:
             return None
@@ -196,7 +200,7 @@ class ChunkPlanner:
     def _with_flashinfer(
         self, plan: Plan, chunks: Sequences, packer: Packer, parity: int
     ) -> tuple[list[ChunkStep], np.ndarray]:
-        """(What FlashInfer computes; indices of the chunks that are left.)"""
+        """Returns (what FlashInfer computes, indices of the other chunks)."""
         flashinfer = self._flashinfer
         assert flashinfer is not None
         steps: list[ChunkStep] = []

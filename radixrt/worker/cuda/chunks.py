@@ -2,8 +2,8 @@
 
 There are two ways. The kernel of `attend` reads pages in place and splits keys over the chip, which is best for few
 queries (PagedStep). FlashInfer's FA3 (`ragged`, `segments`) needs K and V contiguous and in the activations' dtype:
-cached pages are widened into a workspace first, which costs their bytes once a layer and gains most of the tensor
-cores' speed. (Long chunks of latent attention have a way of their own, `full_chunks`.)
+pages are first gathered and converted into a workspace, which moves their bytes once per layer, and the tensor cores
+then run near their full rate. (Long chunks of latent attention have a third way, `full_chunks`.)
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import Tiles, Tiling, make_items, make_merges, sequence_tiles
 
 HELD_BYTES = 1 << 29
-"""Most bytes of partial results at a time, where the length of parts is fixed: those of a chunk after a long context
-would not all fit on the GPU."""
+"""The most bytes of partial results at a time, where the length of parts is fixed: those of a chunk after a long
+context would not all fit on the GPU."""
 MOST_ITEMS = (1 << 16) - 1
-"""Most items of a launch: the limit of a grid's second size (CUDA C++ Programming Guide, compute capabilities)."""
+"""The most items of a launch: the limit of a grid's second size (CUDA C++ Programming Guide, compute capabilities)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The chunks of a step, one a sequence; each array is int[B]."""
+    """The chunks of a step, one for each of B sequences; each array is int[B]."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -63,18 +63,18 @@ class ChunkStep(Protocol):
     """The attention of one step's chunks."""
 
     def sent(self, integers: torch.Tensor) -> None:
-        """Take what was packed, on the device."""
+        """Called with the packed integers on the device, before `run`."""
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        """Write the attention of the chunks' tokens among q[T, heads, D] to out[T, heads, D]."""
+        """Write the attention of the chunks' tokens among q[T, heads, D] to out[T, heads, D]. Once per layer."""
 
 
 class LastLayer:
-    """The attention of chunks in the last `layer`, where it differs from that of other layers. It is planned when that
-    layer is launched: the device is still busy with the layers before it, and does not wait for the plan."""
+    """The attention of chunks in the last `layer`, where it is computed for fewer tokens than in the others. It is
+    planned only when that layer is launched: the device is then busy with earlier layers, and does not wait."""
 
     def __init__(self, layer: int, make: Callable[[Packer], list[ChunkStep]], packer: Packer) -> None:
-        """`packer` must hold nothing of a step in flight."""
+        """`packer` must not be in use by a step in flight."""
         self.layer = layer
         self._make = make
         self._packer = packer
@@ -93,9 +93,9 @@ class LastLayer:
 
 
 class PagedStep:
-    """A ChunkStep that reads pages in place (see the module). Each kind of layer has one work list, or several that run
-    in turn, where the length of parts is fixed. `plain`: the kernel of layers without a window and its tiling, if these
-    are not `variant` and `cut`."""
+    """A ChunkStep that reads pages in place (see the module). The layers of each window have one work list or, where
+    the length of parts is fixed, several that run in turn. `plain`: kernel and tiling of the layers without a window,
+    if not `variant` and `cut`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PagedStep:
     ) -> None:
         self._shape = shape
         self._variants: dict[int | None, Variant] = {}
-        self._pieces: dict[int | None, list[tuple[Piece | None, ...]]] = {window: [] for window in windows}
+        self._pieces: dict[int | None, list[tuple[PackedArray | None, ...]]] = {window: [] for window in windows}
         self._partials = 1
         most = min(MOST_ITEMS, HELD_BYTES // (4 * shape.heads * (shape.value_dim + 1)))
         for window in windows:
@@ -130,23 +130,24 @@ class PagedStep:
             for window, rounds in self._pieces.items()
         }
         self._scratch = Scratch.make(self._partials, self._shape, integers.device)
-        self._again = {window: self._shape.again() for window in self._pieces}
+        self._cache = {window: self._shape.kernel_cache() for window in self._pieces}
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
-        again = self._again[pages.window]
+        cache = self._cache[pages.window]
         for items, starts, merges, entries in self._lists[pages.window]:
             attend.attend(
                 q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape,
                 self._variants[pages.window], window=pages.window, causal=True, scales=pages.scales, sinks=pages.sinks,
-                again=again,
+                cache=cache,
             )  # fmt: skip
             attend.merge(
-                self._scratch.partials, merges, entries, out, self._shape, sinks=pages.sinks, again=again,
+                self._scratch.partials, merges, entries, out, self._shape, sinks=pages.sinks, cache=cache,
             )  # fmt: skip
 
 
 def _rounds(tiles: Tiles, fixed: int, most: int) -> Iterator[Tiles]:
-    """Split tiles into runs that, in parts of `fixed` keys, have at most `most` partial results, or are one tile."""
+    """Split tiles into runs that each have at most `most` partial results, in parts of `fixed` keys, or are one
+    tile."""
     ends = np.cumsum(tiles.size * -(-tiles.end // fixed))
     begin = 0
     while begin < len(tiles):

@@ -1,8 +1,8 @@
-"""CUDA graphs of batches of decodes: whole steps up to their likeliest tokens, for some batch sizes.
+"""CUDA graphs of decode steps, for some batch sizes. A graph has the whole step up to the greedy tokens:
 
-    integers, in one copy -> writes of the page table -> tokens -> model -> likeliest tokens, noted by row
+    integers, in one copy -> page table updates -> tokens -> model -> greedy tokens, stored by row
 
-Padding has its own row of the page table, after all others.
+Batches are padded to the size of a graph. Padding has a row of the page table of its own, after all others.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import torch
 from tqdm import tqdm
 
 from radixrt.worker.cuda import kernels
-from radixrt.worker.cuda.answers import Drawn
+from radixrt.worker.cuda.answers import LastTokens
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.plan import Plan
 
 DRAW_INTEGERS = 16
-"""Most integers that the sampling of a request takes."""
+"""The most integers that the sampling parameters of a request take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Where the integers of a batch of decodes lie, padded to `size`."""
+    """The packed arrays of a batch of decodes, padded to `size`."""
 
     size: int
-    tokens: Piece
-    positions: Piece
-    slots: Piece
-    rows: Piece
-    writes: Piece
+    tokens: PackedArray
+    positions: PackedArray
+    slots: PackedArray
+    rows: PackedArray
+    writes: PackedArray
     lists: dict[int | None, Lists]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step of decodes: reads `integers`, writes logits [size, own_width] and `answer`, what `Drawn.pick`
-    returns for `size` rows."""
+    """A captured step of decodes. It reads `integers`, and writes logits [size, own_width] and `answer`, which is what
+    `LastTokens.pick_greedy` returns for `size` rows."""
 
     inputs: Inputs
     integers: torch.Tensor
@@ -55,30 +55,31 @@ class Graph:
 
 
 class DecodeGraphs:
-    """The graphs of all sizes, with sharing and without. All use one buffer for partial results and one for logits."""
+    """The graphs of all sizes, with shared segments and without. All use the same buffers for partial results and for
+    logits."""
 
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
-        drawn: Drawn, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
+        last_tokens: LastTokens, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
     ) -> None:  # fmt: skip
-        """`table` is the page table, whose last row is for padding; `packer` is used only while capturing; `shown`:
-        show a progress bar."""
+        """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
+        whether to show a progress bar."""
         most = max(sizes)
         self._model = model
         self._pages = pages
         self._compiled = compiled
         self._cuts = cuts
         self._windows = windows
-        self._drawn = drawn
+        self._last_tokens = last_tokens
         self._table = table
         self._sizes = sizes
         room = Room.of(most, cuts)
-        # Kept here, since graphs hold only its address.
+        # Graphs hold only its address, so it must be kept alive here.
         self._scratch = Scratch.make(room.few + room.entries, compiled.shape, model.device)
         logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
         pool = torch.cuda.graph_pool_handle()
         kinds = (False, True) if cuts.cost else (False,)
-        # The largest first: the others use its memory.
+        # The largest first: the others reuse its memory.
         wanted = [(size, shared) for size in sorted(sizes, reverse=True) for shared in kinds]
         self._graphs = {
             (size, shared): self._capture(size, shared, logits[:size], pool, packer)
@@ -86,14 +87,14 @@ class DecodeGraphs:
         }
 
     def size_for(self, plan: Plan) -> int:
-        """The size of the smallest graph that holds a step of decodes; 0 for other steps, and if none does."""
+        """The size of the smallest graph that fits a step; 0 if none does, or if it is not a step of decodes alone."""
         if len(plan.tokens) != len(plan.requests) or not plan.samples.all() or plan.wants.max() > 1:
             return 0
         needed = max(len(plan.tokens), plan.table_writes.shape[1])
         return next((size for size in self._sizes if size >= needed), 0)
 
     def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
-        """Pack a step's integers, except those of its sampling, which come after them; returns the step's graph."""
+        """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
         return self._graphs[size, _shared(works)]
 
@@ -106,7 +107,7 @@ class DecodeGraphs:
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
     ) -> Inputs:  # fmt: skip
-        """Pack every integer where the graph of this size, with or without sharing, reads it."""
+        """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
         padding = np.array([[row], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
         cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
@@ -129,25 +130,25 @@ class DecodeGraphs:
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
         torch.cuda.synchronize(self._model.device)
-        for _ in range(2):  # compiles kernels, makes workspaces
+        for _ in range(2):  # compiles kernels and allocates workspaces, which must not happen during capture
             self._decode(inputs, integers, logits)
         torch.cuda.synchronize(self._model.device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, those of NCCL, use the device as well.
+        # Other threads (NCCL's) call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             answer = self._decode(inputs, integers, logits)
         return Graph(inputs, integers, graph, logits, answer)
 
     def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Launch the step of a graph; returns what `Drawn.pick` does."""
+        """Launch the kernels of a graph; returns what `LastTokens.pick_greedy` does."""
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
-        tokens = self._drawn.resolve(inputs.tokens.of(integers), rows)
+        tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
         lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention)
         self._model.finish(x, residual, out=logits)
-        return self._drawn.pick(logits, self._model.own_ids, rows)
+        return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
 
 
 def _shared(works: dict[int | None, DecodeWork]) -> bool:
@@ -155,13 +156,13 @@ def _shared(works: dict[int | None, DecodeWork]) -> bool:
 
 
 def _nothing(cuts: Cuts, shared: bool) -> DecodeWork:
-    """The work of no decodes."""
+    """The work of an empty batch."""
     few, many = Items.none(cuts.few.programs), Items.none(cuts.many.programs)
     none, merges = np.zeros(0, dtype=np.int32), np.zeros((0, MERGE_FIELDS), dtype=np.int32)
     return DecodeWork(few, many, merges, none, none, none, shared, np.zeros((0, 5), dtype=np.int64))
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes that graphs are captured for: fine steps where padding would cost most, up to `most`."""
+    """Batch sizes that graphs are captured for, up to `most`; closer together where padding would cost most."""
     sizes: Sequence[int] = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
     return sorted({min(size, most) for size in sizes}) if most > 0 else []

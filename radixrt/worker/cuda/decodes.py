@@ -1,6 +1,6 @@
-"""The work of a step's decodes, planned from what they share and kept from step to step.
+"""Plans the attention work of decodes, by what they share, and keeps the plan from step to step.
 
-While the batch stays the same, each request's last part grows by a token a step. The work is cut again when it has
+While the batch stays the same, each request's last part grows by a token per step. The work is planned anew when it has
 grown by GROWTH, or when a request joins or leaves.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.segments import FA3_QUERIES, Chip, cut_segments
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.work import (
     FIELDS,
     Items,
@@ -28,18 +28,18 @@ from radixrt.worker.request import Request
 from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, path_before
 
 GROWTH = 64
-"""Tokens by which requests grow before their work is cut again."""
+"""Tokens by which requests grow before their work is planned anew."""
 DEARER = 4
-"""Factor by which the cost of a partial result is raised each time that less is to be shared."""
+"""Factor by which the cost of a partial result is raised, each time that a plan with less sharing is tried."""
 GATHER, LAUNCHES, SLOWER = 0.16, 1800, 2.6
-"""Costs that FA3 has for segments and the kernel over pages has not, in keys of a round (see `segments.Chip.cut`): to
-gather a key, and to launch; and how many times as long that kernel takes for the same product (bench/attention.py)."""
+"""Additional costs of FA3 for segments, in keys of a round (see `segments.Chip.cut`): to gather a key, and to launch;
+and how many times as long the kernel over pages takes for the same product (bench/attention.py)."""
 LARGE = 1 << 19
-"""Pairs of a query and a key from which on a segment may go to FA3."""
+"""The fewest pairs of a query and a key of a segment that may go to FA3."""
 
 
 def sharing_cost(shape: variants.Shape, itemsize: int, many: variants.Variant) -> Cost:
-    """The costs of sharing, for pages of `itemsize` bytes an element; partial results are float32, written and read."""
+    """The cost model for pages of `itemsize` bytes per element. Partial results are float32."""
     return Cost(
         key_bytes=shape.key_elements * itemsize,
         partial_bytes=2 * 4 * shape.heads * shape.value_dim,
@@ -66,8 +66,8 @@ class Trunks:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How work is cut for the kernels of tiles with few queries and with many. `cost` decides what sharing pays; None:
-    nothing is shared."""
+    """How work is divided for the kernels for tiles of few and of many queries. `cost` decides which sharing pays;
+    None: nothing is shared."""
 
     few: Tiling
     many: Tiling
@@ -77,7 +77,7 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Entries that the lists of a batch may have at most; a batch that would need more shares less."""
+    """The most entries of each list of a batch; a batch that would need more shares less."""
 
     few: int
     many: int
@@ -98,8 +98,8 @@ class Room:
 
 @dataclass(slots=True)
 class DecodeWork:
-    """The work of decodes in one kind of layer: the items of both kernels, the merges and their entries, int32, and the
-    order, which queries of items are indices into."""
+    """The work of decodes in the layers of one window: the items of both kernels, the merges and their entries, int32,
+    and the order: queries of items are indices into it."""
 
     few: Items
     many: Items
@@ -107,9 +107,9 @@ class DecodeWork:
     entries: np.ndarray
     order: np.ndarray
     growing: np.ndarray
-    """By request, in the order of the batch: which item of `few` ends at its position."""
+    """By request, in the order of the batch: the item of `few` that ends at its position."""
     shared: bool
-    """Whether some tiles have several sequences."""
+    """Whether there are tiles of several sequences."""
     trunks: np.ndarray
     """Parts of segments for FA3 (see `segments.cut_segments`); entries of merges refer to their partial results from
     `attend.MORE` on. Work that has trunks cannot run as a graph."""
@@ -136,13 +136,13 @@ class DecodePlanner:
         self.read_keys = 0
         """Keys that decodes have read so far in a layer without a window."""
         self.plain_keys = 0
-        """Keys that they would have read there without sharing."""
+        """Keys that they would have read without sharing."""
 
     def plan(
         self, requests: Sequence[Request], rows: np.ndarray, positions: np.ndarray, room: Room | None
     ) -> dict[int | None, DecodeWork]:
-        """By window, the work of requests whose next tokens are at int32 `positions`. What they share is limited to
-        what fits `room`, or None: the room of as many decodes. Work with trunks has no such limit."""
+        """The work of requests whose tokens are at int32 `positions`, by window. Sharing is limited so that the lists
+        fit `room` (None: that of as many decodes), except for work with trunks."""
         found = {}
         self.looked_up = {}
         for window in self._windows:
@@ -180,8 +180,8 @@ class DecodePlanner:
         return work
 
     def _sharings(self, requests: tuple[Request, ...], positions: np.ndarray) -> Iterator[Sharing | None]:
-        """What requests may share, to be tried in turn until the lists fit: all that pays, then only what saves more
-        and more, at last nothing. (Lists are too long where branches leave a path one by one.)"""
+        """Candidates to be tried in turn until the lists fit: all sharing that pays, then only what saves more and
+        more, and at last None. (Lists get too long where branches leave a path one by one.)"""
         cost = self._cuts.cost
         if cost is not None and len(requests) > 1:
             self.looked_up = {index: request.lease.path() for index, request in enumerate(requests)}
@@ -237,7 +237,7 @@ _NONE = np.zeros((0, 5), dtype=np.int64)
 
 
 def _trunk_items(parts: np.ndarray) -> np.ndarray:
-    """Items that stand for parts of trunks when merges are made."""
+    """Items for `make_merges` that represent the parts of trunks."""
     items = np.zeros((len(parts), FIELDS), dtype=np.int32)
     items[:, 0], items[:, 1] = parts[:, 3], parts[:, 4]
     items[:, 6] = attend.MORE + np.cumsum(parts[:, 4]) - parts[:, 4]
@@ -251,13 +251,13 @@ def _joined(a: Tiles, b: Tiles) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Where the integers of a DecodeWork lie in what is sent; `few` and `many` are items and their starts."""
+    """The packed arrays of a DecodeWork; `few` and `many` are items and their starts."""
 
-    few: tuple[Piece, Piece | None]
-    many: tuple[Piece, Piece | None]
-    merges: Piece
-    entries: Piece
-    order: Piece
+    few: tuple[PackedArray, PackedArray | None]
+    many: tuple[PackedArray, PackedArray | None]
+    merges: PackedArray
+    entries: PackedArray
+    order: PackedArray
     shared: bool
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: masks, the largest logits, and draws."""
+"""Sampling kernels: grammar masks, argmax, and draws with Gumbel noise."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ def _largest_block_kernel(best_ptr, at_ptr, out_ptr, rows, blocks, BLOCKS: tl.co
 
 
 def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None = None) -> torch.Tensor:
-    """int32[2 S] of float32 logits[S, vocab]: whether each row's largest is finite and the row has no NaN; then the
-    largest's id, the smallest of equals. In a `group`, each rank has the logits of its `ids`, first in each row."""
+    """Argmax of float32 logits[S, vocab]. Returns int32[2 S]: whether each row's maximum is finite and the row has no
+    NaN; then the ids, the smallest where several are equal. In a `group`, each rank has the logits of its `ids`, at the
+    beginning of each row."""
     rows, width = logits.shape
     ids = range(width) if ids is None else ids
     found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
         block = 4096
-        blocks = 4 * triton.cdiv(width, 4 * block)  # rows of both begin at multiples of 16 bytes: one compilation
+        blocks = 4 * triton.cdiv(width, 4 * block)  # rows of `both` are aligned to 16 bytes: only one compilation
         both = torch.empty((2 * rows, blocks), dtype=torch.int32, device=logits.device)
         best, at = both[:rows].view(torch.float32), both[rows:]
         _largest_kernel[(rows, blocks)](
@@ -97,7 +98,7 @@ def _perturbed_kernel(
     inside = token < vocab
     if KEPT:
         inside = tl.load(kept_ptr + b * vocab + token, mask=inside, other=0.0) > 0
-        if tl.max(inside.to(tl.int32), 0) == 0:  # true of nearly all blocks, and the noise takes most of the time
+        if tl.max(inside.to(tl.int32), 0) == 0:  # true for nearly all blocks; saves computing their noise
             tl.store(best_ptr + b * blocks + tl.program_id(1), float("-inf"))
             tl.store(at_ptr + b * blocks + tl.program_id(1), 0)
             return
@@ -106,7 +107,7 @@ def _perturbed_kernel(
     uniform = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
     noise = -tl.log(-tl.log(uniform))
     found = logits / tl.load(temperature_ptr + b) + noise.to(tl.float32)
-    found = tl.where(inside & (found == found), found, float("-inf"))  # NaN, too, gives a token of the vocabulary
+    found = tl.where(inside & (found == found), found, float("-inf"))  # with NaN, too, the result is a valid id
     tl.store(best_ptr + b * blocks + tl.program_id(1), tl.max(found, 0))
     tl.store(at_ptr + b * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(found, 0))
 
@@ -118,8 +119,9 @@ def draw(
     keys: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int64[B]: as `sample.draw`, the tokens of the largest logits / temperature + Gumbel noise, of float32 logits in
-    rows[B]; temperature is float32[B, 1], keys int64[B, 1]. If given, only where float32 kept[B, vocab] is above 0."""
+    """Sample as `sample.draw`: the argmax of logits / temperature + Gumbel noise, int64[B], of the float32 logits in
+    rows[B]. temperature is float32[B, 1], keys int64[B, 1]. If float32 kept[B, vocab] is given, only tokens above 0
+    there count."""
     count, vocab = len(rows), logits.shape[1]
     block = 4096
     blocks = triton.cdiv(vocab, block)

@@ -1,16 +1,17 @@
-"""Mixture of experts in five launches, four for a single token, none of which the host waits for.
+"""Mixture of experts in five launches, four for a single token, without synchronizing with the host.
 
-    logits --route--> weights, experts [T, k] --sort--> where each lies among its expert's rows, and tiles of rows
+    logits --route--> weights, experts [T, k] --sort--> place of each row among its expert's rows, tiles of rows
     x --product, by tiles: gate, up, activation--> inner [T k, I] --product--> [T k, hidden] --combine--> residual
 
-Steps of few rows an expert take as long as it takes to read the experts, which a kernel of our own does at most of the
-bandwidth. Where experts have many, rows are put by expert first, and multiplied by a kernel for Hopper, which gates as
-well (`hopper_experts`), or by torch's grouped product.
+With few rows per expert the time is that of reading the experts; the kernel here reads them at nearly the full
+bandwidth. With many, rows are first copied in the order of experts, and multiplied by a kernel for Hopper, which
+applies the gate as well (`hopper_experts`), or by torch's grouped matrix product.
 
-Biases, where there are some, are added where gate and up become one, and where a token's rows do.
+Biases, if any, are added where gate and up are combined, and where the rows of a token are.
 
-Experts in FP8 (`scaled_experts`) take x rounded, by the launch that routes, and the inner rows rounded by one launch
-more, which gates. All their products are kernels of our own. So are those of experts in MXFP4 (`packed_experts`).
+Experts in FP8 (`scaled_experts`) take x quantized by the launch that routes, and inner rows quantized by one more
+launch, which applies the gate. All their products are kernels here. So are those of experts in MXFP4
+(`packed_experts`), whose weights are expanded to bfloat16 in registers.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ from radixrt.worker.model.scaled import Rounded, Rounding
 
 
 FEW, SOME, MANY = Tile(16, 128, 128, 4, 4), Tile(32, 128, 128, 4, 3), Tile(64, 128, 64, 4, 3)
-"""Of an expert's rows and of its matrix's; see `tile_for` (bench/experts.py --sweep)."""
+"""Tiles for few to many rows of an expert; see `tile_for` (bench/experts.py --sweep)."""
 
 
 def tile_for(rows: float) -> Tile | None:
-    """For so many rows an expert, on average; None: torch's grouped product is faster."""
+    """The tile for `rows` rows per expert on average; None where torch's grouped product is faster."""
     return FEW if rows <= 6 else SOME if rows <= 24 else MANY if rows <= 128 else None
 
 
 SPREAD, TILES = 48, 160
-"""Rows an expert, on average, beyond which the kernel of `hopper_experts` is faster than tiles, and up to which it is
-faster than torch's grouped product, whatever the size of experts."""
+"""Average rows per expert beyond which the kernel of `hopper_experts` is faster than the kernel here, and up to which
+it is faster than torch's grouped product for experts of any size."""
 DEEP = 4096
-"""Elements of a row, from which on torch's is the faster one beyond that: its programs share what they read."""
+"""With more than TILES rows per expert, torch's grouped product is faster for rows of at least this many elements: its
+programs share what they read."""
 FEWEST = 0.5
-"""Rows an expert, on average, up to which weights are on the left of products (see `products`)."""
+"""The most rows per expert, on average, for which weights are the left operand of products (see `products`)."""
 
 
 @triton.jit
@@ -77,7 +79,8 @@ def _product_kernel(
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     real = m < count
-    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    # Lanes past the last column compute a column again, which is not stored. Lanes past the last row are masked
+    # instead: to read a row again would cost as much as to read another one.
     row = tl.load(tile + 1) + tl.where(real, m, 0)
     source = tl.load(rows_ptr + row) if GATED else row
     x_at = x_ptr + source.to(tl.int64)[:, None] * depth + k[None, :]
@@ -121,9 +124,9 @@ def _product(
     x: torch.Tensor, order: Order, weight: torch.Tensor, tile: Tile, activation: str | None,
     bias: torch.Tensor | None = None, flipped: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] of x [T * chosen, K]; with an
-    activation x is [T, K], bias[E, N] is added, if given, and the result [T * chosen, N / 2] is `kernels.gated` of both
-    halves. `flipped`: computed with the weight on the left."""
+    """Multiply rows, sorted by expert as `order` says, by each expert's weight[E, N, K] transposed: [T * chosen, N] for
+    x [T * chosen, K]. With an activation, x is [T, K] (rows are looked up), bias[E, N] is added if given, and the
+    result [T * chosen, N / 2] is `kernels.gated` of both halves. `flipped`: the weight is the left operand."""
     halves = 1 if activation is None else 2
     columns, depth, across = weight.shape[1] // halves, weight.shape[2], tile.columns // halves
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
@@ -154,7 +157,7 @@ def _spread_kernel(
 
 
 def spread(x: torch.Tensor, order: Order) -> torch.Tensor:
-    """x[T, hidden] by expert: [T * chosen, hidden]."""
+    """Copy the rows of x[T, hidden] in the order of experts: [T * chosen, hidden]."""
     size, (tokens, chosen) = x.shape[1], order.places.shape
     out = torch.empty((tokens * chosen, size), dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(size))
@@ -185,7 +188,7 @@ def _biased_gate_kernel(
 
 
 def biased_gate(x: torch.Tensor, bias: torch.Tensor, order: Order, activation: str) -> torch.Tensor:
-    """`kernels.gate` of rows by expert, x[T * chosen, 2 I], plus bias[E, 2 I]: [T * chosen, I]."""
+    """`kernels.gate` of x[T * chosen, 2 I], sorted by expert, plus bias[E, 2 I]: [T * chosen, I]."""
     rows, size = x.shape[0], x.shape[1] // 2
     out, block = torch.empty((rows, size), dtype=x.dtype, device=x.device), min(1024, triton.next_power_of_2(size))
     launch(
@@ -222,8 +225,8 @@ def _combine_kernel(
 def combine(
     rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Add to residual[T, hidden] the rows [T * chosen, hidden] of each token, plus bias[E, hidden] of their experts, if
-    given, times its weights[T, chosen]."""
+    """For each token, add its `rows` [T * chosen, hidden], plus the bias[E, hidden] of their experts if given, times
+    its weights[T, chosen] to residual[T, hidden]."""
     tokens, size = residual.shape
     block = min(1024, triton.next_power_of_2(size))
     launch(
@@ -237,8 +240,8 @@ def combine(
 
 
 def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """See `Ops.experts`. With `batch_invariant` one kind of tile computes all products, so that a row always rounds
-    alike."""
+    """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
+    not depend on the others."""
     logits, count = experts.logits(x), len(experts.down)
     rows = len(x) * experts.chosen / count
     if experts.narrow:
@@ -268,10 +271,10 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
 
 @functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
-    """`hopper_experts`, where it is to be had."""
+    """`hopper_experts`; None if it cannot be used."""
     try:
         from radixrt.worker.cuda import hopper_experts
-    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
         return None
     return hopper_experts if hopper_experts.there(device) else None
 
@@ -283,7 +286,7 @@ def _begin(
 
 
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
-    """[T * chosen, hidden] by expert, of x[T, hidden]."""
+    """The experts' results, [T * chosen, hidden] sorted by expert, for x[T, hidden], by torch's grouped product."""
     inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
     if experts.gate_up_bias is None:
         inner = kernels.gate(inner, experts.activation)
@@ -293,7 +296,7 @@ def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
 
 
 def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
-    """Of experts in FP8, which have no biases."""
+    """As `add`, for experts in FP8, which have no biases."""
     gate_up, down = experts.gate_up, experts.down
     weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)

@@ -1,7 +1,7 @@
-"""Long chunks of latent attention by full heads (`full_heads`): their workspace, and a step's chunks in it.
+"""Long chunks of latent attention by full heads (`full_heads`): the workspace, and the chunks of a step.
 
-The workspace holds the latents of a group of sequences, and K and V of some heads. Where it does not hold all heads,
-they are computed in turns, each head with all of its keys, so that there is nothing more to merge.
+The workspace holds the latents of a group of sequences, and K and V of some heads. If not all heads fit, they are
+computed in turns, each head with all of its keys, so that this needs no merging.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from radixrt.worker.cuda import attend, full_heads, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.full_heads import ALIGN, Keys
-from radixrt.worker.cuda.launching import Again
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.launching import KernelCache
+from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items, Tiling, make_items, make_merges, sequence_tiles
 from radixrt.worker.model.latent import Ups
@@ -25,11 +25,12 @@ from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.spec import ModelSpec
 
 WORKSPACE = 1 << 29
-"""Bytes that K and V of the heads of a turn may take; more only if a single head of the longest group needs more."""
+"""The most bytes of K and V of the heads of a turn, unless a single head of the longest group needs more."""
 
 
 class FullHeads:
-    """The workspace, and the kernel that reads it: `variant`, of which a chip runs `programs` at once."""
+    """The workspace, and the `variant` of the kernel that reads it, of which the chip runs `programs` programs at
+    once."""
 
     def __init__(
         self, spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, tokens: int, variant: Variant,
@@ -52,7 +53,7 @@ class FullHeads:
         """The shape of the results that are merged."""
 
     def heads_at_once(self, tokens: int) -> int:
-        """How many heads of a group of `tokens` tokens a turn has: as few turns as possible, of about equal size."""
+        """Heads per turn for a group of `tokens` tokens: with as few turns as possible, of about equal size."""
         most = len(self._keys_values) // (tokens * (self.latent.nope_dim + self.latent.value_dim))
         times = -(-self.heads // min(most, self.heads))
         return -(-self.heads // times)
@@ -63,11 +64,11 @@ class FullHeads:
         return Tiling(variant.rows, variant.keys, 2 * variant.keys, programs, single=not variant.specialised)
 
     def latents(self, tokens: int) -> torch.Tensor:
-        """[tokens, rank + rope] of the workspace."""
+        """The part of the workspace for latents, [tokens, rank + rope]."""
         return self._latents[:tokens]
 
     def keys(self, tokens: int, count: int) -> Keys:
-        """K and V of `count` heads, and the latents of all, in the workspace."""
+        """The parts of the workspace for K and V of `count` heads, and for the latents."""
         found, begin = [], 0
         for width in (self.latent.nope_dim, self.latent.value_dim):
             end = begin + tokens * count * width
@@ -101,8 +102,8 @@ class FullHeads:
         if q.is_cuda:
             torch.cuda.synchronize(q.device)
 
-    def again(self) -> Again | None:
-        """As `Shape.again`; the alignment of what lies in the workspace matters as well."""
+    def kernel_cache(self) -> KernelCache | None:
+        """As `Shape.kernel_cache`; None also if the parts of the workspace may be aligned differently."""
         widths = self.latent.nope_dim, self.latent.rope_dim, self.latent.value_dim, self.latent.rank
         return {} if all(width % 16 == 0 for width in widths) else None
 
@@ -110,8 +111,8 @@ class FullHeads:
 def find(
     spec: ModelSpec, page_size: int, pages: torch.dtype, dtype: torch.dtype, device: torch.device, tokens: int
 ) -> FullHeads | None:
-    """FullHeads with its kernels compiled. None where it does not apply: without latent attention, a 16-bit dtype and a
-    CUDA device, or for pages that are neither in that dtype nor in FP8, which it holds exactly."""
+    """FullHeads with its kernels compiled. None if it does not apply: it needs latent attention, a 16-bit dtype, a CUDA
+    device, and pages in that dtype or in FP8."""
     if spec.latent is None or dtype.itemsize != 2 or device.type != "cuda":
         return None
     if pages != dtype and pages.itemsize > 1:
@@ -126,14 +127,14 @@ def find(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that the workspace holds together: where (see `full_heads.gather`), and the work of their queries."""
+    """Sequences that fit the workspace together: their places (see `full_heads.gather`), and their work items."""
 
-    where: Piece
+    where: PackedArray
     longest: int
     keys: list[Keys]
     """K and V of each turn's heads."""
-    items: Piece
-    starts: Piece | None
+    items: PackedArray
+    starts: PackedArray | None
 
 
 class FullStep:
@@ -172,34 +173,35 @@ class FullStep:
         self._merges, self._entries = packer.add(merges.queries), packer.add(entries)
 
     def sent(self, integers: torch.Tensor) -> None:
-        """Take what was packed, on the device."""
+        """Called with the packed integers on the device, before `run`."""
         self._lists = [
             (group.where.of(integers), (group.items.of(integers), group.starts and group.starts.of(integers)))
             for group in self._groups
         ]
         self._merging = self._merges.of(integers), self._entries.of(integers)
         self._scratch = Scratch.make(self._partials, self._full.out_shape, integers.device)
-        self._again = self._full.again()
+        self._cache = self._full.kernel_cache()
 
     def run(self, q: torch.Tensor, ups: Ups, pages: Pages, out: torch.Tensor) -> None:
         """Write the results of the chunks' tokens among rotated q[T, heads, nope + rope] to out[T, heads, width of a
-        head's value]. Latents are in their pages already. Kept short, since the host runs it for every layer."""
-        full, again = self._full, self._again
+        head's value], when latents are written to their pages. Does little on the host, since it runs for every
+        layer."""
+        full, cache = self._full, self._cache
         for group, (where, work) in zip(self._groups, self._lists, strict=True):
-            full_heads.gather(pages, full.page_size, where, group.longest, group.keys[0].latents, again)
+            full_heads.gather(pages, full.page_size, where, group.longest, group.keys[0].latents, cache)
             first = 0
             for keys in group.keys:
                 full.multiply_out(ups, keys, first)
                 full_heads.attend_full(
-                    q, keys, work, out, self._scratch, full.variant, first, full.scale, pages.scales, again
+                    q, keys, work, out, self._scratch, full.variant, first, full.scale, pages.scales, cache
                 )
                 first += keys.k.shape[1]
-        attend.merge(self._scratch.partials, *self._merging, out, full.out_shape, again=again)
+        attend.merge(self._scratch.partials, *self._merging, out, full.out_shape, cache=cache)
 
 
 def _without_direct(lists: list[np.ndarray], entries: np.ndarray) -> tuple[np.ndarray, int]:
-    """(Entries, number of partial results), renumbered so that only results that are merged have places: most queries
-    have one result, which is written directly. The items of `lists` are renumbered in place."""
+    """Renumber partial results so that only those that are merged have places: most queries have one result, which is
+    written directly. Returns (entries, number of partial results); the items of `lists` are changed in place."""
     before = np.concatenate([items[:, 6] for items in lists])
     size = np.concatenate([np.where(items[:, 7] != 0, 0, items[:, 1]) for items in lists]).astype(np.int64)
     after = np.cumsum(size) - size
@@ -212,7 +214,7 @@ def _without_direct(lists: list[np.ndarray], entries: np.ndarray) -> tuple[np.nd
 
 
 def _groups(keys: np.ndarray, room: int) -> Iterator[np.ndarray]:
-    """Runs of sequences whose keys fit `room`, as each sequence's do alone."""
+    """Runs of sequences whose keys together fit `room`. Those of each single sequence must."""
     begin, total = 0, 0
     for i, count in enumerate(keys.tolist()):
         if total + count > room and i > begin:

@@ -1,13 +1,13 @@
-"""Latent attention of long chunks by full heads: keys and values are multiplied out of the latents first.
+"""Latent attention of long chunks by full heads: the keys and values of each head are first computed from the latents.
 
     pages, FP8 or not --gather--> latents [S, rank + rope] --two products--> K [S, heads, nope], V [S, heads, width]
                                           rotated keys, of all heads ---------------+--> attention --> out
 
-A pair of a query and a key takes nope + rope + width products a head then, instead of 2 rank + rope (DeepSeek-V2: 320
-instead of 1,088), and a key rank * (nope + width) beside: for few queries a key, pages are read in place (`latent`).
-K and V are read back through the pages also when they are new. Each sequence's keys begin at a multiple of ALIGN, and
-zeros follow them: a block of keys holds nothing of another sequence. Which chunks are computed so, and in which
-workspace, is said in `full_chunks`.
+A pair of a query and a key then takes nope + rope + width multiplications per head instead of 2 rank + rope
+(DeepSeek-V2: 320 instead of 1,088), but each key takes rank * (nope + width) more: with few queries per key, pages are
+read in place (`latent`). Latents are read back from the pages also when they are new. Each sequence's keys begin at a
+multiple of ALIGN, and zeros follow them, so that a block of keys holds nothing of another sequence. `full_chunks` has
+the workspace, and `chunk_plan` decides which chunks are computed this way.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import triton.language as tl
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.attend import LOG2_E, Scratch, half_type
 from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.launching import Again, launch, wait
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.variants import Variant
 from radixrt.worker.cuda.work import FIELDS
 from radixrt.worker.model.spec import LatentSpec
 
 ALIGN = 128
-"""Keys; a multiple of what a block of any variant has."""
+"""In keys; a multiple of the block size of every variant."""
 
 
 def chunk_variant(room: int) -> Variant:
-    """Where no kernel is made for the chip, by the bytes of shared memory that a program may have."""
+    """The variant of the portable kernel, by the bytes of shared memory that a program may have."""
     return Variant(128, 64, 8, 3) if room > 200_000 else Variant(64, 64, 4, 2)
 
 
 def find_specialised(
     latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.device, other: Variant
 ) -> Variant | None:
-    """That of `hopper_full`, where it is to be had, and does as the `other` does."""
+    """The variant of `hopper_full`; None if it cannot be used, or its results differ from those of the `other` one."""
     try:
         from radixrt.worker.cuda import hopper_full
-    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
         return None
     return hopper_full.find(latent, heads, dtype, device, other)
 
@@ -74,17 +74,17 @@ def _gather_latents_kernel(
 
 def gather(
     pages: Pages, page_size: int, sequences: torch.Tensor, longest: int, out: torch.Tensor,
-    again: Again | None = None,
+    cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """Keys of sequences, as they are stored, in `out` [S, D], zeros after them up to a multiple of ALIGN.
+    """Copy the latents of sequences, without their scale, to `out` [S, D], followed by zeros up to a multiple of ALIGN.
 
-    `sequences` is int32[B, 3]: row of the page table, keys (`longest` at most), where in `out` they begin."""
+    `sequences` is int32[B, 3]: row of the page table, number of keys (at most `longest`), first row in `out`."""
     dim = out.shape[1]
     block = triton.next_power_of_2(dim)
     tokens = max(1, min(16, 8192 // block))
     grid = triton.cdiv(triton.cdiv(longest, ALIGN) * ALIGN, tokens), len(sequences), 1
     launch(
-        _gather_latents_kernel, grid, again, pages.keys, pages.table, sequences, out, pages.table.stride(0), dim, block,
+        _gather_latents_kernel, grid, cache, pages.keys, pages.table, sequences, out, pages.table.stride(0), dim, block,
         tokens, page_size, ALIGN, num_warps=8,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def gather(
 
 @triton.jit
 def _columns(ptr, d, COUNT: tl.constexpr, WHOLE: tl.constexpr, HALF_TYPE: tl.constexpr):
-    """COUNT elements of some rows."""
+    """Load elements `d` of some rows, of which the first COUNT exist."""
     if WHOLE:
         return tl.load(ptr + d[None, :]).to(HALF_TYPE)
     else:
@@ -108,7 +108,7 @@ def _over_keys(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr, HALF_TYPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to `end`; `seen` is the last one that a row sees, which matters if they are MASKED."""
+    """Attention over the keys [begin, end). With MASKED, a row sees keys up to `seen`."""
     n = tl.arange(0, KEYS)
     d = tl.arange(0, WIDTH)
     r = tl.arange(0, REST)
@@ -123,7 +123,7 @@ def _over_keys(
             s = tl.where((j + n)[None, :] <= seen[:, None], s * scale, -1e30)
         else:
             s = s * scale
-        # Above what is masked: a row that sees none of these keys gets weights of 0.
+        # Above the masked scores: a row that sees none of these keys gets weights of 0.
         higher = tl.maximum(peak, tl.max(s, 1))
         keep = tl.exp2(peak - higher)
         p = tl.exp2(s - higher[:, None])
@@ -186,26 +186,26 @@ def _attend_full_kernel(
     else:
         spot = (partial + m).to(tl.int64) * HEADS + head
         tl.store(partial_ptr + spot[:, None] * VALUE + e[None, :], out, mask=stored)
-        # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
+        # NaN in the input is propagated: `total` is NaN then, and so is the result.
         tl.store(lse_ptr + spot, tl.where(total == 0, -1e30, peak + tl.log2(total)), mask=real)
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where keys and values of some heads lie, of latents side by side."""
+    """Keys and values of n heads for S tokens, and the latents that they were computed from."""
 
     k: torch.Tensor
     """[S, n, nope]."""
     v: torch.Tensor
     """[S, n, width]."""
     latents: torch.Tensor
-    """[S, D]: the last elements are rotated keys, of all heads."""
+    """[S, D]: the last elements are the rotated parts of keys, which all heads share."""
     described: tuple[Any, ...] = ()
-    """All three, for the copy engine."""
+    """Descriptors of all three for the copy engine (TMA)."""
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor, latents: torch.Tensor, variant: Variant) -> Keys:
-        """As the kernel of `variant` wants them."""
+        """With descriptors if the kernel of `variant` needs them."""
         if not variant.specialised:
             return cls(k, v, latents)
         from radixrt.worker.cuda import hopper_full
@@ -215,11 +215,11 @@ class Keys:
 
 def attend_full(
     q: torch.Tensor, keys: Keys, items: attend.Work, out: torch.Tensor, scratch: Scratch, variant: Variant, first: int,
-    scale: float, scales: tuple[float, float], again: Again | None = None,
+    scale: float, scales: tuple[float, float], cache: KernelCache | None = None,
 ) -> Any:  # fmt: skip
-    """Attention of the heads from `first` on, whose `keys` are given, to out[T, heads, width] or `scratch`; of q[T,
-    heads, nope + rope]. `items` are work.Items with the place of a sequence's first key in the row's place; K and V are
-    times `scales`. Gives the compiled kernel."""
+    """Write the attention of q[T, heads, nope + rope] to out[T, heads, width] or `scratch`, for the heads from `first`
+    on, whose `keys` are given. `items` are work.Items that have, instead of the row of the page table, the place of the
+    sequence's first key in `keys`. K and V are multiplied by `scales`. Returns the compiled kernel."""
     list, starts = items
     if not len(list):
         return None
@@ -235,14 +235,14 @@ def attend_full(
         sizes = q.shape[1], latents.shape[1] - rope, nope, rope, width
         return hopper_full.launch(
             count,
-            again,
+            cache,
             (q, *keys.described, list, starts, *results, first, *numbers, *sizes),
             len(starts) - 1,
             variant,
         )
     widths = (max(16, triton.next_power_of_2(n)) for n in (nope, rope, width))
     return launch(
-        _attend_full_kernel, (count, len(list), 1), again, q, k, latents, v, list, *results, first, k.stride(0),
+        _attend_full_kernel, (count, len(list), 1), cache, q, k, latents, v, list, *results, first, k.stride(0),
         v.stride(0), *numbers, q.shape[1], latents.shape[1], nope, rope, width, variant.rows, variant.keys, *widths,
         FIELDS, half_type(k.dtype), variant.stages, num_warps=variant.warps,
     )  # fmt: skip

@@ -17,14 +17,15 @@ log = logging.getLogger("radixrt.cuda")
 
 
 class PeerGroup(TorchGroup):
-    """As TorchGroup; where the memory of the others cannot be read, nothing but it."""
+    """A TorchGroup that adds small sums by peer access, where GPUs can read each other's memory."""
 
     _peers: Peers | None = None
     _has_met: ClassVar[bool] = False
-    """torch takes a group of the same name, as all are, for the one it knows, and would wait for who has left."""
+    """Symmetric memory can be set up once in a process: torch knows groups by name, all have the same name, and a
+    second group would wait for the ranks of the first."""
 
     def meet(self, hidden: int, rows: int, dtype: torch.dtype) -> None:
-        """Lend the others memory for sums of up to so many rows. All ranks call it, or none."""
+        """Set up memory that all ranks can read, for sums of up to `rows` rows of `hidden` elements. A collective."""
         ranks = self.shard.size
         rows = min(rows, MOST_BYTES.get(ranks, 0) // (hidden * dtype.itemsize))
         found, problem = None, f"{ranks} ranks"
@@ -34,7 +35,7 @@ class PeerGroup(TorchGroup):
         try:
             if rows:
                 found = Peers.meet(distributed.group.WORLD, hidden, rows, dtype, self._device)
-        except (RuntimeError, ValueError) as error:  # no way from GPU to GPU, a torch without it
+        except (RuntimeError, ValueError) as error:  # no peer access, or a torch without symmetric memory
             problem = str(error)[:500]
         if self.smallest(int(found is not None)):
             self._peers = found

@@ -1,12 +1,12 @@
-"""Attention of many queries over FP8 pages on Hopper, as `attend` has it, by groups of warps that do one thing each.
+"""Attention of many queries over FP8 pages on Hopper, with the interface of `attend`, by a warp-specialized kernel.
 
-    feeder, 8 warps      K, V of a block: slots -> FP8 in registers -> float16 in shared memory, a block ahead
+    producer, 8 warps         K, V of a block: slots -> FP8 in registers -> float16 in shared memory, a block ahead
                                                       |  full            ^  empty
-    two warpgroups       as `warpgroups` has it
+    two consumer warpgroups   see `warpgroups`
 
-A multiprocessor runs one program, whose two times 64 rows share what is fed.
+A multiprocessor runs one program, whose two consumers, of 64 rows each, use the same keys and values.
 
-Registers are tight: a feeder that spills in its loop costs half of the speed.
+Registers are tight: a producer that spills in its loop halves the speed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ DIMS = (64, 128)
 # ---------------------------------------------------------------- the feeder
 
 OPEN = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-"""As from Triton 3.9 on; before, its name began with an underscore."""
+"""Whether the method has its public name, as in Triton 3.9 and newer; before, the name began with an underscore."""
 
 
 @gluon.jit
 def _entered(items_ptr, table_ptr, number, stride, KEYS: gl.constexpr, ITEM: gl.constexpr):
-    """An item's row of the page table, its first key, the one after its last, the first one of its last block."""
+    """Returns an item's row of the page table, its first key, the end of its keys, and the first key of its last
+    block."""
     item = items_ptr + number * ITEM
     row_ptr = table_ptr + gl.load(item + 2).to(gl.int64) * stride
     begin = gl.load(item + 3)
@@ -48,8 +49,8 @@ def _entered(items_ptr, table_ptr, number, stride, KEYS: gl.constexpr, ITEM: gl.
 
 @gluon.jit
 def _slots(row_ptr, key, end, PAGE: gl.constexpr, KEYS: gl.constexpr, L: gl.constexpr, CUT: gl.constexpr):
-    """Of the keys from `key` on; past the end the last one again: what lies there is another's, perhaps NaN, and a
-    weight of 0 times NaN is NaN."""
+    """The slots of KEYS keys from `key` on. Past the end, that of the last key again: the keys there are another
+    request's and may be NaN, and a weight of 0 times NaN is NaN."""
     n = gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
     if CUT:
         n = gl.maximum(gl.minimum(n, end - 1 - key), 0)
@@ -64,7 +65,7 @@ def _next_slots(
     items_ptr, table_ptr, number, last, row_ptr, begin, end, key, stride, PAGE: gl.constexpr, KEYS: gl.constexpr,
     L: gl.constexpr, ITEM: gl.constexpr,
 ):  # fmt: skip
-    """Where the feeder is, one block on: in the same item, or in the next one, if there is one before `last`."""
+    """Advance the producer by one block: in the same item, or to the next one, if there is one before `last`."""
     if key > begin:
         key -= KEYS
         slot = _slots(row_ptr, key, end, PAGE, KEYS, L, False)
@@ -83,7 +84,7 @@ def _rows(ptr, slot, ROW: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _widened(x, KEYS: gl.constexpr, WORDS: gl.constexpr, E5M2: gl.constexpr):
-    """Of int32[KEYS, WORDS] of 4 FP8 values each: int32[KEYS, 2 WORDS] of 2 float16 values, which are the same."""
+    """Convert int32[KEYS, WORDS] of 4 FP8 values each to int32[KEYS, 2 WORDS] of 2 float16 values each, exactly."""
     if E5M2:
         low, high = gl.inline_asm_elementwise(
             "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e5m2x2 $0, a; cvt.rn.f16x2.e5m2x2 $1, b;}",
@@ -103,13 +104,13 @@ def _feed(
     KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     FEEDERS: gl.constexpr, ITEM: gl.constexpr,
 ):  # fmt: skip
-    # In words of 4 FP8 values: what is loaded ahead would take a register a byte otherwise.
+    # In words of 4 FP8 values: otherwise each byte that is loaded ahead would take a register.
     WORDS: gl.constexpr = DIM // 4
     ROW: gl.constexpr = KV_HEADS * WORDS
     E5M2: gl.constexpr = v_ptr.dtype.element_ty == gl.float8e5
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    # 16 bytes a thread, 4 threads a row: of what 8 neighbours store at once, 16 bytes each, the even pieces of one row
-    # and the odd ones of the next (as they are swizzled), no two lie in the same banks.
+    # 16 bytes per thread, 4 threads per row. So the 8 neighbouring threads whose 16-byte stores are issued together,
+    # even pieces of one row and odd ones of the next (swizzled), have no bank conflicts.
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [FEEDERS, 1], [1, 0])
     if OPEN:
         k_smem = k_smem.reinterpret(gl.int32, [STAGES, KEYS, DIM // 2], HALVES)
@@ -122,7 +123,7 @@ def _feed(
     first, last = warpgroups.numbers(starts_ptr)
     if first < last:
         count = 0
-        # What is loaded is a block ahead of what is stored, and the slots another one, also over the end of an item.
+        # Loads run one block ahead of stores, and look-ups of slots another one, also across items.
         ahead = first
         row_ptr, begin, end, key = _entered(items_ptr, table_ptr, ahead, stride, KEYS, ITEM)
         slot = _slots(row_ptr, key, end, PAGE, KEYS, L, True)
@@ -160,12 +161,12 @@ def _place_queries(
     query, queries, q_ptr, order_ptr, q_smem, scale, HALF: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """This warpgroup's rows of an item, times `scale`, in shared memory."""
+    """Write this warpgroup's rows of an item's queries, times `scale`, to shared memory."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     m = HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
-    # Rows past the last query are that query again, and not stored: loads without a mask wait for one another less.
+    # Rows past the last query repeat that query, and are not stored: loads without a mask overlap better.
     place = query + gl.minimum(m // GROUP, queries - 1)
     if ORDERED:
         place = gl.load(order_ptr + place)
@@ -182,7 +183,7 @@ def _multiply(
     DIM: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, SINKS: gl.constexpr, QUERIES: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, ITEM: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * HALF to 64 * HALF + 63 of every item of the program."""
+    """The consumer of rows 64 * HALF to 64 * HALF + 63 of every item of the program."""
     first, last = warpgroups.numbers(starts_ptr)
     bars = k_full, k_empty, v_full, v_empty, turns
     count = 0
@@ -243,14 +244,14 @@ def _attend_specialised(
 
 def launch(
     grid: tuple[int, int, int],
-    again: launching.Again | None,
+    cache: launching.KernelCache | None,
     given: tuple[Any, ...],
     kinds: tuple[Any, ...],
     variant: Variant,
 ) -> Any:
-    """As `attend.attend`, which makes the arguments that both kernels have. Items have `starts`."""
+    """As `attend.attend`, which prepares the arguments that both kernels have. Items must have `starts`."""
     return launching.launch(
-        _attend_specialised, grid, again, *given, *kinds, variant.keys, FIELDS, variant.stages, FEEDERS,
+        _attend_specialised, grid, cache, *given, *kinds, variant.keys, FIELDS, variant.stages, FEEDERS,
         MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=variant.warps,
     )  # fmt: skip
 
@@ -259,14 +260,14 @@ VARIANT = Variant(ROWS, KEYS, 4, STAGES, specialised=True)
 
 
 def find(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
-    """The variant for tiles of many queries; None where this kernel is not for, or is not what it should be."""
+    """The variant for tiles of many queries; None if this kernel does not apply, or gives wrong results here."""
     if pages.itemsize > 1 or dtype.itemsize != 2 or shape.head_dim not in DIMS or shape.group > ROWS:
         return None
     return VARIANT if warpgroups.agrees(lambda: _apart(shape, pages, dtype, device), device) else None
 
 
 def _apart(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> float:
-    """The relative error between both kernels, of a few sequences and causal chunks."""
+    """The relative difference to the kernel of `attend`, for a few sequences and causal chunks."""
     starts, counts = np.array([0, 130, 600]), np.array([300, 1, 70])
     generator = torch.Generator(device).manual_seed(0)
     held = -(-int((starts + counts).max()) // shape.page_size)
@@ -281,7 +282,7 @@ def _apart(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.d
         cut = variants.tiling(variant, shape, shape.kv_heads)
         items, _ = make_items(sequence_tiles(0 * starts, starts, counts, first, None, cut.queries), cut)
         scratch, out = Scratch.make(int(items.partials), shape, device), torch.empty_like(q)
-        items.items[:, 7] = 1  # one program: no tile is cut
+        items.items[:, 7] = 1  # with one program no tile is divided: results are written directly
         work = torch.from_numpy(items.items).to(device), torch.from_numpy(items.starts).to(device)
         attend.attend(q, keys, values, table, work, out, scratch, shape, variant, sinks=sinks)
         found.append(out.float())

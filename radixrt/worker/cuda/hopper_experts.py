@@ -1,11 +1,12 @@
-"""Products of experts that have many rows each, on Hopper, by groups of warps that do one thing each.
+"""Products of experts with many rows each, on Hopper, by a persistent warp-specialized kernel.
 
-    feeder, 1 warp       DEPTH elements of a tile's rows and of the weight's: copied by the copy engine, STAGES ahead
+    producer, 1 warp          DEPTH elements of a tile's rows and of the weight's, by the copy engine, STAGES ahead
                                                       |  full            ^  empty
-    two warpgroups       64 rows of a tile each, times two parts of the weight: of gate and of up, or side by side
+    two consumer warpgroups   64 rows of a tile each, times two parts of the weight: gate and up, or neighbouring rows
 
-Each multiprocessor runs one program, which takes every so many tiles, and is fed on over the end of one. Those that run
-at once go through the columns of GROUP tiles of rows, so that these and the weight are in the L2 cache.
+Each multiprocessor runs one program, which computes every n-th of the tiles, for n programs, and loads ahead across
+tiles. Programs that run at once compute the columns of GROUP tiles of rows, so that these and the weight stay in the L2
+cache.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from radixrt.worker.cuda.routing import TILE_FIELDS, Order
 from radixrt.worker.cuda.warpgroups import agrees, copy
 
 ROWS = 128
-"""Of a tile: two warpgroups of 64."""
+"""Rows of a tile: two warpgroups of 64."""
 PART = 128
 """Rows of a weight that are copied at once: two such parts are a tile's columns."""
 DEPTH, STAGES, GROUP = 64, 4, 2
@@ -39,7 +40,7 @@ MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
 
 @gluon.jit
 def place(index, tiles, blocks, GROUP: gl.constexpr):
-    """(Tile of rows, block of columns) of a number: column after column of GROUP tiles."""
+    """Returns (tile of rows, block of columns) of a tile index: column after column of GROUP tiles of rows."""
     first = index // (GROUP * blocks) * GROUP
     within = index - first * blocks
     size = gl.minimum(tiles - first, GROUP)
@@ -77,8 +78,8 @@ def _feed(
 
 @gluon.jit
 def _store(values, out_ptr, row, first, size, columns, HALF: gl.constexpr, PART: gl.constexpr):
-    """A warpgroup's values [64, PART] from column `first` on, those of the tile's `size` rows: 16 bytes a thread, four
-    threads side by side."""
+    """Store a warpgroup's values [64, PART] from column `first` on, as far as the tile has rows (`size`): 16 bytes per
+    thread, four threads per row."""
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]], [], [64, PART],
@@ -96,7 +97,7 @@ def _multiply(
     GATED: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, PART: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * HALF to 64 * HALF + 63 of each tile of the program."""
+    """The consumer of rows 64 * HALF to 64 * HALF + 63 of each tile of the program."""
     BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 16])
     EACH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
@@ -134,7 +135,7 @@ def _multiply(
                 first = block * 2 * PART
                 _store(one, out_ptr, row, first, size, columns, HALF, PART)
                 _store(other, out_ptr, row, first + PART, size, columns, HALF, PART)
-        elif size > 0:  # what is fed is the other warpgroup's alone
+        elif size > 0:  # only the other warpgroup has rows of this tile
             for _ in range(steps):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -182,9 +183,9 @@ def _product_specialised(
 def product(
     x: torch.Tensor, order: Order, weight: torch.Tensor, activation: str | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rows by expert of `order`, whose tiles are of ROWS, x[R, K] times weight[E, N, K] transposed: [R, N]; with an
-    activation bias[E, N] is added, if given, and the result [R, N / 2] is `kernels.gated` of both halves. All in
-    bfloat16, whose rows are of whole 16 bytes."""
+    """Multiply x[R, K], sorted by expert as `order` says, by each expert's weight[E, N, K] transposed: [R, N]. With an
+    activation, bias[E, N] is added if given, and the result [R, N / 2] is `kernels.gated` of both halves. `order` must
+    have tiles of ROWS. All are bfloat16, with rows of a multiple of 16 bytes."""
     gate = activation is not None
     columns, depth = weight.shape[1] // (2 if gate else 1), weight.shape[2]
     blocks, tiles = cdiv(columns, PART if gate else 2 * PART), len(order.tiles)
@@ -211,12 +212,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def there(device: torch.device) -> bool:
-    """Whether the kernel is what it should be on this device."""
+    """Whether the kernel works on this device."""
     return agrees(lambda: _apart(device), device)
 
 
 def _apart(device: torch.device) -> float:
-    """The relative error to float32, of a few experts, with as many rows as tiles have, and not."""
+    """The relative error to float32, for a few experts whose rows fill tiles, or do not."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Latent attention by full heads on Hopper, as `full_heads` has it, by groups of warps that do one thing each.
+"""Latent attention by full heads on Hopper, with the interface of `full_heads`, by a warp-specialized kernel.
 
-    feeder, 1 warp       K (what is not rotated, what is), V of a block: copied by the copy engine, a block ahead
+    producer, 1 warp          K (its parts without and with rotation) and V of a block, by the copy engine (TMA), ahead
                                                       |  full            ^  empty
-    two warpgroups       as `warpgroups` has it
+    two consumer warpgroups   see `warpgroups`
 
-K and V lie in a workspace, where `full_heads` has put them.
+K and V are in the workspace of `full_heads`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from radixrt.worker.model.spec import LatentSpec
 
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
 NOPE, ROPE, VALUE = 128, 64, 128
-"""Of the heads that it is for: those of DeepSeek V2 and V3, and of Kimi K2."""
+"""The only head sizes that are supported: those of DeepSeek V2 and V3, and of Kimi K2."""
 
 
 @gluon.jit
@@ -70,7 +70,7 @@ def _feed(
 
 @gluon.jit
 def _place(ptr, place, stride, to, WIDTH: gl.constexpr, TYPE: gl.constexpr, L: gl.constexpr):
-    """Rows of so many elements into shared memory."""
+    """Copy rows of WIDTH elements into shared memory."""
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     to.store(gl.load(ptr + (place.to(gl.int64) * stride)[:, None] + d[None, :]).to(TYPE))
 
@@ -82,7 +82,7 @@ def _multiply(
     HEADS: gl.constexpr, NOPE: gl.constexpr, ROPE: gl.constexpr, VALUE: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, ITEM: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * HALF to 64 * HALF + 63 of every item of the program."""
+    """The consumer of rows 64 * HALF to 64 * HALF + 63 of every item of the program."""
     TYPE: gl.constexpr = k_smem.dtype
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     first, last = warpgroups.numbers(starts_ptr)
@@ -95,7 +95,7 @@ def _multiply(
         item = items_ptr + number * ITEM
         query, queries, begin, end = gl.load(item), gl.load(item + 1), gl.load(item + 3), gl.load(item + 4)
         position, partial, direct = gl.load(item + 5), gl.load(item + 6), gl.load(item + 7)
-        # Rows past the last query are that query again, and not stored.
+        # Rows past the last query repeat that query, and are not stored.
         place = query + gl.minimum(row, queries - 1)
         q_at = q_ptr + head * (NOPE + ROPE)
         _place(q_at, place, HEADS * (NOPE + ROPE), q_smem, NOPE, TYPE, L)
@@ -154,18 +154,19 @@ def _attend_full_specialised(
 
 
 def described(k: torch.Tensor, v: torch.Tensor, latents: torch.Tensor) -> tuple[TensorDescriptor, ...]:
-    """Blocks of KEYS keys of one head: what is not rotated, what is, values. See `full_heads.Keys`."""
+    """Descriptors of blocks of KEYS keys of one head: the part without rotation, the rotated part, values. See
+    `full_heads.Keys`."""
     layout = gl.NVMMASharedLayout(128, 16)
     found = (k.flatten(1), k.shape[2]), (latents, ROPE), (v.flatten(1), v.shape[2])
     return tuple(TensorDescriptor(x, [*x.shape], [*x.stride()], [KEYS, width], layout) for x, width in found)
 
 
 def launch(
-    count: int, again: launching.Again | None, given: tuple[Any, ...], programs: int, variant: Variant
+    count: int, cache: launching.KernelCache | None, given: tuple[Any, ...], programs: int, variant: Variant
 ) -> Any:  # fmt: skip
-    """Of so many heads; see `full_heads.attend_full`."""
+    """Launch the kernel for `count` heads; see `full_heads.attend_full`."""
     return launching.launch(
-        _attend_full_specialised, (count, programs, 1), again, *given, variant.keys, FIELDS, variant.stages,
+        _attend_full_specialised, (count, programs, 1), cache, *given, variant.keys, FIELDS, variant.stages,
         MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=variant.warps,
     )  # fmt: skip
 
@@ -174,7 +175,7 @@ VARIANT = Variant(ROWS, KEYS, 4, STAGES, specialised=True)
 
 
 def find(latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.device, other: Variant) -> Variant | None:
-    """Its variant; None where this kernel is not for, or is not what the `other` one is."""
+    """The variant of this kernel; None if it does not apply, or its results differ from those of the `other` one."""
     dims = latent.nope_dim, latent.rope_dim, latent.value_dim
     if dtype.itemsize != 2 or dims != (NOPE, ROPE, VALUE):
         return None
@@ -182,7 +183,7 @@ def find(latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.devic
 
 
 def _apart(latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.device, other: Variant) -> float:
-    """The relative error between both kernels, of a few sequences and causal chunks."""
+    """The relative difference between both kernels, for a few sequences and causal chunks."""
     starts, counts, origins = np.array([0, 130, 600]), np.array([300, 1, 170]), np.array([0, 384, 640])
     generator = torch.Generator(device).manual_seed(0)
 

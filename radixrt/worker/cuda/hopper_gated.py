@@ -1,14 +1,15 @@
-"""The gated product of many rows on Hopper: gate and up are multiplied by one kernel, which gates as well, so that
-neither is written to memory, nor read again.
+"""The gated product of many rows on Hopper: one persistent warp-specialized kernel computes gate, up and their
+activation, so that gate and up are neither written to memory nor read again.
 
-    feeder, 1 warp       DEPTH elements of a tile's rows, of the gate's and of up's: by the copy engine, STAGES ahead
+    producer, 1 warp          DEPTH elements of a tile's rows, of gate's and of up's, by the copy engine, STAGES ahead
                                                       |  full            ^  empty
-    two warpgroups       64 rows of a tile each, times gate and up side by side; act(gate) * up -> shared memory
+    two consumer warpgroups   64 rows of a tile each, times gate and up; act(gate) * up -> shared memory
                                                       |
-    copy engine          out, while the next tile is multiplied
+    copy engine (TMA)         result -> memory, while the next tile is multiplied
 
-Each multiprocessor runs one program, which takes every so many tiles. Those that run at once go through the columns of
-GROUP tiles of rows: these stay in the L2 cache, and the weight is read from memory once for all of them.
+Each multiprocessor runs one program, which computes every n-th of the tiles, for n programs. Programs that run at once
+compute the columns of GROUP tiles of rows: these stay in the L2 cache, and the weight is read from memory once for all
+of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from radixrt.worker.cuda.products import TILE, processors
 from radixrt.worker.cuda.warpgroups import agrees, copy, copy_back
 
 ROWS, PART = TILE
-"""Of a tile: rows, for two warpgroups of 64; rows of the gate, and as many of up."""
+"""Rows of a tile, for two warpgroups of 64; and its inner features: rows of gate, and as many of up."""
 DEPTH, STAGES, GROUP = 64, 4, 16
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
 
@@ -63,7 +64,7 @@ def _multiply(
     ACTIVATION: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * HALF to 64 * HALF + 63 of each tile of the program."""
+    """The consumer of rows 64 * HALF to 64 * HALF + 63 of each tile of the program."""
     BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 16])
     EACH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     TYPE: gl.constexpr = out_there.dtype
@@ -131,8 +132,8 @@ def _gated_specialised(
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """`kernels.gate` of x[T, K] times weight[2 N, K] transposed, gate first: [T, N]. All in bfloat16, whose rows are of
-    whole 16 bytes."""
+    """`kernels.gate` of x[T, K] times weight[2 N, K] transposed, gate first: [T, N]. All are bfloat16, with rows of a
+    multiple of 16 bytes."""
     (rows, depth), columns = x.shape, len(weight) // 2
     tiles, blocks = cdiv(rows, ROWS), cdiv(columns, PART)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -153,12 +154,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Ten
 
 
 def there(device: torch.device) -> bool:
-    """Whether the kernel is what it should be on this device."""
+    """Whether the kernel works on this device."""
     return agrees(lambda: _apart(device), device)
 
 
 def _apart(device: torch.device) -> float:
-    """The relative error to float32, of rows and columns that fill tiles in part, and of several tiles a program."""
+    """The relative error to float32, for partly filled tiles, and for several tiles per program."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn((1836, 200), generator=generator, device=device).to(torch.bfloat16)
     weight = torch.randn((2 * 2568, 200), generator=generator, device=device).to(torch.bfloat16)

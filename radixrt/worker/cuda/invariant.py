@@ -1,8 +1,8 @@
-"""Results that do not depend on the batch, to the last bit.
+"""Matrix products whose results do not depend on the batch, to the last bit.
 
-Of a matrix product, the sum over K is taken in one order, by one program, whatever the other rows are. Tensor cores add
-up K in steps of their own; where these are the same for every tile shape, a product may take the shape that is fastest
-for its size, and decodes a kernel of their own. Whether they are is found out on the device at hand, by comparing bits.
+The sum over K of each element is computed by one program, in one order, whatever the other rows are. Tensor cores add K
+in steps of their own. Where these are the same for all tile shapes, a product may use the shape that is fastest for its
+size, and decodes may use a kernel of their own. Whether they are is tested on the device, by comparing bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from radixrt.worker.cuda.work import make_items, sequence_tiles
 log = logging.getLogger("radixrt.cuda")
 
 GROUP = 8
-"""Rows of tiles that are computed side by side, so that the weights they share stay in the L2 cache."""
+"""Rows of tiles that are computed at the same time, so that the weights they share stay in the L2 cache."""
 
 
 REFERENCE = Tile(64, 128, 64, 4, 4)
@@ -92,7 +92,7 @@ def _product(
 
 
 def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
-    """The largest tile that still gives nearly all multiprocessors work."""
+    """The largest tile for which there is still work for nearly all multiprocessors."""
     if not x.is_cuda:
         return REFERENCE
     tiles = agreeing(x.device, x.dtype)
@@ -108,7 +108,7 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
 
 
 def _streaming(rows: int, x: torch.Tensor) -> Tile:
-    """What stands for all tiles of so many rows: they differ in their stages alone."""
+    """A tile that represents all tiles of `rows` rows of `products.streaming`, which differ in their stages only."""
     return streaming(rows, 1, x.itemsize, x.device)
 
 
@@ -153,7 +153,7 @@ def _head_product_kernel(
 
 
 def head_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """See `linear.HeadLinear.put`; one tile computes all products, whatever their number."""
+    """See `linear.HeadLinear.put`; one tile shape is used whatever the number of rows."""
     (rows, heads, depth), columns, tile = x.shape, weight.shape[1], REFERENCE
     if rows:
         launch(
@@ -166,7 +166,7 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
 def same_bits(
     few: Variant, chunk: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether attention of single queries by the variant `few` has the bits that it has by that of chunks."""
+    """Whether the variant `few` computes the attention of single queries with the same bits as that of chunks."""
     if few.keys != chunk.keys or device.type != "cuda":
         return False
     lengths = np.array([1, 63, 64, 65, 700, 1000])

@@ -1,4 +1,4 @@
-"""Fused kernels, in Triton: they are compiled in a second each, where they run, for whatever chip that is."""
+"""Fused elementwise kernels, in Triton. They are compiled at first use, in about a second each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.launching import Again, launch, wait
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
@@ -43,8 +43,8 @@ def _norm_kernel(
 def norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None, centered: bool = False
 ) -> torch.Tensor | Rounded:
-    """RMSNorm of x[T, H], less its mean if `centered`, by a weight of its dtype or of float32; rounded to FP8, if asked
-    for."""
+    """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32; with a
+    `rounding`, quantized to FP8."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, rounding)
     if rounding is None:
@@ -62,7 +62,7 @@ def norm(
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """float32 x by one of the first three of ACTIVATIONS."""
+    """Apply one of the first three of ACTIVATIONS to float32 x."""
     if ACTIVATION == 0:
         return x / (1 + tl.exp(-x))
     elif ACTIVATION == 1:
@@ -74,14 +74,14 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def saturated(x, LIMIT: tl.constexpr):
-    """Within [-LIMIT, LIMIT]; NaN stays NaN."""
+    """Clamp to [-LIMIT, LIMIT]; NaN stays NaN."""
     x = tl.where(x > LIMIT, LIMIT, x)
     return tl.where(x < -LIMIT, -LIMIT, x)
 
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """What one of ACTIVATIONS makes of float32 gate and up; as `layers.TorchOps.gate`."""
+    """Combine float32 gate and up by one of ACTIVATIONS, as `layers.TorchOps.gate`."""
     if ACTIVATION == 3:
         gate = tl.where(gate > CLAMP, CLAMP, gate)
         return (saturated(up, CLAMP) + 1) * (gate / (1 + tl.exp(gate * -ALPHA)))
@@ -108,7 +108,7 @@ def _gate_kernel(
 
 
 def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-    """act(first half) * second half of x[T, 2 I]: [T, I]; rounded to FP8, if asked for."""
+    """act(first half) * second half of x[T, 2 I]: [T, I]; with a `rounding`, quantized to FP8."""
     rows, size = x.shape[0], x.shape[1] // 2
     if rounding is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
@@ -143,7 +143,7 @@ def _means_kernel(
 
 
 def means(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
-    """float32[T, 2] of qkv[T, heads + 2 kv_heads, D]: the means of the squares of all that q has, and of k."""
+    """float32[T, 2] for qkv[T, heads + 2 kv_heads, D]: the mean square of all elements of q, and of k."""
     tokens, _, dim = qkv.shape
     out = torch.empty((tokens, 2), dtype=torch.float32, device=qkv.device)
     block = triton.next_power_of_2(max(num_heads, kv_heads) * dim)
@@ -162,7 +162,7 @@ def _append_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
-    # Pair i of a head: elements that are rotated together, and behind these the two halves of what stays.
+    # Pair i of a head: elements that are rotated together, followed by pairs of the halves of the rest.
     if TURNED < HALF:
         one = tl.where(i < TURNED, i, i + TURNED)
         other = one + tl.where(i < TURNED, TURNED, HALF - TURNED)
@@ -252,12 +252,13 @@ def append(
     out: torch.Tensor | None = None,
     means: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotated queries [T, heads, D] (in `out`, if given) of qkv[T, heads + 2 kv_heads, D]; K, rotated, and V go to
+    """Apply rotary positions to qkv[T, heads + 2 kv_heads, D], and append K and V to their pages: they are written to
     int32 slots[T] of keys, values [slots, kv_heads, D], divided by `scales` and rounded to their dtype, FP8 saturating.
+    Returns the rotated queries [T, heads, D], in `out` if given.
 
-    cos, sin are [T, R / 2], of the R first elements of a head, which are rotated; `norms` are weights [D] of the
-    RMSNorm of q's and k's heads before the rotation, or with `means`, float32[T, ranks, 2], of all heads together (see
-    `layers.Heads`)."""
+    cos, sin are [T, R / 2], for the first R elements of a head, which are rotated. `norms` are weights [D] of the
+    RMSNorm of each head of q and k before the rotation or, with `means`, float32[T, ranks, 2], of all heads together
+    (see `layers.Heads`)."""
     tokens, _, dim = qkv.shape
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
     limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0
@@ -276,7 +277,7 @@ def append(
 # ---------------------------------------------------------------- the page table and the tokens
 
 
-@triton.jit(do_not_specialize=["count"])  # else it is compiled anew for 1, and for multiples of 16
+@triton.jit(do_not_specialize=["count"])  # otherwise it is compiled again for 1 and for multiples of 16
 def _scatter_kernel(writes_ptr, table_ptr, count, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
@@ -287,7 +288,7 @@ def _scatter_kernel(writes_ptr, table_ptr, count, stride, BLOCK: tl.constexpr):
 
 
 def scatter(writes: torch.Tensor, table: torch.Tensor) -> None:
-    """table[row, index] = page, for int32 writes[3, N] of them; equal places get equal values."""
+    """table[row, index] = page for N writes, int32[3, N] of (row, index, page). Equal places must have equal pages."""
     count = writes.shape[1]
     if count:
         _scatter_kernel[(triton.cdiv(count, 256),)](writes, table, count, table.stride(0), 256, num_warps=2)
@@ -304,7 +305,8 @@ def _resolve_kernel(tokens_ptr, rows_ptr, drawn_ptr, out_ptr, count, BLOCK: tl.c
 
 
 def resolve(tokens: torch.Tensor, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """int32 tokens[T]; of a negative one, which must be among the first len(rows), what was drawn for its row."""
+    """int32 tokens[T], in which each negative id (FROM_DEVICE) is replaced by drawn[rows[i]]. Negative ids must be
+    among the first len(rows)."""
     out = tokens.clone() if len(rows) < len(tokens) else torch.empty_like(tokens)
     if len(rows):
         _resolve_kernel[(triton.cdiv(len(rows), 256),)](tokens, rows, drawn, out, len(rows), 256, num_warps=2)
@@ -349,17 +351,18 @@ def gather(
     longest: int,
     out: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[float, float] = (1.0, 1.0),
-    again: Again | None = None,
+    cache: KernelCache | None = None,
 ) -> None:
-    """K and V of some sequences, read from slots [slots, kv_heads, D] through the page table, times `scales`, into
-    `out`, each [tokens, kv_heads, D] of any float dtype.
+    """Copy K and V of some sequences from their pages, keys, values [slots, kv_heads, D], times `scales`, into `out`,
+    two tensors [tokens, kv_heads, D] of any float dtype.
 
-    `sequences` is int32[S, 4]: row, first position, positions (`longest` at most), where in `out` they begin."""
+    `sequences` is int32[S, 4]: row of the page table, first position, number of positions (at most `longest`), first
+    token in `out`."""
     width = keys.shape[1] * keys.shape[2]
     block = triton.next_power_of_2(width)
     tokens = max(1, min(16, 16384 // block))
     launch(
-        _gather_kernel, (triton.cdiv(longest, tokens), len(sequences), 1), again,
+        _gather_kernel, (triton.cdiv(longest, tokens), len(sequences), 1), cache,
         keys, values, table, sequences, *out, table.stride(0), scales[0], scales[1],
         width, block, tokens, page_size, num_warps=8,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Latent attention over pages: keys of one head that all queries share, whose first elements are the values. A block of
-keys is loaded once, and multiplied twice.
+"""Latent attention over pages, in the absorbed form: all heads share one KV head, and the first elements of its keys
+are the values. A block of keys is loaded once, and multiplied twice.
 
 Work lists, merges and pages are those of `attend`.
 """
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 ASSEMBLED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""The interpreter knows no assembler."""
+"""Whether inline assembly can be used; Triton's interpreter does not support it."""
 
 
 @triton.jit
 def _widened(x, HALF_TYPE: tl.constexpr):
-    """Of FP8 (E4M3), once: as a plain conversion it is put after what each product does to its operand, which reads FP8
-    byte by byte for the second, and nothing is loaded ahead. Said to be impure, since what is pure is moved as well."""
+    """Convert FP8 (E4M3) to HALF_TYPE, once for both products. The compiler would move a plain conversion behind the
+    layout change of each product's operand: the second one would read FP8 byte by byte, and loads would not be
+    pipelined. The assembly is declared impure, because pure assembly would be moved as well."""
     if ASSEMBLED and x.dtype == tl.float8e4nv and HALF_TYPE == tl.float16:
         return tl.inline_asm_elementwise(
             "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
@@ -42,7 +43,7 @@ def _widened(x, HALF_TYPE: tl.constexpr):
 
 @triton.jit
 def _load(at, d, RANK: tl.constexpr, WHOLE: tl.constexpr, HALF_TYPE: tl.constexpr):
-    """Elements `d` of some keys, of which there are RANK."""
+    """Load elements `d` of some keys; only the first RANK exist."""
     if WHOLE:
         return _widened(tl.load(at + d[None, :]), HALF_TYPE)
     else:
@@ -60,7 +61,7 @@ def _attend_item(
     m = tl.arange(0, ROWS)
     n = tl.arange(0, KEYS)
     d = tl.arange(0, PART)
-    e = PART + d  # in two parts, registers hold one of them less while FP8 is widened
+    e = PART + d  # keys are loaded in two parts, to save registers while FP8 is converted
     r = tl.arange(0, REST)
     own = m // GROUP
     head = block * GROUP + m % GROUP
@@ -77,7 +78,7 @@ def _attend_item(
     if ORDERED:
         place = tl.load(order_ptr + place, mask=real, other=0)
     at = place.to(tl.int64) * HEADS + head
-    # Queries are used as they are: of what is computed from them, registers would hold a copy.
+    # Queries are not scaled here: registers would hold a second copy of them.
     q_at = q_ptr + (at * DIM)[:, None]
     q = tl.load(q_at + d[None, :], mask=real[:, None] & (d < RANK)[None, :], other=0.0)
     q_more = tl.load(q_at + e[None, :], mask=real[:, None] & (e < RANK)[None, :], other=0.0)
@@ -88,7 +89,7 @@ def _attend_item(
     more = tl.zeros([ROWS, PART], tl.float32)
     for j in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = j + n
-        # Lanes past the end read the last key again: what lies there is another's, perhaps NaN.
+        # Lanes past the end read the last key again: the keys beyond are another request's and may be NaN.
         known = tl.minimum(key, end - 1)
         if PAGE == 1:
             slot = tl.load(table_ptr + row * stride + known).to(tl.int64)
@@ -126,11 +127,11 @@ def _attend_item(
         partial_at = partial_ptr + (spot * RANK)[:, None]
         tl.store(partial_at + d[None, :], acc * factor, mask=real[:, None] & (d < RANK)[None, :])
         tl.store(partial_at + e[None, :], more * factor, mask=real[:, None] & (e < RANK)[None, :])
-        # Where NaN comes in, it stays in: `total` is NaN then, and so is what is stored.
+        # NaN in the input is propagated: `total` is NaN then, and so is the result.
         tl.store(lse_ptr + spot, tl.where(total == 0, -1e30, peak + tl.log2(total)), mask=real)
 
 
-@triton.jit(do_not_specialize=["stride"])  # else it is compiled anew for a page table of another width
+@triton.jit(do_not_specialize=["stride"])  # otherwise it is compiled again for page tables of other widths
 def _attend_latent_kernel(
     q_ptr, k_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, stride, scale, v_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr,
@@ -139,7 +140,7 @@ def _attend_latent_kernel(
     SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    # The heads of an item run side by side: they read the same keys.
+    # The heads of an item run at the same time: they read the same keys.
     block = tl.program_id(0)
     program = tl.program_id(1)
     if SINGLE:
@@ -159,22 +160,23 @@ def _attend_latent_kernel(
 
 
 def launch(
-    grid: tuple[int, int, int], again: launching.Again | None, given: tuple[Any, ...], sizes: tuple[int, ...],
+    grid: tuple[int, int, int], cache: launching.KernelCache | None, given: tuple[Any, ...], sizes: tuple[int, ...],
     kinds: tuple[bool, bool, int], tile: tuple[int, int, int, int], fields: int, half: Any, single: bool,
 ) -> Any:  # fmt: skip
-    """See `attend.attend`: tensors and numbers; heads, those of a tile, widths of K and V, page size; whether items are
-    masked, whether they have an order, queries of a tile; rows, keys, warps, stages."""
+    """See `attend.attend`. `given`: tensors and numbers; `sizes`: heads, heads of a tile, widths of K and V, page size;
+    `kinds`: whether items are masked, whether they have an order, queries of a tile; `tile`: rows, keys, warps,
+    stages."""
     rows, keys, warps, stages = tile
     _, _, dim, rank, _ = sizes
     part, rest = (max(16, triton.next_power_of_2(n)) for n in (-(-rank // 2), dim - rank))
     return launching.launch(
-        _attend_latent_kernel, grid, again, *given, *sizes, *kinds, rows, keys, part, rest, fields, half, stages,
+        _attend_latent_kernel, grid, cache, *given, *sizes, *kinds, rows, keys, part, rest, fields, half, stages,
         single, num_warps=warps,
     )  # fmt: skip
 
 
 def multiplied(pages: torch.dtype) -> torch.dtype:
-    """What keys of such pages are multiplied in, and with (see `attend.half_type`)."""
+    """The dtype of queries for pages of a dtype, in which they are multiplied (see `attend.half_type`)."""
     return pages if pages.itemsize > 1 else torch.float16
 
 
@@ -183,7 +185,7 @@ def multiplied(pages: torch.dtype) -> torch.dtype:
 
 @triton.jit
 def _narrowed(x, out_ptr):
-    """In the dtype of what is at `out_ptr`; float16 saturates."""
+    """Convert to the dtype of `out_ptr`; float16 saturates."""
     return saturated(x.to(tl.float32), 65504.0).to(out_ptr.dtype.element_ty)
 
 
@@ -257,10 +259,10 @@ def append(
     pages: Pages, heads: LatentHeads, slots: torch.Tensor, out: torch.Tensor | None = None,
     full: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Queries [T, heads, D] of a layer, in `out` if given (of the first tokens alone, if it has no more), in the dtype
-    that its keys are multiplied in; also in full[T, heads, what is not rotated and what is], if given. Normalized
-    latents and rotated keys go to int32 slots[T] of its pages, divided by their scale and rounded to their dtype, FP8
-    saturating."""
+    """Write a layer's normalized latents and rotated keys to int32 slots[T] of its pages, divided by their scale and
+    rounded to their dtype, FP8 saturating. Returns the absorbed queries [T, heads, D] in the dtype of `multiplied`, in
+    `out` if given (which may be shorter, for the first tokens only). If `full` is given, the queries of full heads are
+    written to full[T, heads, nope + rope]."""
     tokens, count, width = heads.q.shape
     dtype = multiplied(pages.keys.dtype)
     another = dtype != heads.q.dtype

@@ -1,11 +1,11 @@
-"""How kernels are launched, each while the one before still runs (programmatic dependent launch, Hopper and newer):
+"""Launches each kernel while the one before still runs (programmatic dependent launch, Hopper and newer):
 
     kernel n      |---- work ----|
     kernel n + 1      |launch, set up, wait|---- work ----|
 
-A kernel for `launch` has EARLY as its last parameter and calls `wait` before it reads what another kernel writes, and
+A kernel for `launch` has EARLY as its last parameter, and calls `wait` before it reads what another kernel writes and
 before it writes anything. When `wait` returns, the kernel before has ended and its writes are visible, and so are those
-of all earlier kernels, since that one waited as well. Kernels that are launched otherwise, in between, wait as usual
+of all earlier kernels, since that one waited as well. Kernels in between that are launched otherwise wait as usual
 (bench/early.py).
 """
 
@@ -19,39 +19,40 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-Again = dict[str, Any]
-"""Compiled kernels that a step has launched, by name, for a step that launches them for every layer with tensors and
-numbers of the same kinds. Without Triton's inspection of them (10 to 20 µs each time), a launch costs a third."""
+KernelCache = dict[str, Any]
+"""Compiled kernels by name, for steps that launch the same kernels for every layer, with arguments of the same types
+and alignments. It avoids Triton's inspection of the arguments, 10 to 20 µs a launch, two thirds of its cost."""
 
 
 @functools.cache
 def launches_early() -> bool:
-    """Whether the device supports it; a process has one device."""
+    """Whether the device supports programmatic dependent launch. (A process uses one device.)"""
     if triton.knobs.runtime.interpret or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], again: Again | None, *args: Any, **options: Any) -> Any:
-    """Launch a kernel over `grid`; its last parameter, EARLY, is not in `args`. With `again` (see Again), `grid` must
-    have three sizes. Returns the compiled kernel; None in the interpreter."""
+def launch(kernel: Any, grid: tuple[int, ...], cache: KernelCache | None, *args: Any, **options: Any) -> Any:
+    """Launch a kernel over `grid`; its last parameter, EARLY, is not in `args`. With a `cache`, `grid` must have three
+    sizes. Returns the compiled kernel; None in the interpreter."""
     early = launches_early()
-    known = again.get(kernel.__name__) if again is not None else None
+    known = cache.get(kernel.__name__) if cache is not None else None
     if known is not None:
         known[grid](*args, early)
         return known
     if early:
         options["launch_pdl"] = True
     compiled = kernel[grid](*args, early, **options)
-    if again is not None and compiled is not None:  # the interpreter compiles nothing
-        again[kernel.__name__] = compiled
+    if cache is not None and compiled is not None:  # the interpreter compiles nothing
+        cache[kernel.__name__] = compiled
     return compiled
 
 
 @triton.jit
 def wait(EARLY: tl.constexpr, NEXT: tl.constexpr = True):
-    """Wait until the kernel before has ended. Then the next one may be launched; without NEXT, only when this one ends:
-    where each program fills a multiprocessor, the next kernel's programs would crowd on those that are free first."""
+    """Wait until the kernel before has ended, and then let the next kernel be launched. Without NEXT, that is launched
+    only when this one ends: where each program fills a multiprocessor, the next kernel's programs would gather on those
+    multiprocessors that become free first."""
     if EARLY:
         gdc_wait()
         if NEXT:

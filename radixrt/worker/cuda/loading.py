@@ -1,5 +1,5 @@
-"""Makes a GPU's runner from a configuration: loads weights, finds the kernels that can be used, measures the largest
-step, and gives the memory that is left to pages."""
+"""Creates the runner of a GPU: loads weights, finds out which kernels can be used, measures the memory of the largest
+step, and uses the rest for pages."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ log = logging.getLogger("radixrt.cuda")
 GRAPH_BYTES = 1 << 30
 """Bytes that are reserved for CUDA graphs, beside their logits and `pieces.kept_bytes`."""
 GROUP_TOKENS = 1024
-"""Tokens of the longest step of several ranks that has graphs: longer ones are summed by NCCL, which has not been tried
-in so many graphs."""
+"""The most tokens of a step that has graphs, with several ranks: longer steps are summed by NCCL, which has not been
+tried in so many graphs."""
 GATHERED_TOKENS = 1 << 17
 """Tokens that the workspace of long chunks holds; fewer if the model's context and a step have fewer together."""
 SILENT_SECONDS = 5.0
-"""How long kernels are built before that is logged."""
+"""After how many seconds of building kernels a message is logged."""
 
 
 def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> CudaRunner:
-    """See `worker.loading.load_runner`. torch.OutOfMemoryError if weights or a step do not fit."""
+    """See `worker.loading.load_runner`. Raises torch.OutOfMemoryError if weights or a step do not fit."""
     torch.cuda.set_device(loaded.device)
     model = load_model(config, loaded, config.deterministic, ops=ops, group=group)
     scales = load_scales(config, loaded, model)
@@ -94,14 +94,14 @@ def _make(
 
 
 def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
-    """Tokens of the longest step whose kernels between attentions are graphs."""
+    """The most tokens of a step that runs as piecewise CUDA graphs."""
     most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
     return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.narrow))
 
 
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
-    """FlashInfer with its kernels built; None where it does not apply. If it does not work: None with a warning that
-    says why, or ValueError if the configuration demands it."""
+    """FlashInfer with its kernels built; None where it does not apply. If it does not work: None with a warning, or
+    ValueError if the configuration demands it."""
     spec = loaded.spec
     if spec.latent is not None and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for latent attention")
@@ -124,8 +124,8 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
 
 
 def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
-    """What computes long chunks of latent attention, its kernels compiled. None where it does not apply, or with a
-    warning, if it does not work."""
+    """FullHeads for long chunks of latent attention, with its kernels compiled. None where it does not apply; None with
+    a warning if it does not work."""
     if loaded.spec.latent is None:
         return None
     tokens = min(GATHERED_TOKENS, loaded.spec.max_model_len + config.max_num_batched_tokens)
@@ -139,8 +139,8 @@ def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
 
 
 def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
-    """FlashInfer's thresholds for draws, built. None if the configuration excludes them, or with a warning, if they do
-    not work."""
+    """FlashInfer's functions for top_k, top_p and min_p, with their kernels built. None if the configuration excludes
+    them; None with a warning if they do not work."""
     if config.attention_backend == "triton" or config.deterministic:
         return None
     try:
@@ -154,7 +154,7 @@ def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
 
 @contextmanager
 def _built(what: str) -> Iterator[None]:
-    """Log that FlashInfer's kernels are being built, if it takes long."""
+    """Log if building FlashInfer's kernels takes long."""
     began = time.monotonic()
     text = "FlashInfer's kernels for %s are built: a minute or more, once on this machine"
     timer = threading.Timer(SILENT_SECONDS, log.info, (text, what))
@@ -172,9 +172,9 @@ def step_bytes(
     config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, full: FullHeads | None,
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
-    """Bytes that the largest step needs beside weights and pages: what is measured, and what the measured step does not
-    have: copies of chunks under shared prefixes, partial results of a chunk after a long context, and the logits of
-    scored prompts, their softmax, and what is gathered from it."""
+    """Bytes that the largest step needs beside weights and pages: those of a measured step, plus what that step does
+    not have: copies of chunks under shared prefixes, partial results of a chunk after a long context, and the logits of
+    scored prompts with their softmax."""
     spec = loaded.spec
     copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
@@ -188,7 +188,7 @@ def _largest_step(
     config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, full: FullHeads | None,
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
-    """Measure the bytes of a step: of a long chunk and as many decodes as may run, with sampling."""
+    """Measure the peak bytes of a step with a long chunk and as many decodes as may run, with sampling."""
     budget = config.max_num_batched_tokens
     prompt = max(1, min(budget - config.max_num_seqs, loaded.spec.max_model_len - 2))
     length = prompt + 2
@@ -207,7 +207,7 @@ def _largest_step(
     _ask(scheduler, -1, np.arange(prompt) % loaded.spec.vocab_size, sampling)
     while scheduler.has_work:
         _step(scheduler, runner)
-    # The other ways to compute chunks, since their kernels are compiled at first use.
+    # Run the other ways to compute chunks as well: their kernels are compiled at first use.
     for number, new in ((-2, 300), (-3, 20)):
         half = np.arange(prompt // 2) % loaded.spec.vocab_size
         _ask(scheduler, number, np.concatenate([half, np.full(min(new, prompt // 2), 7)]), sampling)

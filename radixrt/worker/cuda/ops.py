@@ -1,4 +1,4 @@
-"""The `Ops` of a GPU."""
+"""The GPU implementation of `model.layers.Ops`."""
 
 from radixrt.worker.cuda.experts import add as experts
 from radixrt.worker.cuda.kernels import gate, means, norm

@@ -1,10 +1,11 @@
-"""Products of experts in MXFP4 (`model.mxfp4.PackedStack`), by tiles of rows of one expert (see `experts`).
+"""Matrix products of experts in MXFP4 (`model.mxfp4.PackedStack`), by tiles of rows of one expert (see `experts`).
 
-The 8 values of a word are columns of 8 slices of x, 16 wide, so that a thread's words become what tensor cores take of
-the left side of a product, without another word being looked at:
+The weight is the left operand, which tensor cores can take from registers. Each of the 8 values of a word belongs to
+another slice of 16 columns, so a thread expands its own words, without data of other threads:
 
-    w [N, 16] --8 values--> [N, 16] * scale, of columns 0-15   times x[:, 0:16]
-                            [N, 16] * scale, of columns 16-31  times x[:, 16:32], ...
+    w [N, 16] --expand--> values 0 * scale [N, 16]   times x[:, 0:16]
+                          values 1 * scale [N, 16]   times x[:, 16:32]
+                          ...
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("radixrt.cuda")
 
 Pair = tuple[Tile, Tile]
-"""Of an expert's rows and of its matrix's, for gate and up, of each of which it has so many, and for down."""
+"""The tiles of the product with gate and up and of that with down. `columns`: of gate and of up each."""
 FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)
 FEW = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
 SOME = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
 MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
 MOST = Tile(128, 128, WIDTH, 8, 3), Tile(128, 128, WIDTH, 4, 3)
 ALIKE = 2e-2
+"""The largest relative error at which the kernel is used (see `there`)."""
 
 
 def tiles_for(rows: float) -> Pair:
-    """For so many rows an expert, on average (bench/packed_experts.py --sweep)."""
+    """The tiles for this number of rows per expert, on average (bench/packed_experts.py --sweep)."""
     kinds = (0.25, FEWEST), (8, FEW), (24, SOME), (96, MANY)
     return next((pair for most, pair in kinds if rows <= most), MOST)
 
 
-SPLIT: tl.constexpr = tl.constexpr(
+EXPAND: tl.constexpr = tl.constexpr(
     """{
     .reg .b32 low, high, size, sign;
     prmt.b32 low, $8, $9, 0x5410;
@@ -65,20 +67,20 @@ SPLIT: tl.constexpr = tl.constexpr(
     )
     + "\n}"
 )
-"""Two words of two threads' worth of columns: 8 pairs of bfloat16, each 2**-126 of its value. A value's exponent and
-mantissa (bits 0 to 2) become the lowest ones of the exponent and the highest one of the mantissa (bits 6 to 8), its
-sign (bit 3) the sign."""
+"""PTX that expands two words to 8 pairs of bfloat16, each 2**-126 times its value: exponent and mantissa of E2M1 (bits 0
+to 2) become the lowest bits of the exponent and the highest bit of the mantissa (bits 6 to 8). This is exact for
+subnormal values, too."""
 
 
 @triton.jit
 def _factor(scales, number: tl.constexpr):
-    """2**126 times the scale of 32 columns: bfloat16[N, 1]."""
+    """2**126 times the scale of the columns 32 * number and following, bfloat16[N, 1]."""
     return ((((scales >> (8 * number)) & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
 
 
 @triton.jit
 def _value(w, scales, number: tl.constexpr, dtype: tl.constexpr):
-    """What SPLIT and the product with the factor make, by plain arithmetic."""
+    """The values at place `number` of the words, times their scale: as by EXPAND and _factor, in plain arithmetic."""
     bits = (w >> (4 * number)) & 15
     bits = ((bits & 7) << 22) | ((bits & 8) << 28)
     factor = ((((scales >> (8 * (number // 2))) & 255) + 126) << 23).to(tl.float32, bitcast=True)
@@ -87,11 +89,11 @@ def _value(w, scales, number: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, acc, BITS: tl.constexpr):
-    """acc[N, ROWS] plus w[N, 16] times 8 slices of x, [16, ROWS]."""
+    """acc[N, ROWS] plus the weight of words w[N, 16] times the 8 slices [16, ROWS] of x."""
     dtype: tl.constexpr = x0.dtype
     if BITS:
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
-            SPLIT, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [w], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+            EXPAND, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [w], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
         )
         s0, s1, s2, s3 = _factor(scales, 0), _factor(scales, 1), _factor(scales, 2), _factor(scales, 3)
         w0, w1, w2, w3, w4, w5, w6, w7 = w0 * s0, w1 * s0, w2 * s1, w3 * s1, w4 * s2, w5 * s2, w6 * s3, w7 * s3
@@ -112,7 +114,7 @@ def _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, acc, BITS: tl.constex
 
 @triton.jit
 def _slice(x_at, real, k, depth):
-    """x[ROWS, 16] from column k on, turned; 0 outside of it."""
+    """The columns k of x, transposed: [16, ROWS]. 0 for columns that x does not have."""
     return tl.trans(tl.load(x_at, mask=real[:, None] & ((k >= 0) & (k < depth))[None, :], other=0.0))
 
 
@@ -136,7 +138,7 @@ def _product_kernel(
     n = within // high * COLUMNS + tl.arange(0, COLUMNS)
     i = tl.arange(0, WORDS)
     real = m < count
-    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    # Lanes past the last column compute another one again, which is not stored.
     row = tl.load(tile + 1) + tl.where(real, m, 0)
     source = tl.load(rows_ptr + row) if GATED else row
     x_at = x_ptr + source.to(tl.int64)[:, None] * depth + (i - before)[None, :]
@@ -180,8 +182,10 @@ def product(
     x: torch.Tensor, order: Order, weight: PackedStack, tile: Tile, activation: str | None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `experts._product`. In bfloat16 on a GPU, values are taken out of words by few instructions."""
-    few = x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+    """Rows by expert of `order` times weight[E, N, K] transposed. Returns [T * chosen, N] for x [T * chosen, K]. With an
+    activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
+    `kernels.gated` of gate and up."""
+    bits = x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
     _, blocks, height = weight.scales.shape
     columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
@@ -189,7 +193,7 @@ def product(
         _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
         x, order.tokens, order.tiles, weight.values, weight.scales, x if bias is None else bias, out, len(order.tiles),
         columns, weight.columns, blocks, weight.before, ACTIVATIONS.get(activation or "", 0), activation is not None,
-        bias is not None, few, tile.rows, tile.columns, WORDS, TILE_FIELDS, GROUP,
+        bias is not None, bits, tile.rows, tile.columns, WORDS, TILE_FIELDS, GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -200,7 +204,7 @@ def product(
 
 @functools.cache
 def there(device: torch.device) -> bool:
-    """Whether the kernel is what it should be on this device."""
+    """Whether the kernel compiles for this device and is correct there; otherwise logs why not."""
     try:
         error = max(_apart(device, tiles[1]) for tiles in (FEW, MOST))
     except Exception as problem:  # another version of the compiler
@@ -213,7 +217,7 @@ def there(device: torch.device) -> bool:
 
 
 def _apart(device: torch.device, tile: Tile, dtype: torch.dtype = torch.bfloat16) -> float:
-    """The relative error to float32, of all values and many scales, of few experts."""
+    """The relative error of products with a few random experts."""
     generator = torch.Generator(device).manual_seed(0)
     counts, rows, blocks, before = (40, 0, 150, 1), 200, 9, 8
     columns = blocks * 32 - before

@@ -1,24 +1,25 @@
-"""The sum over the GPUs of a tensor-parallel group: one kernel, in which every GPU reads the memory of the others.
+"""All-reduce over the GPUs of a tensor-parallel group by one kernel, in which every GPU reads the memory of the others.
 
-A layer makes two partial products on every rank, whose sum over ranks goes onto the residual stream. A product writes
-into memory that all ranks see (`Peers.buffer`); `Peers.add` waits until all have written, reads all of them, and adds.
-Every rank adds the same numbers in the same order: the residual stream has the same bits everywhere.
+A layer computes two partial products on every rank, whose sum over ranks is added to the residual stream. A product is
+written into memory that all ranks can read (`Peers.buffer`); `Peers.add` waits until all ranks have written, reads all
+buffers, and adds. Every rank adds the same numbers in the same order, so the residual stream has the same bits on all.
 
-    all at once:  meet -> read everything of everybody, add, round, store
-    by shares:    meet -> read my share of everybody, add, round, store, also into my buffer
-                  meet -> read the shares of the others from their buffers, store
+    one-shot:    barrier -> read all of every rank's buffer, add, round, store
+    two-shot:    barrier -> read my share of every rank's buffer, add, round, store, also into my buffer
+    (by shares)  barrier -> read the shares of the others from their buffers, store
 
-A program (thread block) meets the programs of its number on the other ranks, no others: it tells each of them that it
-has come, by a flag in their memory, and waits until all of them have told it. Flags are never reset. They count: what
-a program tells is how often it has met, and that is what stands in the flag which it sends to itself. So nothing of a
-launch changes from call to call, as a CUDA graph needs it. Ranks make the same calls, with the same rows, so the
-numbers of programs that share a number are equal on all ranks, though not those of programs of different numbers: of a
-small call there are fewer programs.
+A barrier is between programs (thread blocks) of the same index on all ranks: each sets a flag in the memory of every
+other one, and waits until all have set its own. Flags are never reset. They count: the value that a program sends is
+the number of barriers it has passed, which it reads from the flag that it sends to itself. So the arguments of a launch
+are the same for every call, as a CUDA graph requires. All ranks make the same calls with the same numbers of rows, so
+programs of the same index have the same counts on all ranks. (Programs of different indices need not: small calls have
+fewer programs.)
 
-Nobody waits at the end of a call until the others have read its buffer. Instead there are two buffers, which take
-turns. A rank writes into the buffer of call k again for call k + 2, after its own kernel of call k + 1 (all is in one
-stream). That kernel ended, so it has heard at least one program of each other rank's kernel of call k + 1; which told
-nothing before its kernel of call k was over, launched early or not, and with it all its reading.
+There is no barrier at the end of a call to wait until the others have read this rank's buffer. Instead there are two
+buffers, used in turn. A rank writes into the buffer of call k again for call k + 2, after its own kernel of call k + 1
+(all are in one stream). That kernel has passed a barrier with at least one program of every other rank's kernel of call
+k + 1, and such a program sets no flag before its rank's kernel of call k has ended, with all its reads, whether it was
+launched early or not.
 """
 
 from __future__ import annotations
@@ -37,33 +38,34 @@ from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
 
 PROGRAMS = 128
-"""At most so many programs of a call: all run at once, so that none waits for one that waits for room."""
+"""The most programs of a call. All of them must be resident at once, or a barrier could wait for one that was never
+started."""
 
 TILE, FEW_TILE, MANY_TILE = 4096, 2048, 8192
-"""Values that a program adds at a time: of all at once; by shares, of less than MANY_BYTES and of more."""
+"""Values that a program adds at a time: in one shot; by shares, for less than MANY_BYTES, and for more."""
 
 MANY_BYTES = 16 << 20
 
 SHARED_BYTES = {4: 1 << 20, 8: 256 << 10}
-"""By ranks: from so many bytes on each rank adds its share only. Then it reads 2 (ranks - 1) / ranks times the bytes,
-not (ranks - 1) times, but meets twice, which takes 4 to 5 us more. Two ranks would read as much, and always add all at
-once. Of 4 H200, 0.5, 1 and 2 MiB take 9.4, 14.1 and 24 us at once, 12.0, 13.9 and 19 by shares (bench.peers); of 8 it
-is reckoned from that."""
+"""By number of ranks: from this many bytes on, each rank adds only its share. It then reads 2 (ranks - 1) / ranks times
+the bytes instead of (ranks - 1) times, but has a second barrier, which takes 4 to 5 us. Two ranks would read as much,
+and always add in one shot. With 4 H200, 0.5, 1 and 2 MiB take 9.4, 14.1 and 24 us in one shot, 12.0, 13.9 and 19 by
+shares (bench.peers); the value for 8 ranks is extrapolated."""
 
 MOST_BYTES = {2: 128 << 20, 4: 128 << 20, 8: 128 << 20}
-"""By ranks: of more bytes NCCL adds. As far as was measured, which is up to here and for 2 and 4 ranks, it is slower:
-2 to 3 times for few rows, by 2/5 (2 ranks) or a tenth (4 ranks) for 8192. That is NCCL without multicast."""
+"""By number of ranks: larger sums are left to NCCL. As far as was measured (up to this size, 2 and 4 ranks), NCCL
+without multicast is slower: 2 to 3 times for few rows, by 2/5 (2 ranks) or a tenth (4 ranks) for 8192."""
 
 ALIGNED = 256
-"""Bytes to a multiple of which each part of the shared memory begins."""
+"""Alignment in bytes of the parts of the shared memory."""
 
 
-# ---------------------------------------------------------------- meeting
+# ---------------------------------------------------------------- barrier
 
 
 @triton.jit
-def _tell(at, value, PTX: tl.constexpr):
-    """`value` to the int32 at each of the addresses, by the first warp. Who sees it sees what was written before."""
+def _set_flags(at, value, PTX: tl.constexpr):
+    """Store `value` to the int32 at each of the addresses, by the first warp, with release semantics."""
     if PTX:
         tl.inline_asm_elementwise(
             """{
@@ -85,9 +87,9 @@ def _tell(at, value, PTX: tl.constexpr):
 
 
 @triton.jit
-def _hear(at, value, PTX: tl.constexpr):
-    """Waits, in the first warp, until the int32 at each of the addresses is `value` or beyond: by the difference, for
-    the numbers go round."""
+def _wait_flags(at, value, PTX: tl.constexpr):
+    """Wait, in the first warp, until the int32 at each of the addresses is `value` or later, with acquire semantics.
+    Compared by difference, because the counts wrap around."""
     if PTX:
         tl.inline_asm_elementwise(
             """{
@@ -118,24 +120,24 @@ def _hear(at, value, PTX: tl.constexpr):
 
 
 @triton.jit
-def _met(flags, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """How often this program has met the others."""
+def _passed(flags, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """The number of barriers that this program has passed."""
     return tl.load(flags[RANK] + tl.program_id(0) * RANKS + RANK, cache_modifier=".cg")
 
 
 @triton.jit
-def _meet(flags, value, RANK: tl.constexpr, RANKS: tl.constexpr, PTX: tl.constexpr):
-    """The `value`-th meeting with the programs of this number: what each did before it is seen by all after it."""
+def _barrier(flags, value, RANK: tl.constexpr, RANKS: tl.constexpr, PTX: tl.constexpr):
+    """Barrier number `value` with the programs of the same index: what each wrote before is visible to all after it."""
     peer = tl.arange(0, RANKS)
     theirs = tl.zeros([RANKS], tl.int64)
     for p in tl.static_range(RANKS):
         theirs = tl.where(peer == p, flags[p].to(tl.int64), theirs)
     first = tl.program_id(0) * RANKS
     mine = flags[RANK].to(tl.int64) + (first + peer) * 4
-    # All threads have read how often they met, and written what others read, before the first warp tells anything.
+    # All threads must have read the count, and written what others read, before the first warp sets flags.
     tl.debug_barrier()
-    _tell(theirs + (first + RANK) * 4, value, PTX)
-    _hear(mine, value, PTX)
+    _set_flags(theirs + (first + RANK) * 4, value, PTX)
+    _wait_flags(mine, value, PTX)
     tl.debug_barrier()
 
 
@@ -144,8 +146,8 @@ def _meet(flags, value, RANK: tl.constexpr, RANKS: tl.constexpr, PTX: tl.constex
 
 @triton.jit
 def _sum(buffers, residual_ptr, at, inside, RANKS: tl.constexpr):
-    """float32 residual[at] + the sum of buffers[rank][at] in the order of ranks. L1 has no part in it: it does not
-    notice what others write."""
+    """float32 residual[at] + the sum of buffers[rank][at] in the order of ranks. Loads bypass the L1 cache, which is
+    not coherent with other GPUs' writes."""
     total = tl.load(buffers[0] + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     for p in tl.static_range(1, RANKS):
         total += tl.load(buffers[p] + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -158,8 +160,8 @@ def _add_kernel(
     SHARES: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    value = _met(flags, RANK, RANKS) + 1
-    _meet(flags, value, RANK, RANKS, PTX)
+    value = _passed(flags, RANK, RANKS) + 1
+    _barrier(flags, value, RANK, RANKS, PTX)
     dtype = residual_ptr.dtype.element_ty
     i = tl.arange(0, TILE)
     count = rows * SIZE
@@ -169,16 +171,16 @@ def _add_kernel(
             at = tile * TILE + i
             total = _sum(buffers, residual_ptr, at, at < count, RANKS)
             tl.store(residual_ptr + at, total.to(dtype), mask=at < count)
-    else:  # a rank's share is every RANKS-th tile; of a share, a program has the same tiles on every rank
+    else:  # a rank's share is every RANKS-th tile; programs of the same index take the same places in every share
         for group in range(tl.program_id(0), tl.cdiv(tiles, RANKS), tl.num_programs(0)):
             at = (group * RANKS + RANK) * TILE + i
             total = _sum(buffers, residual_ptr, at, at < count, RANKS).to(dtype)
             tl.store(residual_ptr + at, total, mask=at < count)
-            tl.store(buffers[RANK] + at, total, mask=at < count)  # nobody else reads my share of what I wrote
-        _meet(flags, value + 1, RANK, RANKS, PTX)
+            tl.store(buffers[RANK] + at, total, mask=at < count)  # of this share only this rank has read the summands
+        _barrier(flags, value + 1, RANK, RANKS, PTX)
         for group in range(tl.program_id(0), tl.cdiv(tiles, RANKS), tl.num_programs(0)):
             for p in tl.static_range(1, RANKS):
-                at = (group * RANKS + (RANK + p) % RANKS) * TILE + i  # each begins with another one
+                at = (group * RANKS + (RANK + p) % RANKS) * TILE + i  # each rank starts with a different one
                 total = tl.load(buffers[(RANK + p) % RANKS] + at, mask=at < count, cache_modifier=".cg")
                 tl.store(residual_ptr + at, total, mask=at < count)
 
@@ -192,10 +194,10 @@ def _add_norm_kernel(
     dtype = residual_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
     inside = i < size
-    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)  # arrives while others are waited for
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)  # loaded while waiting for others
     wait(EARLY)
-    value = _met(flags, RANK, RANKS) + 1
-    _meet(flags, value, RANK, RANKS, PTX)
+    value = _passed(flags, RANK, RANKS) + 1
+    _barrier(flags, value, RANK, RANKS, PTX)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         total = _sum(buffers, residual_ptr, row * size + i, inside, RANKS).to(dtype)
         tl.store(residual_ptr + row * size + i, total, mask=inside)
@@ -216,12 +218,13 @@ def _aligned(size: int) -> int:
 
 
 def room_bytes(ranks: int, hidden: int, most_rows: int, dtype: torch.dtype) -> int:
-    """What a rank lends to the others: two buffers, and the flags that are sent to it."""
+    """Bytes of memory of a rank that others access: two buffers, and the flags that are set for it."""
     return 2 * _aligned(most_rows * hidden * dtype.itemsize) + _aligned(PROGRAMS * ranks * 4)
 
 
 class Peers:
-    """What the ranks of a group share. All of them make the same calls in the same order, in one stream each."""
+    """The shared memory of a group's ranks. All ranks must make the same calls in the same order, each in one
+    stream."""
 
     def __init__(
         self,
@@ -232,7 +235,8 @@ class Peers:
         dtype: torch.dtype,
         keep: Any = None,
     ):
-        """`rooms`: of every rank, uint8[room_bytes], zeros at first, as this process sees them."""
+        """`rooms`: the memory of every rank as mapped in this process, uint8[room_bytes], initially zero. `keep` is
+        kept alive with this object."""
         if len(rooms) not in MOST_BYTES and len(rooms) != 1:
             raise ValueError(f"a group has {', '.join(map(str, MOST_BYTES))} ranks, not {len(rooms)}")
         size = most_rows * hidden * dtype.itemsize
@@ -247,8 +251,8 @@ class Peers:
 
     @classmethod
     def meet(cls, group: Any, hidden: int, most_rows: int, dtype: torch.dtype, device: torch.device) -> Peers:
-        """Of a torch.distributed group of one process a GPU, all on one host; each of them calls this."""
-        # Nothing here uses multicast over NVLink, and torch would ask for it; on some hosts that fails, or does harm.
+        """Set up the memory of a torch.distributed group with one process per GPU, all on one host. A collective."""
+        # torch would set up NVLink multicast, which is not used here, and which fails or does harm on some hosts.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
@@ -264,18 +268,19 @@ class Peers:
         return cls(group.rank(), rooms, hidden, most_rows, dtype, keep=(mine, handle))
 
     def fits(self, rows: int) -> bool:
-        """Whether so many rows are added here faster than by NCCL; see MOST_BYTES."""
+        """Whether sums of `rows` rows fit, and are faster here than by NCCL (MOST_BYTES)."""
         return rows <= self.most_rows and rows * self._bytes <= MOST_BYTES.get(self.ranks, 0)
 
     def buffer(self, turn: int, rows: int) -> torch.Tensor:
-        """Where this rank's product [rows, hidden] goes before `add` with the same turn, 0 or 1: a view."""
+        """The view that this rank's product [rows, hidden] has to be written to before `add` with the same `turn`, 0 or
+        1."""
         return self._buffers[turn][self.rank][: rows * self.hidden].view(rows, self.hidden)
 
     def add(self, turn: int, rows: int, residual: torch.Tensor) -> None:
-        """residual[rows, hidden] + the sum over ranks of `buffer(turn, rows)`, in place: added in float32 in the order
-        of ranks, then the residual, and rounded once. What the buffer holds afterwards is of no use.
+        """Add the sum over ranks of `buffer(turn, rows)` to residual[rows, hidden], in place: in float32, in the order
+        of ranks, then the residual, rounded once. The content of the buffer is undefined afterwards.
 
-        Turns alternate from call to call."""
+        Turns must alternate from call to call."""
         self._add(turn, rows, residual, self._by_shares(rows))
 
     def _by_shares(self, rows: int) -> bool:
@@ -310,7 +315,8 @@ class Peers:
         eps: float,
         rounding: Rounding | None = None,
     ) -> torch.Tensor | Rounded:
-        """`add`, and of the sum what `kernels.norm` gives, to the bit; in one kernel, unless it is added by shares."""
+        """`add`, and then `kernels.norm` of the sum, with the same bits; in one kernel, unless it is added by
+        shares."""
         if self._by_shares(rows):
             self.add(turn, rows, residual)
             return norm(residual, weight, eps, rounding)

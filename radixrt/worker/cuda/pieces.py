@@ -1,13 +1,13 @@
-"""Steps of up to a few thousand tokens, with CUDA graphs for all that lies between the attentions of their layers.
+"""Piecewise CUDA graphs for steps of up to a few thousand tokens: everything but attention is captured.
 
 A small step with chunks takes the device less time than Python needs to launch its three hundred kernels. Attention
-depends on lengths and cannot be captured, so the host launches it; what lies between two attentions depends only on the
+depends on lengths and cannot be captured, so the host launches it. What is between two attentions depends only on the
 number of tokens:
 
     graph 0: embed, norm, qkv, append | attention 0 | graph 1: output, mlp, qkv, append | attention 1 | ... | finish
 
-In latent attention, the product that turns sums of latents into heads' values is launched by the host, too: chunks that
-are computed by full heads do not need it.
+With latent attention, the product that turns sums of latents into heads' values is launched by the host as well,
+because chunks that full heads compute do not need it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.cuda.answers import Drawn
+from radixrt.worker.cuda.answers import LastTokens
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.latent import multiplied
 from radixrt.worker.cuda.step import StepAttention, append
@@ -30,28 +30,28 @@ SIZES = (
     16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, *range(512, 1024, 64), *range(1024, 2048, 128),
     *range(2048, 4096 + 256, 256),
 )  # fmt: skip
-"""Tokens of the steps that graphs are captured for."""
+"""Numbers of tokens that graphs are captured for; a step is padded to the next one."""
 LEAST = 512
-"""The longest step that has graphs has at least this many tokens."""
+"""Graphs are captured at least up to this many tokens."""
 PRODUCTS = 150 << 30
-"""Multiplications a layer from which on a step takes an H200 longer than its host (bench/results/pieces.json)."""
+"""Multiplications per layer from which on a step takes an H200 longer than its host (bench/results/pieces.json)."""
 
 
 def most_tokens(spec: ModelSpec, narrow: bool) -> int:
-    """Tokens of the longest step that is worth the memory of graphs: a longer one takes the device longer than the host
+    """The most tokens of a step that is worth the memory of graphs: longer ones take the device longer than the host
     anyway. `narrow` weights, in FP8, take the device half the time."""
     longest = PRODUCTS // spec.layer_elements * (2 if narrow else 1)
     return next((size for size in SIZES if size >= max(LEAST, longest)), SIZES[-1])
 
 
 def sizes_up_to(tokens: int) -> list[int]:
-    """`tokens` and all SIZES below; none for 0."""
+    """`tokens` and all SIZES below it; empty for 0."""
     return [*(size for size in SIZES if size < tokens), tokens] if tokens else []
 
 
 def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
-    """Bytes that graphs of up to `tokens` tokens keep, without the memory that their kernels share: residual streams,
-    queries, results of attention (of latent attention also heads' values and full queries)."""
+    """Bytes of the tensors that graphs of up to `tokens` tokens keep, beside the memory pool of their kernels: residual
+    streams, queries, results of attention (with latent attention also heads' values and full queries)."""
     sizes = sizes_up_to(tokens)
     heads = spec.head_dim + spec.value_dim
     if latent := spec.latent:
@@ -61,8 +61,7 @@ def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Inputs of a step padded to some size: int32[size] each. A token that is FROM_DEVICE is looked up by its row; rows
-    of other tokens do not matter."""
+    """Inputs of a step, padded to a size: int32[size] each. `rows` are used only for tokens that are FROM_DEVICE."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -72,7 +71,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graphs of one size, and where they leave the residual stream."""
+    """The graphs of one size, and the residual stream that they write."""
 
     inputs: Inputs
     graphs: list[torch.cuda.CUDAGraph]
@@ -80,24 +79,29 @@ class Captured:
 
 
 class Pieces:
-    """The graphs of all sizes. All use one buffer for queries and one for results of attention."""
+    """The graphs of all sizes. All use the same buffers for queries and for results of attention."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], drawn: Drawn, sizes: list[int], full: bool = False
+        self,
+        model: Decoder,
+        pages: Callable[[int], Pages],
+        last_tokens: LastTokens,
+        sizes: list[int],
+        full: bool = False,
     ) -> None:
-        """`full`: make queries of full heads, too, beside the absorbed ones."""
+        """`full`: whether queries of full heads are computed as well, beside the absorbed ones."""
         spec = model.spec
         most = max(sizes)
         self._model = model
         self._pages = pages
-        self._drawn = drawn
+        self._last_tokens = last_tokens
         place = (most, spec.num_heads)
         dtype = multiplied(pages(0).keys.dtype) if spec.latent else model.dtype
         self._q = torch.empty((*place, spec.head_dim), dtype=dtype, device=model.device)
         self._out = torch.zeros((*place, spec.value_dim), dtype=model.dtype, device=model.device)
         self._values, self._full = self._out, None
         self._ups: dict[int, Ups] = {}
-        """By layer, for latent attention; then sums of latents go to `_out`, and `_values` is a buffer of its own."""
+        """With latent attention, by layer. Sums of latents then go to `_out`, and `_values` is a buffer of its own."""
         if spec.latent:
             kinds = {"dtype": model.dtype, "device": model.device}
             self._values = torch.zeros((*place, spec.latent.value_dim), **kinds)
@@ -118,14 +122,14 @@ class Pieces:
         self._captured.clear()
 
     def begin(self, inputs: torch.Tensor) -> None:
-        """Launch what comes before the first attention, for int32[4, size] of tokens, positions, slots and rows, padded
-        to a size."""
+        """Launch the first graph, up to the first attention, for int32[4, size] of tokens, positions, slots and rows,
+        padded to one of the sizes."""
         size = inputs.shape[1]
         self._integers[:, :size].copy_(inputs)
         self._captured[size].graphs[0].replay()
 
     def go_on(self, size: int, attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the rest after `begin`; returns what `Decoder.attend_all` does."""
+        """Launch the attentions and the other graphs, after `begin`; returns what `Decoder.attend_all` does."""
         captured = self._captured[size]
         self._attend(0, size, attention)
         for layer, graph in enumerate(captured.graphs[1:], 1):
@@ -166,7 +170,8 @@ class Pieces:
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _append(self, inputs: Inputs) -> Callable[[int, Projected], torch.Tensor]:
-        """Takes the place of attention: writes K and V to their pages, and queries to their buffer."""
+        """The function that takes the place of attention in capture: it writes K and V to their pages, and queries to
+        their buffer."""
         size = len(inputs.tokens)
 
         def attend(layer: int, heads: Projected) -> torch.Tensor:
@@ -181,5 +186,5 @@ class Pieces:
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = self._drawn.resolve(inputs.tokens, inputs.rows)
+        tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
         return self._model.attend_all(tokens, inputs.positions, attend)

@@ -1,15 +1,15 @@
-"""Products of few rows, out[T, N] of x[T, K] and weight[N, K], which take as long as it takes to read the weight.
+"""Matrix products of few rows, out[T, N] = x[T, K] weight[N, K]', whose time is that of reading the weight.
 
-Tensor cores of Hopper take from shared memory, as they lie there, 64 rows of what is on the left and a multiple of 8 of
-what is on the right. With few tokens the weight is on the left: nothing is multiplied for nothing, and FP8 is not
-widened, by more instructions than there is time for.
+Hopper's tensor cores take a multiple of 64 rows of the left operand, and a multiple of 8 of the right one, directly
+from shared memory. With few tokens the weight is the left operand: then no padding is multiplied, and FP8 need not be
+converted, for which there would be no time.
 
-    fewer than 64 tokens a tile     out[T, n]' = weight[n, K] x[T, K]'
-    64 and more                     out[T, n] = x[T, K] weight[n, K]'
+    fewer than 64 tokens per tile     out[T, n]' = weight[n, K] x[T, K]'
+    64 and more                       out[T, n] = x[T, K] weight[n, K]'
 
-Where a weight begins is asked for while the kernel ahead still runs: no kernel writes weights.
+The beginning of a weight is prefetched while the kernel before still runs: no kernel writes weights.
 
-At the end: which products of many rows are gated by the kernel that multiplies (`hopper_gated`).
+The last section decides which products of many rows are computed together with their gate (`hopper_gated`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.launching import Again, launch, wait
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.scaled import BLOCK, Rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One compilation: what a program computes, and K's steps."""
+    """What a program computes, rows x columns of the result in steps of `depth` along K, and its launch parameters."""
 
     rows: int
     columns: int
@@ -41,16 +41,17 @@ class Tile:
 
 SCALES = {None: 0, Rounding.ROWS: 1, Rounding.BLOCKS: 2}
 WHOLE = 8
-"""Elements of 16 bytes: the copy engine takes rows that are whole ones."""
+"""Elements of 16 bytes: the copy engine (TMA) requires rows of a multiple of this."""
 AHEAD = 256
-"""Bytes of each row of a weight that are asked for early."""
+"""Bytes of each row of a weight that are prefetched."""
 AT_ONCE = 4
-"""Blocks whose scales are asked for together, where the number of blocks allows it, and the shared memory: each costs a
-way to memory. The kernel is written for so many."""
+"""Blocks whose scales are loaded together, to hide the latency of memory, where the number of blocks and the shared
+memory allow it. The kernel is written for exactly this many."""
 ALIGNED = 16
-"""Bytes that pointers are multiples of where kernels are compiled for it."""
+"""Alignment of pointers, in bytes, for which Triton compiles kernels separately."""
 ROOMY = 200_000
-"""Bytes of shared memory of a program that hold so many; compute capabilities 8.9 and 12.0 have 101,376."""
+"""Bytes of shared memory of a program from which on AT_ONCE blocks fit; compute capabilities 8.9 and 12.0 have
+101,376."""
 
 
 # ---------------------------------------------------------------- the kernel
@@ -58,7 +59,7 @@ ROOMY = 200_000
 
 @triton.jit
 def _ask(pointers):
-    """For lines of 128 bytes, which will be in the L2 cache."""
+    """Prefetch lines of 128 bytes into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -66,7 +67,7 @@ def _ask(pointers):
 
 @triton.jit
 def _part(x_at, w_at, at, k, depth, real, FLIPPED: tl.constexpr, WHOLE: tl.constexpr):
-    """(Left, right) of DEPTH elements from `at` on."""
+    """Load (left operand, right operand) of DEPTH elements from `at` on."""
     if WHOLE:
         x = tl.load(x_at + at, mask=real[:, None], other=0.0)
         w = tl.load(w_at + at)
@@ -82,7 +83,7 @@ def _part(x_at, w_at, at, k, depth, real, FLIPPED: tl.constexpr, WHOLE: tl.const
 
 @triton.jit
 def _factors(by_row, by_block, at, x_stride, real, FLIPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """What the product of a block is times."""
+    """The scale of each element of the product of a block: that of its row times that of the weight's block."""
     found = tl.load(by_row + at // BLOCK * x_stride, mask=real, other=0.0) * tl.load(by_block + at // BLOCK)
     return found[None, :] if FLIPPED else found[:, None]
 
@@ -99,7 +100,8 @@ def _product_kernel(
     tl.static_assert(AT_ONCE == 1 or AT_ONCE == 4)
     first = tl.program_id(0) * COLUMNS
     n = first + tl.arange(0, COLUMNS)
-    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    # Lanes past the last column compute a column again, which is not stored. Lanes past the last row are masked
+    # instead: to read a row again would cost as much as to read another one.
     w_row = weight_ptr + (n % columns).to(tl.int64)[:, None] * depth
     if EARLY and AHEAD > 0:
         _ask(w_row + (tl.arange(0, AHEAD // 128) * LINE)[None, :])
@@ -112,7 +114,7 @@ def _product_kernel(
     acc = tl.zeros([COLUMNS, ROWS] if FLIPPED else [ROWS, COLUMNS], tl.float32)
     by_row = x_scales_ptr + m
     if SCALES == 2:
-        # The next blocks' are asked for a turn ahead.
+        # The scales of the next blocks are loaded one iteration ahead.
         by_block = scales_ptr + first // BLOCK * stride
         a = _factors(by_row, by_block, 0, x_stride, real, FLIPPED, BLOCK)
         if AT_ONCE == 4:
@@ -155,19 +157,19 @@ def _product_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-_again: dict[tuple[Any, ...], Again] = {}
-"""By all that kernels are compiled for and that two calls may differ in: steps that are no graphs launch them for every
-layer."""
+_kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
+"""By everything that the kernel is compiled for and that may differ between calls. (Steps without graphs launch it for
+every layer.)"""
 
 
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, bias: torch.Tensor | None = None,
     add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None, rounding: Rounding | None = None,
 ) -> None:  # fmt: skip
-    """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or add it there; all are contiguous, and
-    sums float32, but of FP8 as wide as tensor cores have them. With a rounding there are `scales` of x and of the
-    weight (see `model.scaled`); those of blocks want a tile of their depth. A tile gets as many of its stages as
-    fit."""
+    """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or with `add` add it there. All are
+    contiguous. Sums are float32, except those of FP8, which are as wide as the tensor cores' accumulators. With a
+    `rounding`, `scales` are those of x and of the weight (see `model.scaled`); with block scales, `tile.depth` must be
+    that of a block. If the tile's stages do not fit the shared memory, fewer are used."""
     (rows, depth), columns = x.shape, len(weight)
     of_x, of_weight = (x, weight) if scales is None else scales
     more = out if bias is None else bias
@@ -177,12 +179,12 @@ def multiply(
         SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, at_once,
         BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
     )  # fmt: skip
-    again = None
+    cache = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
         given = x.device, x.dtype, weight.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
-        again = _again.setdefault((*given, *kinds), {})
+        cache = _kernel_caches.setdefault((*given, *kinds), {})
     launch(
-        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), 1), again,
+        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), 1), cache,
         *pointers, rows, columns, depth, of_x.stride(1), of_weight.stride(0), *kinds,
         num_warps=tile.warps, num_stages=stages(tile, at_once * weight.itemsize, room()),
     )  # fmt: skip
@@ -192,44 +194,46 @@ def multiply(
 
 
 def blocks_at_once(tile: Tile, depth: int, memory: int) -> int:
-    """Of a tile with scales of blocks, in so many bytes of shared memory."""
+    """Scale blocks that a tile loads together (AT_ONCE or 1), with `memory` bytes of shared memory."""
     few = tile.columns < BLOCK and memory >= ROOMY
     return AT_ONCE if few and depth % (AT_ONCE * tile.depth) == 0 else 1
 
 
 def stages(tile: Tile, itemsize: int, memory: int) -> int:
-    """That a tile of elements of so many bytes may have in so many bytes of shared memory, each with a buffer."""
+    """Pipeline stages of a tile: as many as the tile has, or as fit `memory` bytes of shared memory, with a buffer
+    each."""
     return max(1, min(tile.stages, memory // ((tile.rows + tile.columns) * tile.depth * itemsize)))
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors; those of an H200 where there is no GPU."""
+    """The number of multiprocessors; that of an H200 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 STREAMED = 16, 32
-"""Rows of tiles that stream a weight."""
+"""Rows of the tiles for few rows, which stream a weight."""
 COLUMNS, BYTES = 64, 256
-"""Of a weight in such a tile: its rows, and those of each."""
+"""Rows of the weight in such a tile, and bytes of each row."""
 
 
 def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> Tile:
-    """The tile of STREAMED rows for a weight [columns, K]: deep where each program has a multiprocessor of its own,
-    half as deep where two or more share one (bench/products.py)."""
+    """The tile of `rows` (of STREAMED) rows for a weight [columns, K]: with 8 pipeline stages where each program has a
+    multiprocessor of its own, with 4 where two or more share one (bench/products.py)."""
     alone = triton.cdiv(columns, COLUMNS) <= processors(device)
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
 FEWEST = 3072
-"""Columns that programs enough come of to read a weight at the bandwidth, unless it is short."""
+"""The fewest columns for which there are enough programs to read a weight at full bandwidth, unless K is at most
+SHORT."""
 SHORT = 2048
 
 
 @functools.cache
 def tile_for(rows: int, columns: int, depth: int, device: torch.device) -> Tile | None:
-    """For x[rows, depth] and weight[columns, depth] in a half type; None where torch's product is faster, or nobody has
-    looked (measured on Hopper: cuBLAS divides K among programs where columns are few and long)."""
+    """The tile for x[rows, depth] and weight[columns, depth] of 16 bits; None where torch's product is faster, or where
+    it was not measured: this is for Hopper. (cuBLAS divides K among programs where columns are few and long.)"""
     if not 0 < rows <= STREAMED[-1] or not of_hopper(device):
         return None
     if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT:
@@ -257,16 +261,17 @@ def few(
     return out
 
 
-# ---------------------------------------------------------------- many rows that are gated
+# ---------------------------------------------------------------- products of many rows with a gate
 
 MANY = 1024
-"""Rows from which on it is looked at whether one kernel is faster for a product and its gate (bench/gated.py)."""
+"""The fewest rows for which one kernel may compute a product and its gate (bench/gated.py)."""
 TILE = 128, 128
-"""Rows and inner features of its tiles."""
+"""Rows and inner features of that kernel's tiles."""
 GATE = 240
-"""Depth of a product that takes as long as its gate: three values of 2 bytes at the bandwidth of an H200, for two
-products at its rate."""
+"""Cost of the separate gate, as the depth K of a product that takes as long: for each inner feature the gate moves
+three values of 2 bytes, at the bandwidth of an H200; the product is of two, gate and up, at its FLOP rate."""
 WORTH = 0.975
+"""See `gates`."""
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
@@ -275,7 +280,7 @@ def gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tenso
         return None
     if x.shape[1] % WHOLE or len(weight) // 2 % WHOLE or not (x.is_contiguous() and weight.is_contiguous()):
         return None
-    # Looked for by the first step of many rows, whatever comes of it: it is tried out, which no graph may capture.
+    # Loaded in the first step of many rows even if it is not used there: it is tried out, which must not be captured.
     kernel = _hopper_gated(x.device) if of_hopper(x.device) else None
     if kernel is None or not gates(len(x), len(weight) // 2, x.shape[1], processors(x.device)):
         return None
@@ -283,8 +288,9 @@ def gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tenso
 
 
 def gates(rows: int, inner: int, depth: int, programs: int) -> bool:
-    """Whether one kernel is faster for the product of x[rows, depth] and weight[2 inner, depth], and its gate. So many
-    programs run at once, and where the last ones have nothing to do they may take more than the gate does: worth it is
+    """Whether one kernel is faster for the product of x[rows, depth] and weight[2 inner, depth] and its gate. The tiles
+    are computed in rounds of `programs`, and if the last round is not full, that may cost more than the gate saves. The
+    condition is
 
         tiles / (programs * ceil(tiles / programs)) * (1 + GATE / depth) >= WORTH
     """
@@ -294,9 +300,9 @@ def gates(rows: int, inner: int, depth: int, programs: int) -> bool:
 
 @functools.cache
 def _hopper_gated(device: torch.device) -> ModuleType | None:
-    """`hopper_gated`, where it is to be had."""
+    """`hopper_gated`; None if it cannot be used."""
     try:
         from radixrt.worker.cuda import hopper_gated
-    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
         return None
     return hopper_gated if hopper_gated.there(device) else None

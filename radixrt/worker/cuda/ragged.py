@@ -1,4 +1,4 @@
-"""FlashInfer's FA3 over contiguous K and V, and chunks that each read their own keys.
+"""Chunks by FlashInfer's FA3 kernels over contiguous K and V; each chunk reads its own keys.
 
 pages, FP8 or not --gather--> workspace [tokens, kv_heads, D], activations' dtype --FA3--> out
 """
@@ -15,20 +15,20 @@ import torch
 from radixrt.worker.cuda import attend, kernels
 from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.sinks import add_sinks
-from radixrt.worker.cuda.staging import Packer, Piece
+from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.cuda.work import MERGE_FIELDS
 
 FA3_HEAD_DIMS = (64, 128, 256)
-"""For other head sizes the build fails, after most of a minute."""
+"""Head sizes that FA3 supports. For others the build would fail only after most of a minute."""
 
 
 class FlashInfer:
     """FlashInfer's ragged prefill kernels, and the workspace they read K and V from.
 
-    A wrapper keeps its plan in pinned memory that the device reads later. So each is planned again only two steps
-    later, when the step that used it has ended. RuntimeError if FA3 has no kernels for the head size, or FlashInfer
-    cannot be imported."""
+    A wrapper keeps its plan in pinned memory that the device reads later, so it must not be planned again before the
+    step that uses it has ended: even and odd steps have wrappers of their own. Raises RuntimeError if FA3 does not
+    support the head size, or FlashInfer cannot be imported."""
 
     WORKSPACE = 256 << 20
     """Bytes of the buffer that FlashInfer itself needs."""
@@ -42,7 +42,7 @@ class FlashInfer:
         self._backend = backend
         self._buffer = torch.empty(self.WORKSPACE, dtype=torch.uint8, device=device)
         self.tokens = tokens
-        """Tokens whose K and V the workspace holds, at most: those of a group of sequences together."""
+        """The most tokens whose K and V fit the workspace: those of a group of sequences together."""
         size = (tokens, shape.kv_heads, shape.head_dim)
         self.workspace = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
         self._wrappers: dict[tuple[int, int], object] = {}
@@ -103,7 +103,7 @@ class FlashInfer:
 
 
 def load_flashinfer() -> ModuleType:
-    """Import FlashInfer. RuntimeError if it is not installed or does not work."""
+    """Import FlashInfer. Raises RuntimeError if it is not installed or does not work."""
     try:
         import flashinfer
     except Exception as error:  # it looks for compilers and libraries when imported
@@ -112,25 +112,26 @@ def load_flashinfer() -> ModuleType:
 
 
 def _starts(counts: np.ndarray) -> torch.Tensor:
-    """int32[n + 1] on the host: where each of n pieces begins, and where the last ends."""
+    """int32[n + 1] on the host: cumulative sums, from 0."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences whose keys the workspace holds together, for layers of one kind."""
+    """Sequences whose keys fit the workspace together, for the layers of one window."""
 
     queries: slice
-    sequences: Piece
+    sequences: PackedArray
     """int32[S, 4], as `kernels.gather` takes it."""
     longest: int
+    """Keys to gather for the longest sequence."""
     total: int
-    """Keys that are gathered: of the longest sequence, and of all."""
+    """Keys to gather in all."""
     wrapper: object
 
 
 class RaggedStep:
-    """A ChunkStep that computes sequences in groups that the workspace holds. For layers with a window, keys that no
+    """A ChunkStep that computes sequences in groups that fit the workspace. For layers with a window, keys that no
     query of a sequence sees are not gathered."""
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Activations to FP8, with a scale for each row or for each BLOCK values of it (`model.scaled`): by themselves, or at
-the end of the kernel that makes them."""
+"""Quantizes activations to FP8, with a scale for each row or for each BLOCK values of a row (`model.scaled`): by a
+kernel of its own, or at the end of the kernel that computes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding
 
 PADDED = 4
-"""cuBLASLt takes so many rows with scales of blocks, or a multiple."""
+"""With block scales, cuBLASLt requires a multiple of this many rows."""
 
 
 @triton.jit
 def store_rounded(
     x, out_ptr, scales_ptr, row, size, stride, LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr
 ):
-    """Float32 x[ALL] of a row of `size`, beyond which it is 0, with a scale for each GROUP."""
+    """Quantize and store a row: float32 x[ALL], of which the first `size` values are real and the others 0, with a
+    scale for each GROUP of values."""
     i = tl.arange(0, ALL)
     g = tl.arange(0, ALL // GROUP)
     groups = tl.reshape(x, [ALL // GROUP, GROUP])
@@ -43,8 +44,8 @@ def _quantize_kernel(
 
 
 def room(rows: int, size: int, rounding: Rounding, device: torch.device) -> Rounded:
-    """For x[rows, size]; behind its last row there is room up to a multiple of PADDED. Scales of neighbouring rows lie
-    side by side."""
+    """Allocate the result for x[rows, size], with memory behind the last row up to a multiple of PADDED rows. The
+    scales of neighbouring rows are adjacent in memory."""
     groups = 1 if rounding is Rounding.ROWS else triton.cdiv(size, BLOCK)
     most = triton.cdiv(rows, PADDED) * PADDED
     values = torch.empty((most, size), dtype=FP8, device=device)
@@ -52,20 +53,20 @@ def room(rows: int, size: int, rounding: Rounding, device: torch.device) -> Roun
 
 
 def padded(x: Rounded) -> Rounded:
-    """With the rows that there is `room` for behind the last; whatever they hold."""
+    """Extend a result of `room` to a multiple of PADDED rows, of whatever content."""
     most = triton.cdiv(len(x), PADDED) * PADDED
     return Rounded(*(part.as_strided((most, part.shape[1]), part.stride()) for part in (x.values, x.scales)))
 
 
 def launch_sizes(size: int, rounding: Rounding | None) -> tuple[int, int, int]:
-    """(values that share a scale, values of a program, its warps) for rows of `size`; 0 share one without rounding."""
+    """(values that share a scale, 0 without rounding; values of a program; its warps) for rows of `size` values."""
     block = triton.next_power_of_2(size) if rounding is None else max(BLOCK, triton.next_power_of_2(size))
     group = 0 if rounding is None else block if rounding is Rounding.ROWS else BLOCK
     return group, block, max(1, min(8 if rounding is None else 16, block // 512))
 
 
 def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:
-    """x[T, K] in FP8."""
+    """Quantize x[T, K] to FP8."""
     rows, size = x.shape
     out = room(rows, size, rounding, x.device)
     group, block, warps = launch_sizes(size, rounding)

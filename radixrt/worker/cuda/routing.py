@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and in which order their rows lie.
+"""Chooses the experts of each token, and sorts the rows by expert.
 
     logits [T, experts] --route--> weights, experts [T, k] --sort--> places of rows, by expert, and tiles of rows
 
@@ -24,20 +24,20 @@ from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
 from radixrt.worker.model.spec import Routing
 
 TILE_FIELDS = 3
-"""Of a tile: its expert, the first of its sorted rows, how many rows it has."""
+"""Integers of a tile: its expert, the first of its sorted rows, how many rows it has."""
 ALIGNED = 8
-"""Elements of a row, or a multiple: what torch's grouped product takes, whose rows are of 16 bytes."""
+"""torch's grouped product requires rows of a multiple of this many elements, 16 bytes."""
 SORTED = (64, 512, 4096)
-"""Entries that are sorted at a time."""
+"""Entries that a program sorts at a time, one of these sizes."""
 AT_ONCE = 8192
-"""Entries, from which on they are sorted in three launches."""
+"""The fewest entries that are sorted in three launches."""
 BLOCK, BLOCKS = 64, 1024
-"""Entries of a program, then, and blocks that are summed at a time."""
+"""With three launches: entries of a program, and blocks that are summed at a time."""
 
 
 @triton.jit
 def _of_best_groups(choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr):
-    """The choice of one token, -inf outside of its best groups."""
+    """The scores of one token's experts by which they are chosen, -inf outside of its best groups of experts."""
     groups = tl.arange(0, triton.next_power_of_2(GROUPS))
     best = tl.full([triton.next_power_of_2(GROUPS)], float("-inf"), tl.float32)
     for group in tl.static_range(GROUPS):
@@ -60,12 +60,12 @@ def _route(
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """The numbers, too."""
+    """Choose the experts of one token, and store their weights and numbers; returns the numbers."""
     e = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
     logits = tl.load(logits_ptr + token * count + e, mask=e < count, other=float("-inf")).to(tl.float32)
     nan = tl.max((logits != logits).to(tl.int32), 0) > 0
-    left = tl.where(logits == logits, logits, float("-inf"))  # else there would be no expert of that number
+    left = tl.where(logits == logits, logits, float("-inf"))  # with NaN there would be no valid expert number
     peak = tl.max(left, 0)
     total = tl.sum(tl.exp(left - peak), 0)
     scores = left
@@ -117,7 +117,7 @@ PLAIN = Routing()
 
 
 def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float]:
-    """For `_route`, of so many experts."""
+    """The compile-time parameters of `_route` for `count` experts."""
     groups = count // routing.groups, routing.groups, routing.kept_groups
     return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.least
 
@@ -125,9 +125,9 @@ def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, floa
 def route(
     logits: torch.Tensor, chosen: int, normalized: bool, routing: Routing = PLAIN, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights in the dtype of the logits, int32 numbers) of each token's experts, the likeliest first, both
-    [T, chosen], by logits[T, E] (see `Experts.route`); `normalized`: weights of a token sum to 1, before they are
-    scaled. Of NaN, weights are NaN."""
+    """Choose each token's experts by logits[T, E] (see `Experts.route`). Returns (weights in the dtype of the logits,
+    int32 numbers), both [T, chosen], the most likely first. `normalized`: the weights of a token sum to 1, before they
+    are scaled. Where logits are NaN, so are weights."""
     tokens, count = logits.shape
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
     experts = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
@@ -141,11 +141,11 @@ def route(
 
 @triton.jit
 def _cut(tiles_ptr, mine, last, counts, bins, most, ROWS: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr):
-    """The first row of an expert, whose tiles are written, by the counts of all."""
+    """Write the tiles of an expert, given the counts of all experts; returns its first row."""
     begin = tl.sum(tl.where(bins < mine, counts, 0), 0)
     count = tl.sum(tl.where(bins == mine, counts, 0), 0)
     tile = tl.sum(tl.where(bins < mine, (counts + ROWS - 1) // ROWS, 0), 0)
-    # The last expert also says of all tiles that are left over that they have no rows.
+    # The last expert also writes all unused tiles, which have no rows.
     end = tl.where(mine == last, most, tile + (count + ROWS - 1) // ROWS)
     for first in range(tile, end, TILES):
         t = first + tl.arange(0, TILES)
@@ -244,29 +244,29 @@ def _put_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Rows by expert; a token has one for each of its experts. All are int32."""
+    """An order of rows by expert; a token has one row for each of its experts. All tensors are int32."""
 
     places: torch.Tensor
-    """[T, chosen]: which of the rows it is."""
+    """[T, chosen]: the sorted row of each token and choice."""
     tokens: torch.Tensor
-    """[T * chosen]: whose row it is."""
+    """[T * chosen]: the token of each sorted row."""
     ends: torch.Tensor | None
-    """[E]: rows up to the last of each expert; a single token's are in the order of its choice, and have none."""
+    """[E]: the end of each expert's sorted rows. None for a single token, whose rows are in the order of choice."""
     tiles: torch.Tensor
-    """[most, TILE_FIELDS]: runs of rows of one expert; those left over have none."""
+    """[most, TILE_FIELDS]: runs of rows of one expert. Unused tiles have 0 rows."""
     experts: torch.Tensor
-    """[T, chosen], of the tokens."""
+    """[T, chosen]: the experts of each token."""
 
 
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Iterator[torch.Tensor]:
-    """Uninitialized int32, in one allocation, each where kernels are compiled for."""
+    """Uninitialized int32 tensors in one allocation, each aligned as kernels are compiled for."""
     most = [-(-size // ALIGN) * ALIGN for size in sizes]
     whole = torch.empty(sum(most), dtype=torch.int32, device=device)
     return (piece[:size] for piece, size in zip(whole.split(most), sizes, strict=True))
 
 
 def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
-    """Of int32 experts[T, chosen] out of `count`; with tiles of at most so many rows, or none for 0."""
+    """Sort the rows of int32 experts[T, chosen], of `count` experts. Tiles have at most `rows` rows; 0: no tiles."""
     entries, chosen = experts.numel(), experts.shape[1]
     most = min(entries, entries // rows + count) if rows else 0
     sizes = entries, entries, count, most * TILE_FIELDS
@@ -324,8 +324,8 @@ def begin(
     logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, rounding: Rounding | None,
     routing: Routing = PLAIN, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Order, Rounded | None]:  # fmt: skip
-    """The weights of `route`, the order of `sort` with tiles of so many rows, and x[T, hidden] in FP8, if asked for: in
-    one launch for a single token, which needs no sorting, else in two."""
+    """Returns the weights of `route`, the order of `sort` with tiles of `rows` rows, and with a `rounding` x[T, hidden]
+    in FP8. One launch for a single token, which needs no sorting; otherwise several."""
     (tokens, count), size = logits.shape, x.shape[1]
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
     sizes = chosen, chosen, chosen * TILE_FIELDS, tokens * chosen

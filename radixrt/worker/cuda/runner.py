@@ -1,9 +1,9 @@
-"""The Runner of a GPU: a step is packed, sent in one copy, launched, and its tokens come back when they are ready.
+"""The Runner of a GPU: a step is packed, sent in one copy and launched, and its tokens come back asynchronously.
 
-    host     pack | copy | launch kernels, or replay the graph of a batch of decodes | ... ask for the result
-    device     writes of the page table -> tokens (those of the step before by row) -> model -> draw -> copy back
+    host     pack | copy | launch kernels, or replay the graph of a batch of decodes | ... read the result
+    device     update the page table -> tokens (those of the step before by row) -> model -> sample -> copy back
 
-Only the question for a step's result waits for the device. Batches of decodes alone run as CUDA graphs.
+Only reading a step's result waits for the device. Steps of decodes alone run as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from radixrt import garbage
 from radixrt.worker.cuda import attend, kernels, variants
-from radixrt.worker.cuda.answers import Answer, Drawing, Drawn, Launched, make_result
+from radixrt.worker.cuda.answers import Answer, LastTokens, Launched, PackedDraws, make_result
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
@@ -44,12 +44,12 @@ from radixrt.worker.sample import to_device
 log = logging.getLogger("radixrt.cuda")
 
 EXACT_PART = 1024
-"""Keys of a part where results must not depend on the batch."""
+"""Keys of a part of a tile (`Tiling.fixed`) where results must not depend on the batch."""
 
 
 @dataclass(slots=True)
-class Late:
-    """A step whose tokens are drawn only when the tokens before them are known."""
+class DeferredStep:
+    """A launched step whose tokens are sampled only when the host knows the tokens before them (`Request.serial`)."""
 
     plan: Plan
     logits: torch.Tensor
@@ -58,14 +58,20 @@ class Late:
 
 
 class CudaRunner(ModelRunner):
-    """The Runner of a GPU; for tests it also runs on a CPU, in Triton's interpreter, without graphs.
+    """The Runner of a GPU. For tests it also runs on a CPU, in Triton's interpreter, without graphs.
 
-    At most `rows` requests run at once. `flashinfer`, if given, computes long chunks, and `full` those of latent
-    attention. Batches of up to `graph_batch` decodes run as graphs, as does what lies between attentions in other steps
-    of up to `graph_tokens` tokens. `processors` is the number of multiprocessors that work is spread over. With
-    `tree_attention`, requests read once what they share (`sharing`). `thresholds` are those of CudaSampler. `exact`:
-    results do not depend on the batch, to the last bit, if the model's do not: one kernel and one tiling for all
-    attention, nothing shared, no FlashInfer, no full heads. `group` is the model's own."""
+    rows            the most requests that run at once
+    flashinfer      if given, computes long chunks
+    full            if given, computes long chunks of latent attention
+    graph_batch     batches of up to this many decodes run as CUDA graphs
+    graph_tokens    other steps of up to this many tokens run as piecewise CUDA graphs (`pieces`)
+    processors      multiprocessors that work is spread over
+    tree_attention  whether pages that requests share are read once (`sharing`)
+    exact           whether results must not depend on the batch, to the last bit (the model's own must not either):
+                    one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads
+    thresholds      see CudaSampler
+    group           the model's tensor-parallel group
+    """
 
     overlaps = True
 
@@ -123,21 +129,21 @@ class CudaRunner(ModelRunner):
         self._chunks = ChunkPlanner(
             shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full
         )
-        self._packers, self._late_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
-        self._late: Late | None = None
+        self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
+        self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
         self._sampler = CudaSampler(rows, spec.vocab_size, self._device, thresholds)
         self._steps = 0
         self._graphs_wanted = graph_batch > 0 and self._device.type == "cuda"
-        # An exact batch would need room for the parts of the longest context: it has graphs between attentions only.
+        # If exact, a graph of decodes would need room for the parts of the longest context: only piecewise graphs.
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._graphs_wanted and not exact else []
         self._graphs: DecodeGraphs | None = None
         self._piece_sizes = sizes_up_to(graph_tokens)
         self._pieces: Pieces | None = None
         self._group = group
         self._leads = group is None or group.shard.rank == 0
-        """Only rank 0 draws: what other ranks drew would not be used."""
-        self._drawn = Drawn(rows, self._device, group)
+        """Whether this is rank 0: only its sampled tokens are used, so other ranks do not sample."""
+        self._last_tokens = LastTokens(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
 
@@ -149,7 +155,7 @@ class CudaRunner(ModelRunner):
                 self._capture()
 
     def close(self) -> None:
-        """Release the graphs: as long as they exist, NCCL's communicators cannot be given up."""
+        """Release the graphs: NCCL cannot destroy its communicators while graphs use them."""
         for graphs in (self._graphs, self._pieces):
             if graphs is not None:
                 graphs.close()
@@ -186,8 +192,8 @@ class CudaRunner(ModelRunner):
         else:
             step = self._run(plan, packer, answer, serial, works)
         if serial:
-            self._late = late = Late(plan, step.logits, answer)
-            return lambda: self._read(late)
+            self._deferred = deferred = DeferredStep(plan, step.logits, answer)
+            return lambda: self._read(deferred)
         answer.fetch(step.answer)
         return lambda: make_result(plan, step.logit_rows, self._wait(answer))
 
@@ -198,26 +204,27 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
-        """Compute a step: float32[plan.wants.sum(), vocab] at the wanted positions, in order. For one rank only."""
+        """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order. Not
+        for several ranks."""
         return self._run(plan, Packer(self._device), Answer(self._device), serial=True).logits
 
     @torch.inference_mode()
     def draw(self) -> None:
-        late, self._late = self._late, None
-        if late is None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
             return
-        late.picking = picking = Picking(late.plan, late.logits, self._sampler)
-        self._drawn.note(to_device(picking.rows, self._device), picking.tokens)
-        late.answer.fetch(picking.packed)
+        deferred.picking = picking = Picking(deferred.plan, deferred.logits, self._sampler)
+        self._last_tokens.store(to_device(picking.rows, self._device), picking.tokens)
+        deferred.answer.fetch(picking.packed)
 
-    def _read(self, late: Late) -> Result:
-        if late.picking is None:
+    def _read(self, deferred: DeferredStep) -> Result:
+        if deferred.picking is None:
             self.draw()
-        assert late.picking is not None
-        return late.picking.read(self._wait(late.answer))
+        assert deferred.picking is not None
+        return deferred.picking.read(self._wait(deferred.answer))
 
     def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
-        """By window, the work of the first `count` requests."""
+        """The work of the first `count` requests, by window."""
         return self._decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
 
     def _replay(
@@ -225,9 +232,9 @@ class CudaRunner(ModelRunner):
     ) -> Launched:
         count = len(plan.requests)
         graph = self._graphs.packed(packer, plan, size, works)
-        drawing = Drawing.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
-        if self.planned:
-            self.planned(plan, self._decodes.looked_up)
+        drawing = PackedDraws.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
+        if self.on_planned:
+            self.on_planned(plan, self._decodes.looked_up)
         answer.begin()
         sent = packer.send(graph.integers)
         graph.graph.replay()
@@ -256,21 +263,21 @@ class CudaRunner(ModelRunner):
         lists = {window: Lists.pack(packer, work) for window, work in works.items()}
         trunks = {window: self._chunks.trunks(work, plan, packer, parity) for window, work in works.items()}
         long = self._chunks.by_full_heads(plan, decodes)
-        chunks, last = self._chunks.plan(plan, decodes, packer, self._late_packers[parity], parity, long)
+        chunks, last = self._chunks.plan(plan, decodes, packer, self._last_layer_packers[parity], parity, long)
         full, absorbed = self._chunks.plan_full(plan, decodes, long, packer) if long.any() else (None, 0)
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
         sampled = packer.add(sampled_at.astype(np.int32))
         sampled_rows = packer.add(plan.rows[chosen])
-        drawing = Drawing.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
-        if self.planned:
-            self.planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
+        drawing = PackedDraws.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
+        if self.on_planned:
+            self.on_planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
 
         answer.begin()
         sent = packer.send()
         kernels.scatter(writes.of(sent), self._table)
-        if pieces:  # the device begins while the host prepares the rest
+        if pieces:  # the device starts while the host prepares the rest
             pieces.begin(inputs.of(sent))
         for chunk in chunks:
             chunk.sent(sent)
@@ -286,10 +293,12 @@ class CudaRunner(ModelRunner):
         if pieces:
             x, residual = pieces.go_on(padded, attention)
         else:
-            resolved = self._drawn.resolve(tokens, rows_there[:decodes])
+            resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
             x, residual = self._model.attend_all(resolved, positions_there, attention)
         logits = self._model.finish(x, residual, logit_at.of(sent).long())
-        picked = self._drawn.pick(logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long())
+        picked = self._last_tokens.pick_greedy(
+            logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long()
+        )
         logits = self._gathered(plan, logits)
         if drawing:
             self._draw(logits, drawing, sent, picked[len(logits) :])
@@ -298,15 +307,15 @@ class CudaRunner(ModelRunner):
     # ------------------------------------------------------------ from logits to tokens
 
     def _gathered(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits, float32[S, vocab], if the plan wants logits; otherwise this rank's. All ranks call it."""
+        """The logits of all ranks, float32[S, vocab], if the plan needs them; otherwise this rank's. A collective."""
         return self._model.gather(logits) if self._group is not None and plan.wants_logits else logits
 
-    def _draw(self, logits: torch.Tensor, drawing: Drawing, sent: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Draw the tokens that are not greedy; put them into `tokens` and note them for their rows."""
+    def _draw(self, logits: torch.Tensor, drawing: PackedDraws, sent: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Sample the tokens that are not greedy; write them to `tokens` and store them as their rows' last tokens."""
         draws, rows = drawing.draws(sent), drawing.at.of(sent)
         drawn = self._sampler.draw(logits, rows, draws).int()
         tokens[drawing.to.of(sent).long()] = drawn
-        self._drawn.note(drawing.rows.of(sent), drawn)
+        self._last_tokens.store(drawing.rows.of(sent), drawn)
 
     # ------------------------------------------------------------ graphs
 
@@ -314,11 +323,11 @@ class CudaRunner(ModelRunner):
         before = torch.cuda.mem_get_info(self._device)[0]
         if sizes := self._graph_sizes:
             self._graphs = DecodeGraphs(
-                self._model, self._pages, self._compiled, self._cuts, self._windows, self._drawn, self._table, sizes,
-                self._packers[0], shown=self._leads,
+                self._model, self._pages, self._compiled, self._cuts, self._windows, self._last_tokens, self._table,
+                sizes, self._packers[0], shown=self._leads,
             )  # fmt: skip
         if pieces := self._piece_sizes:
-            self._pieces = Pieces(self._model, self._pages, self._drawn, pieces, self._chunks.has_full)
+            self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, self._chunks.has_full)
         used = before - torch.cuda.mem_get_info(self._device)[0]
         log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", max(sizes, default=0),
                  max(pieces, default=0), used / 1e9)  # fmt: skip

@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU, as `sample` defines it, without sorting the vocabulary or looping over requests."""
+"""The Sampler of a GPU (see `sample`), which neither sorts the vocabulary nor loops over requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixrt.worker.sample import Ahead, Draws, Masks, to_device
 
 
 class Thresholds(Protocol):
-    """The functions of `flashinfer.sampling` that draws use: probabilities are float32[B, vocab], thresholds [B]."""
+    """The functions of `flashinfer.sampling` that are used: probabilities are float32[B, vocab], thresholds [B]."""
 
     def softmax(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor: ...
 
@@ -33,7 +33,8 @@ class Thresholds(Protocol):
 
 
 def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
-    """FlashInfer's functions, built and run once. Any exception means that they cannot be used."""
+    """FlashInfer's functions, after building their kernels and running them once. Any exception means that they cannot
+    be used."""
     found = load_flashinfer().sampling
     logits = torch.zeros((2, vocab), dtype=torch.float32, device=device)
     ones = torch.ones((2, 1), dtype=torch.float32, device=device)
@@ -44,7 +45,8 @@ def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
 
 
 def _kept(thresholds: Thresholds, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """float32[B, vocab], above 0 for the tokens that min_p, top_k and top_p leave; equal ones stay or go together."""
+    """float32[B, vocab], above 0 for the tokens that min_p, top_k and top_p keep. Tokens of equal probability are
+    either all kept or all excluded."""
     shares = thresholds.softmax(logits, draws.temperature[:, 0])
     if draws.min_p is not None:
         shares = shares.masked_fill_(shares < draws.min_p * shares.amax(-1, keepdim=True), 0.0)
@@ -59,7 +61,7 @@ def _kept(thresholds: Thresholds, logits: torch.Tensor, draws: Draws) -> torch.T
 
 
 class CudaSampler:
-    """A Sampler for a page table of `rows` rows; without `thresholds`, torch sorts the vocabulary for min_p, top_k and
+    """A Sampler for a page table of `rows` rows. Without `thresholds`, torch sorts the vocabulary for min_p, top_k and
     top_p."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, thresholds: Thresholds | None = None) -> None:
@@ -91,7 +93,8 @@ class CudaSampler:
 IN_PROMPT = 1 << 30
 """Bit of a count: the token is in the prompt. The bits below count how often it was generated."""
 FIELDS = 5
-"""Integers of a penalized request: its row of the logits, of the counts, and the bits of its three penalties."""
+"""Integers of a penalized request: its row of the logits, its row of the counts, and the bits of its three penalties,
+float32."""
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -106,7 +109,7 @@ def _note_kernel(entries_ptr, counts_ptr, entries, vocab, IN_PROMPT: tl.constexp
     tl.atomic_add(at, what, mask=inside & (what != IN_PROMPT))
 
 
-@triton.jit(do_not_specialize=["requests"])  # else it is compiled again for 1 and multiples of 16
+@triton.jit(do_not_specialize=["requests"])  # otherwise it is compiled again for 1 and multiples of 16
 def _penalize_kernel(
     logits_ptr, who_ptr, counts_ptr, requests, vocab, stride, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -130,10 +133,11 @@ def _penalize_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _More:
-    """Tokens between those that are counted of some requests and the one drawn: their penalties are computed again."""
+    """Drafted tokens of penalized requests, which are not in the counts: their penalties are computed separately."""
 
     fields: torch.Tensor
-    """int32[7, N]: row of the logits, of the counts, token, how often it is ahead, and the last three of FIELDS."""
+    """int32[7, N]: row of the logits, row of the counts, token, how often it is in the draft, and the last three of
+    FIELDS."""
     raw: torch.Tensor
     """float32[N]: their logits without penalties."""
 
@@ -151,20 +155,19 @@ class _More:
 
 
 class Penalties:
-    """Counts of each request's tokens, kept on the device and updated as it goes on: no token is sent or counted
-    twice."""
+    """Counts of each request's tokens, which are kept on the device: each token is sent and counted once."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self._rows, self._vocab, self._device = rows, vocab, device
         self._counts: torch.Tensor | None = None
-        """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT; allocated when
-        the first request with penalties comes."""
+        """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT. Allocated for
+        the first request with penalties."""
         self._counted: dict[int, tuple[array[int], int]] = {}
-        """By row: whose tokens are counted, and how many of them. The array of tokens identifies a request, without
-        keeping the rest of it when it is over."""
+        """By row: the tokens of the request that are counted there, and how many of them are. The array of tokens
+        identifies the request without keeping the rest of it alive."""
 
     def apply(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
-        """As `Sampler.penalize`. Tokens that are `ahead` are not counted, since they may be rejected."""
+        """As `Sampler.penalize`. Tokens in `ahead` do not enter the counts, since they may be rejected."""
         penalized = [n for n, request in enumerate(requests) if request.penalized]
         if not penalized:
             return
@@ -186,7 +189,8 @@ class Penalties:
             more.apply(logits, self._counts)
 
     def _more(self, logits: torch.Tensor, who: np.ndarray, ahead: Ahead) -> _More | None:
-        """The tokens ahead of penalized requests; call it before `logits` are penalized. None if there are none."""
+        """The drafted tokens of penalized requests; None if there are none. To be called before `logits` are
+        penalized."""
         found = [
             (row, held, token, times, *strengths)
             for row, held, *strengths in who.T.tolist()
@@ -195,7 +199,7 @@ class Penalties:
         return _More.of(logits, to_device(np.array(found, dtype=np.int32).T.copy(), self._device)) if found else None
 
     def _count(self, requests: list[tuple[Request, int]]) -> None:
-        """Count the tokens that requests have gained since they were counted last, each in its row."""
+        """Count the tokens that requests have gained since the last call."""
         assert self._counts is not None
         fresh, parts = [], []
         for request, row in requests:

@@ -1,7 +1,7 @@
-"""Products of weights in FP8 (`model.scaled`): y[T, N] = x[T, K] times weight[N, K] transposed, both with their scales.
+"""Matrix products in FP8 (`model.scaled`): y[T, N] = x[T, K] times weight[N, K] transposed, both with scales.
 
-Few rows take as long as it takes to read the weight, which a kernel of our own does at most of the bandwidth; many rows
-go to torch's products (cuBLASLt, CUTLASS), which those with scales of blocks have on Hopper alone.
+With few rows the time is that of reading the weight, for which there is a kernel here that reads at nearly the full
+bandwidth. Many rows go to torch's products (cuBLASLt, CUTLASS), which support block scales on Hopper only.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding, Scaled
 
 MOST_ROWS, MANY_ROWS = 64, 256
-"""Those of tiles below, the second where each program has a multiprocessor of its own."""
+"""The most rows for which the kernel here is used: in general, and where each program has a multiprocessor of its own
+(on a GPU, block scales that torch does not support are always computed here)."""
 ALONE, SOME, MORE = Tile(64, 32, 256, 4, 6), Tile(32, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6)
-"""For more than 16 rows and scales of rows, where each program has a multiprocessor of its own, and where not: for up
-to 32 rows, and for more (bench/products.py)."""
+"""Tiles for more than 16 rows with row scales: ALONE where each program has a multiprocessor of its own; otherwise SOME
+for up to 32 rows, and MORE (bench/products.py)."""
 MANY = Tile(64, 64, 256, 4, 6), Tile(128, 64, 128, 4, 8)
-"""For more than MOST_ROWS, on Hopper: the first one that leaves each program a multiprocessor."""
+"""Tiles for more than MOST_ROWS on Hopper: the first one that leaves each program a multiprocessor of its own."""
 BLOCKS_ALONE, BLOCKS, BLOCKS_WIDE = Tile(64, 32, 128, 4, 3), Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 4)
-"""With scales of blocks: for 17 to 32 rows where each program has a multiprocessor of its own, for weights of fewer
-than WIDE rows, and for others; the latter two are as high as there are rows."""
+"""Tiles with block scales: for 17 to 32 rows where each program has a multiprocessor of its own; for weights of fewer
+than WIDE rows; and for others. The number of rows of the latter two is chosen by the input's."""
 WIDE = 16384
 
 
 def product(
     x: Rounded, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, add: bool = False
 ) -> None:
-    """Write the product plus bias[N] to out[T, N], or add it there. With scales of blocks a tile has their depth."""
+    """Write the product plus bias[N] to out[T, N], or with `add` add it there. With block scales, `tile.depth` must be
+    that of a block."""
     scales = x.scales, weight.scales
     multiply(x.values, weight.values, out, tile, bias=bias, add=add, scales=scales, rounding=weight.rounding)
 
 
 def tile_for(rows: int, weight: Scaled) -> Tile | None:
-    """None: torch's products are faster."""
+    """The tile of the kernel here for `rows` rows; None where torch's product is faster."""
     columns, depth = weight.values.shape
     device, few = weight.values.device, next((most for most in STREAMED if rows <= most), MOST_ROWS)
     beyond = rows > MOST_ROWS and _on_gpu(weight)
@@ -96,7 +98,7 @@ def scaled(
 
 def _by_torch(x: Rounded, weight: Scaled, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if weight.rounding is Rounding.ROWS:
-        # Sums as wide as tensor cores have them: to float32 it is as far as with wider ones, to the third digit.
+        # Accumulate at the tensor cores' own precision: the error relative to float32 is the same to three digits.
         return torch._scaled_mm(
             x.values, weight.values.t(), x.scales, weight.scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
         )

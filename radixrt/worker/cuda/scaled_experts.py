@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from radixrt.worker.cuda.routing import Order
 
 FEW, SOME, MANY = Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)
-"""Of an expert's rows and of its matrix's, as deep as a block; see `tile_for` (bench/experts.py --sweep)."""
+"""Tiles for few to many rows of an expert, as deep as a scale block; see `tile_for` (bench/experts.py --sweep)."""
 FEWEST, MOST = Tile(16, 64, 256, 4, 4), Tile(128, 128, 128, 4, 3)
-"""Where scales are of rows. Sums of blocks, which are added to others, leave too few registers for so many rows."""
+"""Further tiles for row scales. (With block scales, each block's sum is added to another one, which takes too many
+registers for 128 rows.)"""
 
 
 def tile_for(rows: float, *weights: ScaledStack) -> Tile:
-    """For so many rows an expert, on average, and all these products."""
+    """The tile for products of `weights`, for `rows` rows per expert on average."""
     by_rows = all(weight.rounding is Rounding.ROWS for weight in weights)
     if by_rows and (rows <= 0.25 or rows > 64):
         return FEWEST if rows <= 0.25 else MOST
@@ -39,7 +40,7 @@ def _product_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    # Tensor cores of Hopper take FP8 by 64 rows of what is on the left: few rows are on the right.
+    # Hopper's tensor cores need a multiple of 64 rows of the left operand: with few rows the weight is on the left.
     FLIPPED: tl.constexpr = ROWS < 64
     across = tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // (GROUP * across)
@@ -55,7 +56,8 @@ def _product_kernel(
     n = first + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     real = m < count
-    # Lanes past the end compute a column again, which is not stored; to read a row again costs as much as another one.
+    # Lanes past the last column compute a column again, which is not stored. Lanes past the last row are masked
+    # instead: to read a row again would cost as much as to read another one.
     row = tl.load(tile + 1) + tl.where(real, m, 0)
     source = (tl.load(rows_ptr + row) if OF_TOKENS else row).to(tl.int64)
     x_at = x_ptr + source[:, None] * depth + k[None, :]
@@ -74,8 +76,8 @@ def _product_kernel(
             x = tl.load(x_at + begin, mask=real[:, None] & inside[None, :], other=0.0)
             w = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
         if BLOCKS:
-            # The next block's are asked for a turn ahead: each costs a way to memory. (Not two: nothing that is carried
-            # further than a turn lets x and w be loaded ahead.)
+            # The scales of the next block are loaded one iteration ahead, to hide their latency. (Two iterations ahead
+            # would keep the compiler from prefetching x and w.)
             after = tl.minimum(begin + DEPTH, depth - 1) // BLOCK
             next_rows = tl.load(by_row + after * x_stride, mask=real, other=0.0)
             next_block = tl.load(by_block + after)
@@ -100,8 +102,9 @@ def _product_kernel(
 def product(
     x: Rounded, order: Order, weight: ScaledStack, tile: Tile, dtype: torch.dtype, of_tokens: bool = False
 ) -> torch.Tensor:
-    """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] in `dtype` of x [T * chosen, K], or
-    [T, K] `of_tokens`. The order has tiles of so many rows; with scales of blocks a tile has their depth."""
+    """Multiply x, sorted by expert as `order` says, by each expert's weight[E, N, K] transposed: [T * chosen, N] in
+    `dtype`. x is [T * chosen, K], or with `of_tokens` [T, K] (rows are then looked up). `order` must have tiles of
+    `tile.rows`; with block scales, `tile.depth` must be that of a block."""
     _, columns, depth = weight.values.shape
     out = torch.empty((len(order.tokens), columns), dtype=dtype, device=x.values.device)
     launch(

@@ -1,4 +1,4 @@
-"""FA3 over runs of keys that many queries read: prefixes that sequences share, and long prefixes of few queries.
+"""FA3 over prefixes that sequences share, and over long prefixes of few queries, divided into parts.
 
 FA3 computes 128 queries of a head on one multiprocessor and does not split keys. So a prefix that requests share is
 computed as one sequence that has the queries of all of them, and is cut into parts if that fills the chip:
@@ -6,7 +6,7 @@ computed as one sequence that has the queries of all of them, and is cut into pa
     trunk of 16k, 32 tails of 128:   [   part: 4,096 queries   |   part: 4,096 queries   ]   and each tail, causal
     one prefix of 16k, 128 queries:  [ part | part | part | part | part | part ]             and its tail, causal
 
-A query has a copy and a partial result in each part that it is in; these are merged by their log-sum-exp.
+A query has a copy and a partial result in each part that it is in. Partial results are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, with_share
 FA3_QUERIES = 128
 MOST_PARTS = 16
 SHORTEST_PART = 512
-"""Keys."""
+"""The fewest keys of a part."""
 PART_COST = 300
 """Fixed cost of a part, in keys."""
 
 MOST_COPIES = 3
-"""Copies of a query, on average."""
+"""The most copies of a query, on average."""
 PREFIXES, TAILS, TRUNKS = 1 << 16, 1 << 17, 1 << 18
-"""Numbers of FlashInfer's wrappers (see `FlashInfer.wrapper`), beyond those that `RaggedStep` takes."""
+"""Numbers of FlashInfer's wrappers (see `FlashInfer.wrapper`), beyond those that `RaggedStep` uses."""
 
 
-# ---------------------------------------------------------------- what is cut where
+# ---------------------------------------------------------------- planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ class Chip:
     processors: int
 
     def cut(self, queries: np.ndarray, keys: np.ndarray) -> tuple[int, float]:
-        """(Keys of a part, time) with which N segments of int[N] queries and keys take the shortest time. Time is in
-        keys of one round: the chip computes the parts in rounds, and no faster than a whole part."""
+        """The best part length for N segments of int[N] queries and keys. Returns (keys of a part, time). Time is in
+        keys of one round: the chip computes the parts in rounds, and a part takes the time of its keys plus
+        PART_COST."""
         tiles = -(-queries // FA3_QUERIES) * self.heads
         goals = -(-int(keys.max()) // np.arange(1, MOST_PARTS + 1))
         goals = goals[: max(1, int((goals >= SHORTEST_PART).sum()))]
@@ -61,8 +62,8 @@ class Chip:
 
 
 def cut_segments(sharing: Sharing, rows: np.ndarray, goal: int, chosen: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The parts of the `chosen` segments, at most `goal` keys long, int64[P, 5]: row of the page table, first key, end
-    of the keys, first place in `sharing.order`, number of places."""
+    """Divide the `chosen` segments into parts of at most `goal` keys. Returns int64[P, 5]: row of the page table, first
+    key, end of the keys, first place in `sharing.order`, number of places."""
     begin, end, first, count = (sharing.segments[chosen, i] for i in range(4))
     parts = -(-(end - begin) // goal)
     length = -(-(end - begin) // parts)
@@ -74,7 +75,7 @@ def cut_segments(sharing: Sharing, rows: np.ndarray, goal: int, chosen: Sequence
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a SegmentStep computes: the `chosen` chunks of a step, int64; what they share; the keys of a part."""
+    """What a SegmentStep computes: the `chosen` chunks of a step, int64; what they share; the most keys of a part."""
 
     chosen: np.ndarray
     sharing: Sharing
@@ -84,13 +85,13 @@ class Cut:
 def cut_shared(
     paths: Sequence[Path], sequences: Sequences, shape: Shape, itemsize: int, chip: Chip, room: int, fewest: int
 ) -> Cut | None:
-    """The chunks that share prefixes, where that pays; otherwise None. `paths` are of what lies before each chunk.
-    `room`: keys that the workspace holds; `itemsize`: bytes of an element of the pages; `fewest`: pairs of a query and
-    a key that must be shared at least."""
+    """The chunks that share prefixes, if that pays; otherwise None. `paths` are the tree paths before each chunk.
+    `room`: keys that fit the workspace; `itemsize`: bytes of an element of the pages; `fewest`: the fewest pairs of a
+    query and a key that must be shared."""
     if len(paths) < 2:
         return None
-    # A shared key is gathered once; each query under it has one copy and one partial result more, which pass
-    # through memory seven times in all (bench/attention.py: 16 tails of 512 tokens on 4,096 do not pay).
+    # A shared key is gathered only once, but each query under it has one more copy and partial result, which are read
+    # or written seven times in all (bench/attention.py: 16 tails of 512 tokens on 4,096 do not pay).
     width = shape.kv_heads * shape.head_dim
     each = int(sequences.counts.sum()) // len(paths)
     cost = Cost(2 * width * (itemsize + 2), 7 * 2 * each * shape.heads * shape.head_dim, len(paths))
@@ -111,7 +112,8 @@ def cut_shared(
 
 
 def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
-    """Chunks whose long prefixes are cut, since they would leave most of the chip idle; None if it is better not to."""
+    """Chunks whose long prefixes are divided, because otherwise most of the chip would be idle; None if that does not
+    pay."""
     starts, counts = sequences.starts.astype(np.int64), sequences.counts.astype(np.int64)
     if starts.min() < SHORTEST_PART or int((starts + counts).sum()) > room:
         return None
@@ -127,14 +129,14 @@ def cut_alone(sequences: Sequences, chip: Chip, room: int) -> Cut | None:
 
 
 class SharedKeys:
-    """Attention over parts of prefixes, each with the queries of all sequences under it, which all come after its keys.
-    With `own`, also over each sequence's own keys from there on, which end with its new ones."""
+    """Attention over parts of prefixes, each with the queries of all sequences under it; all keys are visible to them.
+    With `own`, also causal attention over each sequence's own keys, from position own[b] on."""
 
     def __init__(
         self, parts: np.ndarray, order: np.ndarray, sequences: Sequences, packer: Packer, flashinfer: FlashInfer,
         parity: int, shape: Shape, own: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """`parts` are those of `cut_segments`: their places are indices into `order`, which has indices of `sequences`.
+        """`parts` are from `cut_segments`: their places are indices into `order`, which has indices of `sequences`.
         `own` is int64[B]."""
         self._flashinfer = flashinfer
         self._shape = shape
@@ -156,9 +158,9 @@ class SharedKeys:
         where = np.stack([row, begin, keys, np.cumsum(keys) - keys], axis=1).astype(np.int32)
         self._where, self._longest, self._keys = packer.add(where), int(keys.max()), int(keys.sum())
         self.queries = np.concatenate(queries)
-        """int64: by copy, which query of the step it is of."""
+        """int64[copies]: which query of the step each copy is of."""
         self._copies = packer.add(self.queries.astype(np.int32))
-        self._again = shape.again()
+        self._cache = shape.kernel_cache()
 
     def sent(self, integers: torch.Tensor) -> None:
         """Take what was packed, on the device."""
@@ -174,11 +176,12 @@ class SharedKeys:
             copies, keys = copies + run.copies, keys + run.keys
 
     def run(self, q: torch.Tensor, pages: Pages) -> attend.Partials:
-        """The partial results of the copies of q[T, heads, D]. Kept short, since the host runs it for every layer."""
+        """The partial results of the copies of q[T, heads, D]. Does little on the host, since it runs for every
+        layer."""
         k, v = (x[: self._keys] for x in self._flashinfer.workspace)
         kernels.gather(
             pages.keys, pages.values, pages.table, self._shape.page_size, self._where_there, self._longest, (k, v),
-            pages.scales, self._again,
+            pages.scales, self._cache,
         )  # fmt: skip
         rows = q.index_select(0, self._copies_there)
         begin = 0
@@ -190,7 +193,7 @@ class SharedKeys:
 
 
 class _Run:
-    """One launch of FlashInfer: how many copies of queries and how many keys it has, and where they lie."""
+    """One launch of FlashInfer: its numbers of query copies and of keys, and its views of the workspace."""
 
     __slots__ = ("copies", "k", "keys", "lse", "out", "v", "wrapper")
 
@@ -212,7 +215,7 @@ class SegmentStep:
         parts = cut_segments(sharing, sequences.rows, cut.goal, np.arange(len(sharing.segments)))
         self._keys = SharedKeys(parts, sharing.order, sequences, packer, flashinfer, parity, shape, own=sharing.own)
         self._merges, self._entries = (packer.add(x) for x in _merges(self._keys.queries))
-        self._again = shape.again()
+        self._cache = shape.kernel_cache()
 
     def sent(self, integers: torch.Tensor) -> None:
         self._keys.sent(integers)
@@ -221,13 +224,13 @@ class SegmentStep:
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         partials = self._keys.run(q, pages)
         attend.merge(
-            partials, self._merges_there, self._entries_there, out, self._shape, sinks=pages.sinks, again=self._again
+            partials, self._merges_there, self._entries_there, out, self._shape, sinks=pages.sinks, cache=self._cache
         )
 
 
 def _merges(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[M, 3], int32 entries) as in `work.Merges`: of each query, all its copies. int64 queries[copies] says which
-    query each copy is of."""
+    """(int32[M, 3], int32 entries) as in `work.Merges`, which merge all copies of each query. int64 queries[copies] are
+    the queries of the copies."""
     entries = np.argsort(queries, kind="stable")
     times = np.bincount(queries)
     which = np.flatnonzero(times)

@@ -1,4 +1,4 @@
-"""Attention sinks (see `ModelSpec.sinks`) for results that a kernel made which knows none."""
+"""Adds attention sinks (see `ModelSpec.sinks`) to the results of kernels that do not support them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from radixrt.worker.cuda.attend import LOG2_E
 
 HEADS = 16
-"""Of a program."""
+"""Heads of a program."""
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _sink_kernel(
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Make of attention out[T, heads, D], whose log-sum-exp in base 2 is float32 lse[T, heads], that with `sinks`
-    float32[heads], in place: out / (1 + exp(sink - lse))."""
+    """Add `sinks` float32[heads] to attention results out[T, heads, D] in place: out / (1 + exp(sink - lse)). `lse`,
+    float32[T, heads], is the log-sum-exp of the results, in base 2."""
     tokens, heads, dim = out.shape
     _sink_kernel[(tokens, triton.cdiv(heads, HEADS))](
         out, lse, sinks, heads, dim, HEADS, triton.next_power_of_2(dim),

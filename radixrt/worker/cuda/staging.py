@@ -1,4 +1,4 @@
-"""What a step needs from the host, in one copy: integers packed next to each other in pinned memory."""
+"""Packs all that a step needs from the host into one buffer of pinned memory, so that it takes one copy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 ALIGN = 8
-"""In integers. Pieces begin at multiples of 32 bytes, so that kernels are compiled for one alignment."""
+"""Arrays begin at multiples of this many integers, 32 bytes, so that kernels are compiled for one alignment."""
 
 
 class Packer:
-    """Collects int32 arrays for one copy. Use it again only when the last copy is done."""
+    """Collects int32 arrays for one copy. It must not be reused before the last copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class Packer:
     def clear(self) -> None:
         self._used = 0
 
-    def add(self, values: np.ndarray, room: int | None = None, fill: int = 0) -> Piece:
+    def add(self, values: np.ndarray, room: int | None = None, fill: int = 0) -> PackedArray:
         """Append an array of int32, int64 or float32, of any shape; with `room`, padded with `fill` to that many rows.
 
         Each int64 becomes two integers, in a new last dimension."""
@@ -56,7 +56,7 @@ class Packer:
         flat[: values.size] = values.reshape(-1)
         flat[values.size :] = fill
         self._used = end
-        return Piece(begin, shape)
+        return PackedArray(begin, shape)
 
     def send(self, target: torch.Tensor | None = None) -> torch.Tensor:
         """Copy the packed integers to the device, to a new tensor or the beginning of `target`, without waiting."""
@@ -66,8 +66,8 @@ class Packer:
         return target
 
 
-class Piece:
-    """Where an array lies in what was sent."""
+class PackedArray:
+    """Offset and shape of an array in what a Packer sends."""
 
     __slots__ = ("begin", "shape", "size")
 
@@ -77,5 +77,5 @@ class Piece:
         self.size = math.prod(shape)
 
     def of(self, sent: torch.Tensor) -> torch.Tensor:
-        """The array in what was sent: int32, on the device."""
+        """A view of the array, int32, in the tensor that `Packer.send` returned."""
         return sent[self.begin : self.begin + self.size].view(self.shape)

@@ -1,4 +1,4 @@
-"""The attention of one step."""
+"""The attention of one step on a GPU."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from radixrt.worker.model.layers import Heads, Projected
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The variants for tiles of few queries and of many."""
+    """The kernel variants for tiles of few queries and of many."""
 
     shape: Shape
     few: Variant
     many: Variant
     exact: bool = False
-    """Items may have keys that a window hides."""
+    """Whether results must not depend on the batch; items may then have keys outside of a layer's window."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLists:
-    """The lists of `decodes.Lists` on the device, for one kind of layer."""
+    """The lists of `decodes.Lists` on the device, for the layers of one window."""
 
     few: attend.Work
     many: attend.Work
@@ -50,9 +50,10 @@ class DecodeLists:
 
 
 class StepAttention:
-    """The attention of a step's tokens, decodes first, then chunks (see `plan.Plan`). `decodes` is by window, empty
-    without decodes. `last` has the chunks of the last layer, if they differ: after it, only tokens whose logits are
-    wanted go on. `full` are the chunks that full heads compute; all tokens after the first `absorbed` are theirs."""
+    """The attention of a step's tokens, decodes first, then chunks (see `plan.Plan`). `decodes` is by window, and empty
+    without decodes. `last`, if given, has the chunks of the last layer, where only tokens whose logits are wanted are
+    needed. `full` has the chunks that full heads compute; the first `absorbed` tokens are computed in the absorbed
+    form, and all others by full heads."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class StepAttention:
         self._last = last
         self._full = full
         self._absorbed = absorbed
-        self._again = {key: compiled.shape.again() for window in decodes for key in ((window, 0), (window, 1))}
+        self._cache = {key: compiled.shape.kernel_cache() for window in decodes for key in ((window, 0), (window, 1))}
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         if isinstance(heads, LatentHeads):
@@ -101,8 +102,9 @@ class StepAttention:
         self, layer: int, queries: tuple[torch.Tensor, torch.Tensor | None], ups: Ups, out: torch.Tensor,
         values: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write the results of heads to values[T, heads, width of a head's value]. `queries` are the absorbed ones,
-        whose sums of latents go to `out`, and those of full heads, [T, heads, nope + rope], if the step has any."""
+        """Write the results of latent attention to values[T, heads, width of a head's value]. `queries` are (the
+        absorbed ones, whose sums of latents go to `out`; those of full heads, [T, heads, nope + rope], if the step has
+        any)."""
         q, by_full = queries
         step = self._by_full(layer)
         absorbed = len(values) if step is None else self._absorbed
@@ -120,7 +122,8 @@ class StepAttention:
         return self._last is not None and self._last.layer == layer
 
     def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the attention of rotated q[T, heads, D] to `out`; K and V are in their pages already."""
+        """Write the attention of rotated q[T, heads, D] to `out`, when K and V of the step are written to their
+        pages."""
         pages = self._pages(layer)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
@@ -133,18 +136,18 @@ class StepAttention:
         compiled, scratch = self._compiled, self._scratch
         window = pages.window if compiled.exact else None
         for number, (items, variant) in enumerate(((lists.many, compiled.many), (lists.few, compiled.few))):
-            # Items have only keys that all their queries see, also in layers with a window: nothing is masked. Exact
-            # ones are masked as those of chunks are, by the same compiled kernel.
+            # All queries of an item see all its keys, also in layers with a window, so nothing is masked. If exact, the
+            # compiled kernel of chunks is used, which masks.
             attend.attend(
                 q, pages.keys, pages.values, pages.table, items, out, scratch, compiled.shape, variant,
                 order=lists.order, window=window, causal=compiled.exact, scales=pages.scales, sinks=pages.sinks,
-                again=self._again[pages.window, number],
+                cache=self._cache[pages.window, number],
             )  # fmt: skip
         more = lists.trunks.run(q, pages) if lists.trunks else None
-        again = self._again[pages.window, 0]
+        cache = self._cache[pages.window, 0]
         attend.merge(
             scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, sinks=pages.sinks,
-            again=again,
+            cache=cache,
         )  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def append(
     pages: Pages, heads: Projected, slots: torch.Tensor, out: torch.Tensor | None = None,
     full: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write a layer's K and V to their pages; returns its rotated queries, in `out` if given. `full` is that of
+    """Write a layer's K and V to their pages. Returns its rotated queries, in `out` if given. For `full` see
     `latent.append`."""
     if isinstance(heads, LatentHeads):
         return latent.append(pages, heads, slots, out, full)

@@ -1,4 +1,5 @@
-"""What attention is compiled for, and how: the heads and pages of a model, and the tiles that are fastest for them."""
+"""Compile-time parameters of attention kernels: a model's heads and pages (Shape), and the fastest tiles for them
+(Variant)."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from radixrt.worker.cuda.launching import Again
+from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.model.spec import ModelSpec
 
 MOST_ROWS = 64
-"""Most rows of a tile of latent attention: its results fill half of the registers."""
+"""The most rows of a tile of latent attention: its accumulator fills half of the registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,11 @@ class Shape:
     head_dim: int
     page_size: int
     latent: int | None = None
-    """For latent attention: V is this many first elements of K (see `latent.py`)."""
+    """For latent attention: V is the first `latent` elements of K (see `latent.py`)."""
     stated_scale: float | None = None
     """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False
-    """See `ModelSpec.sinks`; they are float32[heads]."""
+    """Whether there are sinks, float32[heads] (see `ModelSpec.sinks`)."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int) -> Shape:
@@ -38,8 +39,8 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Heads of a query in one tile: those of a KV head; in latent attention, an equal part of all heads, at most
-        MOST_ROWS."""
+        """Heads of a query in one tile: those of a KV head. In latent attention, the largest divisor of the number of
+        heads that is at most MOST_ROWS."""
         if self.latent is None:
             return self.heads // self.kv_heads
         return next(n for n in range(min(self.heads, MOST_ROWS), 0, -1) if self.heads % n == 0)
@@ -64,28 +65,28 @@ class Shape:
         """Scale of the softmax."""
         return self.head_dim**-0.5 if self.stated_scale is None else self.stated_scale
 
-    def again(self) -> Again | None:
-        """A new Again for a step's kernels; None if the pages of layers may be aligned differently."""
+    def kernel_cache(self) -> KernelCache | None:
+        """A new KernelCache for a step's kernels; None if the pages of layers may be aligned differently."""
         return {} if self.kv_heads * self.head_dim % 16 == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation of the kernel: rows are queries times the heads that share a KV head."""
+    """Tile sizes and launch parameters of a kernel: rows are queries times the heads that share a KV head."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     specialised: bool = False
-    """It is a kernel of `hopper` or `hopper_full`."""
+    """Whether it is for a kernel of `hopper` or `hopper_full`, with specialized warps."""
 
     def queries(self, group: int) -> int:
         return max(1, self.rows // group)
 
 
 def decode_variant(shape: Shape, itemsize: int) -> Variant:
-    """For tiles of one query: few warps each, so that many fit at once (bench/attention.py --sweep)."""
+    """For tiles of one query. Few warps each, so that many programs run at once (bench/attention.py --sweep)."""
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
@@ -115,8 +116,8 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
 
 
 def latent_variant(rows: int, itemsize: int) -> Variant:
-    """For latent attention, in tiles of `rows` heads times queries (bench/latent.py --sweep), by the shared memory that
-    a program may have: 227, 163 or 99 KiB."""
+    """For latent attention, in tiles of `rows` heads times queries (bench/latent.py --sweep), by the shared memory of
+    the chip: 227, 163 or 99 KiB for a program."""
     if rows == 16:
         return Variant(rows, 64, 4, 2) if itemsize > 1 else Variant(rows, 32, 4, 3)
     return Variant(rows, 64 if room() > 200_000 else 32 if room() > 130_000 else 16, 8, 2)
@@ -136,13 +137,13 @@ def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, devic
         return None
     try:
         from radixrt.worker.cuda import hopper
-    except (ImportError, AttributeError):  # a Triton without Gluon, or with another one
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
         return None
     return hopper.find(shape, pages, dtype, device)
 
 
 def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) -> Tiling:
-    """The tiling for a variant on a chip that runs `programs` of its programs at once, each for one of the `blocks` of
-    heads."""
+    """The tiling for a variant on a chip that runs `programs` programs at once. Each computes one of `shape.blocks`
+    blocks of heads."""
     programs = max(1, programs // shape.blocks)
     return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, programs, single=single)

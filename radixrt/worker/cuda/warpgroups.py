@@ -1,13 +1,13 @@
-"""What the kernels for Hopper (`hopper`, `hopper_full`) have in common: two warpgroups of 64 rows each that take turns,
-one multiplies while the other makes weights of its scores.
+"""The common part of the attention kernels for Hopper (`hopper`, `hopper_full`): two consumer warpgroups of 64 rows
+each that take turns: one multiplies while the other computes its softmax (as FlashAttention-3, arXiv 2407.08608).
 
-    feeder               K, V of a block into shared memory, a block ahead
+    producer                  K, V of a block into shared memory, a block ahead
                                                       |  full            ^  empty
-    two warpgroups       scores of block n, while the weights of block n - 1 are multiplied with its values
+    two consumer warpgroups   scores of block n, while the weights of block n - 1 are multiplied with its values
 
-Blocks of an item go from its last keys to its first, so that only the first ones need a mask. Written in Gluon, the
-language below Triton: layouts of registers and shared memory are said here, and barriers are set by hand. What a
-compiler of another version makes of it is compared with another kernel before it is used (`agrees`).
+Blocks of an item go from its last keys to its first, so that only the first blocks need a mask. Written in Gluon, the
+language below Triton, where layouts and barriers are explicit. Because another compiler version may produce something
+else, results are compared with another kernel before a kernel is used (`agrees`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ log = logging.getLogger("radixrt.cuda")
 
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_back = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""By the copy engine, into shared memory and from there. As from Triton 3.9 on; before, they had other names."""
+"""Copies by the copy engine (TMA), into shared memory and from there, by the names that Triton 3.9 and newer or older
+versions have for them."""
 ROWS = 128
-"""Of a program: two warpgroups of 64."""
+"""Rows of a program: two warpgroups of 64."""
 KEYS = 128
 STAGES = 2
 ALIKE = 1e-2
-"""Relative error to the other kernel; both are right within 4e-3."""
+"""The largest relative difference to the other kernel; each has an error of up to 4e-3."""
 
 
 # ---------------------------------------------------------------- the work
@@ -40,7 +41,7 @@ ALIKE = 1e-2
 
 @gluon.jit
 def numbers(starts_ptr):
-    """(The first item of the program, the one after its last.)"""
+    """Returns (the first item of the program, the end of its items)."""
     return gl.load(starts_ptr + gl.program_id(1)), gl.load(starts_ptr + gl.program_id(1) + 1)
 
 
@@ -51,7 +52,7 @@ def count_blocks(begin, end, KEYS: gl.constexpr):
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr):
-    """Of K and V, by stage: full, empty; and of the warpgroups' turns."""
+    """The barriers `full` and `empty` of K and of V, by stage, and those of the warpgroups' turns."""
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -71,7 +72,8 @@ def barriers(STAGES: gl.constexpr):
 
 
 def _rescale_asm(count: int) -> str:
-    """Multiply the `count` sums of a thread, in pairs those of two rows by turns, if that changes a row of the warp."""
+    """Assembly that multiplies the `count` accumulators of a thread, pairs of which belong to two rows by turns;
+    skipped if all factors of the warp are 1."""
     times = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
         f"{{.reg .pred p, q; setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.f32 q, ${2 * count + 2}, 0f3F800000; "
@@ -111,12 +113,13 @@ def _masked(s, key, seen, KEYS: gl.constexpr, S: gl.constexpr):
 def _softmax(
     s, peak, scale, SCALED: gl.constexpr, TYPE: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, T: gl.constexpr
 ):
-    """(Weights of a TYPE, their sums by thread [64, 8], the new peak, what sums so far are times) of scores, SCALED
-    those that are times `scale`.
+    """One block of an online softmax. Returns (weights of a TYPE, their sums by thread [64, 8], the new peak, the
+    factor of the sums so far). With SCALED, the scores are multiplied by `scale` already.
 
-    The peak follows the scores only where they are HIGHER by so much, so that sums are seldom rescaled; weights are up
-    to 2 ** HIGHER then, which float16 holds as well as 1."""
-    # [64, KEYS] as [64, KEYS / 8, 8], whose middle is a thread's own: short chains side by side, not one long one.
+    The peak follows the scores only where they exceed it by more than HIGHER, so that sums are seldom rescaled. Weights
+    are then up to 2 ** HIGHER, which float16 represents with the same relative precision as 1."""
+    # [64, KEYS] as [64, KEYS / 8, 8], whose middle dimension is within a thread: short independent chains of
+    # operations.
     most = gl.max(gl.max(s.reshape([64, KEYS // 8, 8]), 1), 1)
     most = gl.convert_layout(most, gl.SliceLayout(1, S))
     if SCALED:
@@ -134,7 +137,7 @@ def _softmax(
 
 @gluon.jit
 def _scores(q, k_smem, stage, S: gl.constexpr, KEYS: gl.constexpr):
-    """Under way; of q and keys in as many parts."""
+    """Start the product of q and keys, tuples of as many parts; asynchronous."""
     s = gl.zeros([64, KEYS], gl.float32, layout=S)
     for i in gl.static_range(len(q)):
         s = warpgroup_mma(q[i], k_smem[i].index(stage).permute((1, 0)), s, use_acc=i > 0, is_async=True)
@@ -146,14 +149,14 @@ def attend_blocks(
     q, k_smem, v_smem, bars, begin, end, position, scale, count, turn, HALF: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, SCALED: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * HALF to 64 * HALF + 63 of an item, heads of GROUP of a query side by side: (sums of values
-    [64, DIM], sums of weights by thread, peaks, blocks so far, turns so far). q and `k_smem` are tuples of as many
-    parts, `bars` are `barriers`."""
+    """Attention of rows 64 * HALF to 64 * HALF + 63 of an item; GROUP heads of a query are neighbouring rows. Returns
+    (weighted sums of values [64, DIM], sums of weights by thread, peaks, blocks so far, turns so far). q and `k_smem`
+    are tuples of as many parts; `bars` is from `barriers`."""
     k_full, k_empty, v_full, v_empty, turns = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
-    # As S has the first 8 of its keys. (A is of what is accumulated, P of the weights.)
+    # The layout that S has for the first 8 of its keys. (A is the layout of the accumulator, P that of the weights.)
     T: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
     )
@@ -174,7 +177,7 @@ def attend_blocks(
     mbarrier.arrive(k_empty.index(stage))
     if key + KEYS - 1 > limit:
         s = _masked(s, key, seen, KEYS, S)
-    # Less than any score, more than what is masked: a row that sees none of a block's keys gets weights of 0.
+    # Less than any score, more than masked ones: a row that sees none of a block's keys gets weights of 0.
     peak = gl.full([64], -1e20, gl.float32, gl.SliceLayout(1, S))
     weights, total, peak, keep = _softmax(s, peak, scale, SCALED, TYPE, KEYS, S, T)
     p = gl.convert_layout(weights, P)
@@ -182,7 +185,7 @@ def attend_blocks(
     count += 1
     mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1, pred=blocks > 1)
     for i in range(1, blocks):
-        # Scores of one block, while the weights of the one before are multiplied with its values.
+        # Scores of this block, while the weights of the block before are multiplied with its values.
         key -= KEYS
         stage = count % STAGES
         old = (count + STAGES - 1) % STAGES
@@ -201,7 +204,7 @@ def attend_blocks(
         p = gl.convert_layout(weights, P)
         count += 1
         turn += 1
-        # Here, since the assembler would put the softmax after the next wait if there were no branch between.
+        # Waiting here puts a branch before the next wait. Without one the assembler moves the softmax behind that.
         mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1, pred=i + 1 < blocks)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(old))
@@ -220,7 +223,7 @@ def store_results(
     HALF: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ORDERED: gl.constexpr,
     SINKS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """What `attend_blocks` gave of an item, as `attend` leaves it."""
+    """Store the results of `attend_blocks` for an item, as the kernel of `attend` does."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, A))
@@ -228,7 +231,7 @@ def store_results(
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     own = m // GROUP
     head = gl.program_id(0) * GROUP + m % GROUP
-    if SINKS:  # a partial result is without it: the merge adds it
+    if SINKS:  # partial results leave the sink out: the merge adds it
         sink = gl.load(sinks_ptr + head) * LOG2_E
         more = gl.exp2(sink - gl.convert_layout(peak, gl.SliceLayout(1, A)))
         whole = total + gl.where(direct != 0, more, 0.0)
@@ -245,7 +248,7 @@ def store_results(
     else:
         spot = (partial + own).to(gl.int64) * HEADS + head
         gl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=real[:, None])
-        # Where NaN comes in, it stays in: the sum is NaN then, and so is what is stored.
+        # NaN in the input is propagated: the sum is NaN then, and so is the result.
         lse = gl.where(total == 0, -1e30, gl.convert_layout(peak, gl.SliceLayout(1, A)) + gl.log2(total))
         gl.store(lse_ptr + spot, lse, mask=real)
 
@@ -254,7 +257,7 @@ def store_results(
 
 
 def agrees(apart: Callable[[], float], device: torch.device) -> bool:
-    """Whether a kernel for Hopper is one on this device: `apart` is its relative error to the other one."""
+    """Whether a kernel for Hopper works on this device; `apart` computes its relative difference to another kernel."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:

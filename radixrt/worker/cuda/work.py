@@ -1,12 +1,12 @@
-"""Attention as a list of work items, planned on the host. Integers only.
+"""Divides attention into lists of work items, on the host. Integers only.
 
-A tile is some queries that read the same keys: neighbours in one sequence, or the sequences under a shared prefix. The
-tiles' keys, laid end to end, are cut evenly among as many programs as run at once, so that all have equal work and end
-together, whatever the lengths are (the idea of Stream-K, arXiv 2301.03598, applied to keys). A query gets a partial
-result from every part of every tile that it is in, and these are merged:
+A tile is a set of queries that read the same keys: neighbours in one sequence, or the sequences under a shared prefix.
+The tiles' keys, laid end to end, are divided evenly among as many programs as run at once, so that all have equal work
+and end together, whatever the lengths are (the idea of Stream-K, arXiv 2301.03598, applied to keys). A query gets a
+partial result from every part of every tile that it is in, and these are merged:
 
     tile 0, queries 0 1 2 3   |-------------------------------|          shared prefix
-    tile 1, query 0                                           |---|      what is its own
+    tile 1, query 0                                           |---|      its own keys
     tile 2, query 1                                               |----------|
     programs                  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |
 
@@ -31,20 +31,20 @@ MERGE_FIELDS = 3
 BEGINNING = 1
 """Cost of starting a tile, in blocks of keys."""
 ROUNDS = 2
-"""Parts for each program that runs at once, where each part has its own program."""
+"""With `Tiling.single`: parts for each program that runs at once."""
 UNEVEN = (1 / 32, 1 / 16, 1 / 8)
-"""How much more than an equal share a program may have, as a fraction of it, if then no tile need be cut and nothing
-merged. The smallest that suffices is taken."""
+"""How much more than an equal share a program may have, as a fraction of it, if then no tile has to be divided. The
+smallest that suffices is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How work is cut for a kernel: at most `queries` a tile, parts in multiples of `keys`, evenly for `programs`, each
-    of which gets at least `shortest` keys.
+    """How work is divided for a kernel: at most `queries` queries per tile, parts in multiples of `keys` keys, evenly
+    for `programs` programs, each of which gets at least `shortest` keys.
 
-    With `single`, each part has a program of its own, and tiles are cut in parts of about the same length: without the
-    loop over items the kernel has registers to spare, and large chunks take it a sixth less time. With `fixed`, each
-    part has its own program, too, and parts do not depend on the batch: keys 0 to `fixed`, and so on."""
+    With `single`, each part has a program of its own, and parts have about the same length: without the loop over items
+    the kernel needs fewer registers, and takes a sixth less time for large chunks. With `fixed`, each part has a
+    program of its own as well, and parts do not depend on the batch: keys [0, fixed), [fixed, 2 fixed) and so on."""
 
     queries: int
     keys: int
@@ -54,14 +54,14 @@ class Tiling:
     single: bool = False
 
     def most_items(self, tiles: int) -> int:
-        """Most items that `tiles` tiles are cut into, without `fixed` and `single`."""
+        """The most items that `tiles` tiles are divided into, without `fixed` and `single`."""
         return tiles + self.programs
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """int64 arrays, one entry a tile: `size` queries from `query` on read keys `begin` to `end` of a row of the page
-    table; the first query is at `position`."""
+    """int64 arrays with one entry per tile: `size` queries from `query` on read the keys [begin, end) of `row` of the
+    page table. The first query is at `position`."""
 
     query: np.ndarray
     size: np.ndarray
@@ -87,7 +87,7 @@ class Items:
     items: np.ndarray
     """int32[W, FIELDS]."""
     starts: np.ndarray | None
-    """int32[P + 1]: program p computes items starts[p] to starts[p + 1], one after the other; None: item p."""
+    """int32[P + 1]: program p computes the items [starts[p], starts[p + 1]), one after the other. None: item p only."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -103,7 +103,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Merges:
-    """How partial results become results."""
+    """Which partial results are merged into which results."""
 
     queries: np.ndarray
     """int32[M, MERGE_FIELDS]."""
@@ -119,9 +119,9 @@ class Merges:
 def sequence_tiles(
     rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, queries: np.ndarray, window: int | None, most: int
 ) -> Tiles:
-    """Tiles of at most `most` queries, of B sequences. By sequence, int[B]: its row of the page table, the position of
-    its first query, its number of queries, and the first query's index in the step. `window`: how many keys a query
-    sees, its own the last of them; None: all up to its own."""
+    """Divide B sequences into tiles of at most `most` queries. By sequence, int[B]: its row of the page table, the
+    position of its first query, its number of queries, and the first query's index in the step. `window`: how many keys
+    a query sees, including its own; None: all up to its own."""
     counts = counts.astype(np.int64)
     tiles = -(-counts // most)
     of = np.repeat(np.arange(len(counts)), tiles)
@@ -134,8 +134,8 @@ def sequence_tiles(
 
 
 def segment_tiles(sharing: Sharing, rows: np.ndarray, most: int, chosen: np.ndarray) -> Tiles:
-    """Tiles of at most `most` queries, of the `chosen` segments. Queries are indices into `sharing.order`. A tile takes
-    the row of its first request: all rows under a segment have its pages."""
+    """Divide the `chosen` segments into tiles of at most `most` queries. Queries are indices into `sharing.order`. A
+    tile takes the row of its first request: the pages of a segment are in the rows of all its requests."""
     begin, end, first, count = (sharing.segments[chosen, i] for i in range(4))
     tiles = -(-count // most)
     of = np.repeat(np.arange(len(chosen)), tiles)
@@ -149,7 +149,7 @@ def segment_tiles(sharing: Sharing, rows: np.ndarray, most: int, chosen: np.ndar
 
 
 def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[Items, np.ndarray]:
-    """(Items for the parts of tiles, none marked direct; the index of each tile's last item.)"""
+    """Returns (items for the parts of tiles, none marked as direct; the index of each tile's last item)."""
     # Fixed parts are counted from key 0 even where a window begins later, so that their boundaries are always the same.
     first = np.zeros_like(tiles.begin) if tiling.fixed else tiles.begin
     cut = _fixed if tiling.fixed else _equal if tiling.single else _even
@@ -168,8 +168,8 @@ def make_items(tiles: Tiles, tiling: Tiling, first_partial: int = 0) -> tuple[It
 
 
 def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Merges:
-    """The merges for all items of a step, lists of int32[W, FIELDS], one a launch; marks the items that are written
-    directly. With `order`, queries of items are indices into it."""
+    """The merges for all items of a step, given as int32[W, FIELDS] for each launch. Marks the items whose results are
+    written directly. With `order`, queries of items are indices into it."""
     items = np.concatenate(lists) if len(lists) > 1 else lists[0]
     size = items[:, 1].astype(np.int64)
     of = np.repeat(np.arange(len(items)), size)
@@ -194,8 +194,7 @@ def make_merges(lists: list[np.ndarray], order: np.ndarray | None = None) -> Mer
 
 
 _Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
-"""Parts of tiles: by part its tile, its first key and the key after its last, counted within the tile; and
-`Items.starts`."""
+"""Parts of tiles, as arrays: tile, first key and end of the keys, counted within the tile; and `Items.starts`."""
 
 
 def _fixed(keys: np.ndarray, tiling: Tiling) -> _Parts:
@@ -218,8 +217,8 @@ def _of_length(length: np.ndarray, keys: np.ndarray) -> _Parts:
 
 
 def _even(keys: np.ndarray, tiling: Tiling) -> _Parts:
-    """Parts for tiles of int64[T] keys: no program has more than UNEVEN allows if that spares all cuts; otherwise
-    programs differ by at most one block of keys, BEGINNING included."""
+    """Parts for tiles of int64[T] keys. If tiles can be left whole with no program having more than UNEVEN allows, they
+    are. Otherwise programs differ by at most one block of keys, BEGINNING included."""
     blocks = -(-keys // tiling.keys)
     end = np.cumsum(blocks + BEGINNING)
     begin = end - blocks
@@ -239,8 +238,8 @@ def _even(keys: np.ndarray, tiling: Tiling) -> _Parts:
 
 
 def _between(ends: np.ndarray, total: int, programs: int) -> np.ndarray | None:
-    """Cuts between tiles, int64 [programs + 1] or fewer, 0 and some of `ends`, that leave no program more than UNEVEN
-    allows; None if there are none."""
+    """Cuts between whole tiles, int64 [programs + 1] or fewer, 0 and some of `ends`, such that no program has more than
+    UNEVEN allows; None if there are none."""
     tiles = ends.tolist()
     for more in UNEVEN:
         most, found = int((1 + more) * total / programs), [0]

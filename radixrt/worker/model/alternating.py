@@ -4,8 +4,8 @@
     gate_up_proj_blocks [E, 2 I, hidden / 32, 16], ..._scales [E, 2 I, hidden / 32]   MXFP4, outputs first
     down_proj_blocks    [E, hidden, I / 32, 16],   ..._scales [E, hidden, I / 32]
 
-MXFP4 stays as it is where kernels multiply with it (`Weights.packed`); elsewhere it is multiplied out when it is read:
-bfloat16 holds every value exactly.
+MXFP4 is kept if there are kernels for it (`Weights.packed`); otherwise it is expanded when it is read, to bfloat16, which
+represents every value exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = "gate_up_proj", "down_proj"
 Matrices = Callable[[int], torch.Tensor]
 """An expert's matrix [out, in], those of this rank's inner features."""
 Blocks = tuple[torch.Tensor, torch.Tensor]
-"""Of MXFP4: uint8[E, out, in / 32, 16], scales uint8[E, out, in / 32]."""
+"""MXFP4 of all experts: values uint8[E, out, in / 32, 16], scales uint8[E, out, in / 32]."""
 
 
 def read_alternating(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:
@@ -52,7 +52,7 @@ def read_alternating(spec: ModelSpec, weights: Weights, layer: int, batch_invari
 def _matrices(
     weights: Weights, at: str, moe: ExpertsSpec, hidden: int, parts: tuple[Part, Part]
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[PackedStack, PackedStack]:
-    """`gate_up` and `down`, of each the part that is this rank's."""
+    """`gate_up` and `down` of all experts, the rank's part of each."""
     names, inner = [f"{at}{name}" for name in NAMES], moe.intermediate_size
     shapes = (moe.count, 2 * inner, hidden), (moe.count, hidden, inner)
     if f"{names[0]}_blocks" not in weights:
@@ -94,7 +94,7 @@ def _blocks(weights: Weights, name: str, shape: tuple[int, int, int]) -> Blocks:
 
 
 def _packed_rows(of: Blocks, part: Part) -> PackedStack:
-    """`gate_up` of pairs of rows."""
+    """`gate_up`: rows of gate first. The stored rows alternate."""
     (count, _, each), own = of[1].shape, slice(part.start, part.stop)
     stack = PackedStack.empty(count, part.count, each * BLOCK, device=of[0].device)
     for expert, (blocks, scales) in enumerate(zip(*of, strict=True)):
@@ -112,12 +112,12 @@ def _packed_columns(of: Blocks, part: Part) -> PackedStack:
 
 
 def _around(part: Part) -> tuple[int, int]:
-    """The blocks that have columns of a part, which may begin and end within one."""
+    """(first, end) of the blocks that contain the columns of a part."""
     return part.start // BLOCK, -(-part.stop // BLOCK)
 
 
 def _wide(of: Blocks, part: Part, dtype: torch.dtype) -> Matrices:
-    """For a `part` of matrices [out, in]."""
+    """Expands the `part` of an expert's matrix [out, in]."""
     blocks, scales = of
 
     def matrix(expert: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Weights(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Experts in MXFP4 are to stay so."""
+        """Experts in MXFP4 are kept so (`mxfp4.PackedStack`)."""
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         """A tensor of that `shape`, or only a part of it."""
@@ -271,7 +271,7 @@ def _begins_with(path: Path, start: bytes) -> bool:
 
 class RandomWeights:
     """Weights for measuring speed without a checkpoint: normal with deviation 0.02, norms 1, biases 0; the same for
-    the same seed, whatever the order of loading. Of experts that are `packed`, any 4 bits of the same deviation."""
+    the same seed, whatever the order of loading. Experts that are `packed` have the same deviation."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class RandomWeights:
         return self.packed and name.endswith("_blocks")
 
     def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """4 bits as they come deviate by 2.8 from 0, times 2**-7."""
+        """Uniform 4-bit values, whose standard deviation is 2.8, with a scale of 2**-7."""
         values = torch.empty(shape, dtype=torch.uint8, device=self._device)
         return values.fill_(120) if name.endswith("_scales") else values.random_(generator=self._generator(name))
 

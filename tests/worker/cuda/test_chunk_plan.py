@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import attend, chunk_plan
-from radixrt.worker.cuda.chunk_plan import BesideAbsorbed, BesideHopper, ChunkPlanner
+from radixrt.worker.cuda.chunk_plan import ChunkPlanner, FlashInferOrHopper, FullOrAbsorbed
 from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.runner import EXACT_PART
@@ -87,14 +87,14 @@ def test_each_chunk_goes_one_way(shares, windows, rows, monkeypatch):
 )
 def test_beside_the_kernel_for_hopper_few_queries_a_key_are_not_gathered(chunks, gathered):
     count, new, cached = chunks
-    long = BesideHopper(SHAPE).long(np.full(count, cached), np.full(count, new))
+    long = FlashInferOrHopper(SHAPE).long(np.full(count, cached), np.full(count, new))
     assert long.tolist() == [gathered] * count
 
 
 def test_a_short_chunk_beside_a_long_one_stays():
-    assert BesideHopper(SHAPE).long(np.array([16384, 8192]), np.array([128, 4096])).tolist() == [False, True]
+    assert FlashInferOrHopper(SHAPE).long(np.array([16384, 8192]), np.array([128, 4096])).tolist() == [False, True]
     starts, counts = np.array([16384] * 10 + [8192]), np.array([128] * 10 + [2048])
-    assert BesideHopper(SHAPE).long(starts, counts).tolist() == [False] * 10 + [True]
+    assert FlashInferOrHopper(SHAPE).long(starts, counts).tolist() == [False] * 10 + [True]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_short_chunk_beside_a_long_one_stays():
 )
 def test_what_pays_beside_the_kernel_for_hopper_depends_on_the_heads(shape, chunks, gathered):
     count, new, cached = chunks
-    assert BesideHopper(shape).long(np.full(count, cached), np.full(count, new)).tolist() == [gathered] * count
+    assert FlashInferOrHopper(shape).long(np.full(count, cached), np.full(count, new)).tolist() == [gathered] * count
 
 
 LATENT = LatentSpec(None, 512, 128, 64, 128, 192**-0.5, True, False)
@@ -136,13 +136,13 @@ LATENT = LatentSpec(None, 512, 128, 64, 128, 192**-0.5, True, False)
 def test_few_queries_a_key_of_a_latent_are_absorbed(heads, chunks, full):
     count, new, cached = chunks
     for itemsize in (1, 2):
-        long = BesideAbsorbed(heads, LATENT, itemsize).long(np.full(count, cached), np.full(count, new))
+        long = FullOrAbsorbed(heads, LATENT, itemsize).long(np.full(count, cached), np.full(count, new))
         assert long.tolist() == [full] * count
 
 
 def test_fp8_pages_are_slower_to_absorb():
     """A chunk of 64 tokens on 16,384 (bench/latent.py)."""
-    rules = [BesideAbsorbed(16, LATENT, itemsize) for itemsize in (1, 2)]
+    rules = [FullOrAbsorbed(16, LATENT, itemsize) for itemsize in (1, 2)]
     assert [rule.long(np.array([16384]), np.array([64])).tolist() for rule in rules] == [[True], [False]]
 
 

@@ -65,7 +65,7 @@ def test_nothing_behind_a_row_is_asked_for(monkeypatch):
 def test_what_is_launched_again(monkeypatch):
     """Of the same kinds alone, and aligned."""
     found = []
-    monkeypatch.setattr(products, "_again", {})
+    monkeypatch.setattr(products, "_kernel_caches", {})
     monkeypatch.setattr(products, "launch", lambda kernel, grid, again, *args, **options: found.append(again))
     tile = streaming(16, 64, 2, CPU)
 

@@ -15,7 +15,7 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
 from radixrt.worker import loading
 from radixrt.worker.cuda import ops, segments, variants
-from radixrt.worker.cuda.chunk_plan import BesideTriton
+from radixrt.worker.cuda.chunk_plan import FlashInferOrTriton
 from radixrt.worker.cuda.chunks import Sequences
 from radixrt.worker.cuda.decode_graphs import graph_sizes
 from radixrt.worker.cuda.full_chunks import FullHeads, FullStep
@@ -208,7 +208,7 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     """Tails and decodes under one trunk, long chunks alone: the same tokens as plainly computed."""
     for name, value in (
         ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2), ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
-        ("chunk_plan.BesideTriton", partial(BesideTriton, queries=12, shared=1)),
+        ("chunk_plan.FlashInferOrTriton", partial(FlashInferOrTriton, queries=12, shared=1)),
     ):  # fmt: skip
         monkeypatch.setattr(f"radixrt.worker.cuda.{name}", value)
     monkeypatch.setattr(segments, "Cost", lambda key_bytes, partial_bytes, tile: Cost(key_bytes, 1, tile))
@@ -242,7 +242,7 @@ class SomeByFullHeads:
 def test_latent_attention_by_full_heads(folder, monkeypatch):
     """Long chunks so, short ones and decodes of the same step absorbed: the same tokens and scores as plainly computed,
     cold and warm; not where results are exact."""
-    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.BesideAbsorbed", SomeByFullHeads)
+    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.FullOrAbsorbed", SomeByFullHeads)
     steps: list[tuple[int, int]] = []
     run = FullStep.run
 
@@ -301,14 +301,14 @@ def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     for together, chunk in ((False, 512), (True, 9)):
         plain, runner = runners(folder, exact=True)
         seen: dict[int, list[torch.Tensor]] = {}
-        inner = runner._drawn.pick
+        inner = runner._last_tokens.pick_greedy
 
         def pick(found, ids, rows, at=None, inner=inner, seen=seen):
             for row, one in zip(rows.tolist(), found if at is None else found[at], strict=True):
                 seen.setdefault(row, []).append(one.clone())
             return inner(found, ids, rows, at)
 
-        runner._drawn.pick = pick
+        runner._last_tokens.pick_greedy = pick
         sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)  # over the end of a part
         if together:
             tokens.append(Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate(asked, sampling))

@@ -18,7 +18,7 @@ from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.model.sharding import Shard
-from radixrt.worker.ranks import Bind, Book, Leader, Step
+from radixrt.worker.ranks import Bind, Leader, StandIns, Step
 from tests.checkpoints import make_model
 from tests.worker import test_drafting as drafting
 from tests.worker.cuda.ragged import PlainFlashInfer
@@ -96,14 +96,14 @@ class Told:
         self.messages: queue.Queue[bytes | None] = queue.Queue()
         self.paths: list[int] = []
 
-    def tell(self, message) -> None:
+    def send(self, message) -> None:
         if isinstance(message, Step):
             self.paths.append(len(message.paths))
         self.messages.put(ranks._encode(message))
 
 
 def follower(runner, told, meeting, problems) -> None:
-    book, before = Book(), None
+    book, before = StandIns(), None
     try:
         while (payload := told.messages.get(timeout=WAIT)) is not None:
             message = ranks._decode(payload)
