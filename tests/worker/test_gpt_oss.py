@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from radixrt.config import WorkerConfig, resolve
 from radixrt.worker import loading
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend_with_sinks
 from radixrt.worker.kv import KVPool
@@ -106,6 +108,23 @@ def test_experts_stay_packed_where_they_are_to(packed, caplog):
         with torch.inference_mode():
             logits.append(model.forward(tokens, positions, lambda layer, heads: mix(layer, heads)))
     assert torch.equal(*logits) and kinds == [(True, False), (False, False)]
+
+
+def test_mxfp4_is_kept_where_kernels_for_it_work(packed, monkeypatch):
+    config = resolve(WorkerConfig(model=str(packed[0]), device="cpu"))
+    on_cpu = loading.look_up(config)
+    on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
+    works = [True]
+    monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device: works[0])
+    assert loading.keeps_mxfp4("auto", on_gpu, kernels=True) and loading.keeps_mxfp4("fp8", on_gpu, kernels=True)
+    assert not loading.keeps_mxfp4("none", on_gpu, kernels=True)
+    assert not loading.keeps_mxfp4("auto", on_gpu, kernels=False)
+    assert not loading.keeps_mxfp4("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not loading.keeps_mxfp4("auto", on_cpu, kernels=True)
+    plain = dataclasses.replace(on_gpu, hf_config={"model_type": "gpt_oss"})
+    assert not loading.keeps_mxfp4("auto", plain, kernels=True)
+    works[0] = False
+    assert not loading.keeps_mxfp4("auto", on_gpu, kernels=True)
 
 
 def test_scales_that_kernels_cannot_have_are_multiplied_out(packed, tmp_path):

@@ -67,8 +67,8 @@ EXPAND: tl.constexpr = tl.constexpr(
     )
     + "\n}"
 )
-"""PTX that expands two words to 8 pairs of bfloat16, each 2**-126 times its value: exponent and mantissa of E2M1 (bits 0
-to 2) become the lowest bits of the exponent and the highest bit of the mantissa (bits 6 to 8). This is exact for
+"""PTX that expands two words to 8 pairs of bfloat16, each 2**-126 times its value: exponent and mantissa of E2M1 (bits
+0 to 2) become the lowest bits of the exponent and the highest bit of the mantissa (bits 6 to 8). This is exact for
 subnormal values, too."""
 
 
@@ -182,7 +182,7 @@ def product(
     x: torch.Tensor, order: Order, weight: PackedStack, tile: Tile, activation: str | None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Rows by expert of `order` times weight[E, N, K] transposed. Returns [T * chosen, N] for x [T * chosen, K]. With an
+    """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
     `kernels.gated` of gate and up."""
     bits = x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
@@ -208,10 +208,14 @@ def there(device: torch.device) -> bool:
     try:
         error = max(_apart(device, tiles[1]) for tiles in (FEW, MOST))
     except Exception as problem:  # another version of the compiler
-        log.warning("experts do not stay in MXFP4: %s: %s", type(problem).__name__, str(problem)[:300])
+        log.warning(
+            "experts in MXFP4 are expanded: their kernel does not work here: %s: %s",
+            type(problem).__name__,
+            str(problem)[:300],
+        )
         return False
     if not error < ALIKE:
-        log.warning("experts do not stay in MXFP4: products are %.1e from what they should be", error)
+        log.warning("experts in MXFP4 are expanded: their kernel has a relative error of %.1e here", error)
         return False
     return True
 

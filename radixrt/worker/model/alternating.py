@@ -4,8 +4,8 @@
     gate_up_proj_blocks [E, 2 I, hidden / 32, 16], ..._scales [E, 2 I, hidden / 32]   MXFP4, outputs first
     down_proj_blocks    [E, hidden, I / 32, 16],   ..._scales [E, hidden, I / 32]
 
-MXFP4 is kept if there are kernels for it (`Weights.packed`); otherwise it is expanded when it is read, to bfloat16, which
-represents every value exactly.
+MXFP4 is kept if there are kernels for it (`Weights.packed`); otherwise it is expanded when it is read, to bfloat16,
+which represents every value exactly.
 """
 
 from __future__ import annotations
