@@ -196,6 +196,9 @@ class RouterCore:
         past = 0 if tokens is None else len(run.emitted) - tokens
         usage, effects = self.stop_choice(client, request_id, index, past)
         delta = Delta(request_id, index, finish="stop", usage=usage)
+        if not run.request.stream:  # nothing of it has left yet
+            delta.ids, delta.prompt_logprobs = run.emitted.tobytes(), run.prompt_logprobs
+            delta.logprobs = run.logprobs and run.logprobs[: len(run.emitted)]
         return [*effects, Reply(client, Deltas([delta]))]
 
     def _open_run(self, client: Client, request_id: int, index: int) -> RunState | None:

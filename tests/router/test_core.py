@@ -557,6 +557,21 @@ def test_what_kills_its_workers_is_given_up():
     assert len(core.members) == 2 and core.runs_in_flight == 0
 
 
+def test_a_whole_answer_that_its_client_ends_is_what_there_is_of_it():
+    core = core_with(register("w0"))
+    sampling = Sampling(max_tokens=9, seed=3, logprobs=0)
+    runs = [e.message for e in core.submit(b"c", generate(sampling=sampling, stream=False, n=2), 1.0)]
+    found = [TokenLogprob(token, -1.0) for token in (9, 10, 11)]
+    core.step("w0", step(Output(runs[0].id, [9, 10, 11], logprobs=found)), 1.1)
+    order, reply = core.end_choice(b"c", 1, 0, tokens=2)
+    (delta,) = reply.message.items
+    assert order.message == Abort([runs[0].id])
+    assert (delta.ids, delta.logprobs, delta.finish) == (ids(9, 10), found[:2], "stop")
+    assert delta.usage.completion_tokens == 2
+    _, reply = core.end_choice(b"c", 1, 1)
+    assert reply.message.items[0].ids == b"" and core.runs_in_flight == 0
+
+
 def test_a_worker_error_fails_its_request_alone():
     core = core_with(register("w0"))
     bad = [e.message for e in core.submit(b"c", generate(1, n=2), 1.0)]

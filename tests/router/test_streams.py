@@ -6,7 +6,7 @@ import pytest
 from sim_workers import ids, register
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Deltas, Error, Generate, Load, Output, Sampling, StepDone, TokenPrompt
+from radixrt.messages import Abort, Deltas, Error, Generate, Load, Output, Sampling, StepDone, TokenPrompt
 from radixrt.router.core import RouterCore
 from radixrt.router.streams import TextStreams, core_streams
 from radixrt.router.tokens import TextService, load_tokenizer
@@ -69,3 +69,16 @@ def test_a_stop_string_in_the_step_that_fails_is_no_end(service):
         *deltas, error = stage.sent
         assert isinstance(error, Error) and not any(delta.finish for delta in deltas)
         assert not stage.kept and not stage.streams._texts and not stage.core.runs_in_flight
+
+
+@pytest.mark.parametrize("stop", [(), ("nowhere",)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_answer_that_its_client_ends_has_its_text(service, stop, n):
+    stage = Stage(service, stream=False, stop=stop, n=n)
+    stage.step(Output(stage.runs[0], SAID[:4]))
+    stage.step(Output(stage.runs[0], SAID[4:]))
+    stage.perform(stage.core.end_choice(b"c", 1, 0))
+    (delta,) = stage.sent
+    assert (delta.ids, delta.text, delta.finish) == (ids(*SAID), service.tokenizer.decode(SAID), "stop")
+    assert delta.usage.completion_tokens == len(SAID) and stage.orders == [Abort([stage.runs[0]])]
+    assert len(stage.kept) == 1
