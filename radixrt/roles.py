@@ -103,7 +103,7 @@ def run_role(role: str, config: Any) -> None:
                 log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
 
-            say_leave(config.router, config.name, "stopped", os.getpid(), LIFE)
+            say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
 
 
 def _serve(worker: Worker) -> None:
@@ -209,8 +209,9 @@ def fake_vocab_size(folder: str) -> int:
     return msgspec.json.decode(path.read_bytes()).get("vocab_size", FAKE_VOCAB) if path.is_file() else FAKE_VOCAB
 
 
-def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0) -> None:
-    """Tell the router that worker `name` is gone, if that is process `pid` (None: any) of a `life` (0: any)."""
+def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0, *, planned: bool = False) -> None:
+    """Tell the router that worker `name` is gone, if that is process `pid` (None: any) of a `life` (0: any); `planned`
+    as of a Leave."""
     with wire.Link(router) as link:
-        link.send(wire.encode(Leave(name, reason, pid or 0, life)))
+        link.send(wire.encode(Leave(name, reason, pid or 0, life, planned)))
         link.close(linger=1.0)

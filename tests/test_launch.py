@@ -108,7 +108,7 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
     monkeypatch.setattr(roles, "settle", lambda: None)
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
     roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
-    assert said == [Leave("w", "stopped", os.getpid(), LIFE)] and LIFE
+    assert said == [Leave("w", "stopped", os.getpid(), LIFE, planned=True)] and LIFE
 
 
 # ---------------------------------------------------------------- settings that cannot be

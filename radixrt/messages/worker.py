@@ -199,6 +199,8 @@ class Leave(msgspec.Struct, tag="leave"):
     pid: int = 0
     life: int = 0
     """As of a Heartbeat."""
+    planned: bool = False
+    """It was told to stop: what it served is not why."""
 
 
 ToRouter = Register | StepDone | Heartbeat | Leave

@@ -54,7 +54,7 @@ class Dispatcher:
             self._waiting[run] = None
             return []
         member, hit, best_hit = self._choose(run, ids, tokens, fits, now)
-        if run.losses == 0 and not run.emitted:
+        if run.id < 0:  # for the first time
             run.hit, run.best_hit = hit, best_hit
         self._last_id += 1
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
@@ -135,11 +135,10 @@ class Dispatcher:
         return list({run.request: None for run in self._waiting if now - run.waiting_since > seconds})
 
     def take_back(self, ids: Iterable[int]) -> list[RunState]:
-        """The worker of these runs was lost: they are nobody's now."""
+        """The worker of these runs serves them no more: they are nobody's now."""
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
             run.member = None
-            run.losses += 1
             run.scores.clear()
             run.counts_hits = run.counts_hits and not run.emitted
         return runs

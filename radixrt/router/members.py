@@ -60,6 +60,11 @@ class Members:
         """Whether it serves, or may come back."""
         return name in self._serving or name in self._lost
 
+    def serves(self, info: Register) -> bool:
+        """Whether that very process serves."""
+        member = self._serving.get(info.name)
+        return member is not None and member.process == process(info)
+
     def models(self) -> set[str]:
         """Names of all models that are served, or were by a worker that may come back."""
         return {m.info.model for members in (self._serving, self._lost) for m in members.values()}
@@ -80,8 +85,7 @@ class Members:
     def register(self, info: Register, now: float) -> tuple[list[int], list[Effect]]:
         """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on.
         The runs that its life before leaves behind, and what the worker is told."""
-        before = self._serving.get(info.name)
-        again = before is not None and before.process == process(info)
+        again = self.serves(info)
         replaced = self._replaced_by(info)
         take_out = self._take_out if again else self.remove  # a process that has its own name again is not lost
         orphans = take_out(info.name, may_return=False)

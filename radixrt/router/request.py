@@ -130,6 +130,7 @@ class RunState:
         """Its worker has computed the prompt: it is in the index as cached, no more as being computed."""
         self.finished = False
         self.losses = 0
+        """Workers that were lost while they served it, and may be by it: none that was told to leave."""
         self.waiting_since: float | None = None
 
     @property

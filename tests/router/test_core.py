@@ -557,6 +557,23 @@ def test_what_kills_its_workers_is_given_up():
     assert len(core.members) == 2 and core.runs_in_flight == 0
 
 
+def test_workers_that_are_told_to_leave_or_join_again_are_no_losses():
+    """However often a fleet is renewed, a long answer goes on."""
+    core = core_with(*(register(f"w{i}") for i in range(2)))
+    (order,) = core.submit(b"c", generate(n=1), 1.0)
+    for n in range(6):
+        (order,) = core.leave(order.name, 2.0, planned=True)
+        core.register(register(f"w{n % 2}"), 2.0)
+    for _ in range(6):
+        order = core.register(register(order.name), 3.0)[-1]
+        assert isinstance(order.message, Run)
+    assert core.runs_in_flight == 1
+    for _ in range(2):
+        core.register(register("w9"), 3.0)
+        (order,) = core.leave(order.name, 4.0)
+    assert "3 workers were lost" in error(core.leave(order.name, 5.0)).message
+
+
 def test_a_whole_answer_that_its_client_ends_is_what_there_is_of_it():
     core = core_with(register("w0"))
     sampling = Sampling(max_tokens=9, seed=3, logprobs=0)
