@@ -138,7 +138,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
     def connect() -> wire.Link:
         identity = f"{config.name}/{LIFE:x}/{next(ends)}".encode()  # each thread has its own
-        return wire.Link(config.router, identity, stopped=stopped)
+        return wire.Link(config.router, identity, stopped=stopped, monitored=True)
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device

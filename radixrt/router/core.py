@@ -38,6 +38,7 @@ from radixrt.router.dispatch import Dispatcher
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
+from radixrt.router.member import Member
 from radixrt.router.members import Members
 from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
@@ -233,6 +234,8 @@ class RouterCore:
         member = self.members.hear(name, now)
         if member is None:
             return self._revive(name, now)
+        if not member.follows(message.number):
+            return self._begin_again(member, now)
         effects = self.members.mirror(member, message, now)
         deltas: dict[Client, list[Delta]] = {}
         others: list[Effect] = []
@@ -376,6 +379,14 @@ class RouterCore:
             else:
                 self.counters.redispatched += 1
                 effects += self._dispatcher.send(run, now)
+        return effects
+
+    def _begin_again(self, member: Member, now: float) -> list[Effect]:
+        """Something that a worker has said was lost with a connection: what it serves goes on from what has come, as
+        if it had joined again."""
+        log.warning("worker %s: a message of it was lost, it begins again", member.name)
+        effects = self.register(member.info, now)
+        self.members.hear(member.name, now).next_step = member.next_step
         return effects
 
     def _revive(self, name: str, now: float) -> list[Effect]:

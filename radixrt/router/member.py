@@ -30,8 +30,8 @@ class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
     __slots__ = (
-        "asked", "heard", "info", "load", "number", "replaced", "runs", "told", "token_limit", "unseen_tokens",
-        "waiting_tokens",
+        "asked", "heard", "info", "load", "next_step", "number", "replaced", "runs", "told", "token_limit",
+        "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -46,6 +46,8 @@ class Member:
         """When `load` came."""
         self.asked = now
         """When a snapshot was asked for last."""
+        self.next_step: int | None = 1
+        """The number that its next StepDone has if none was lost; None: any."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""
@@ -65,6 +67,12 @@ class Member:
     def is_process(self, pid: int, life: int) -> bool:
         """Whether it is the one that says so; 0: any."""
         return pid in (0, self.info.pid) and life in (0, self.info.life)
+
+    def follows(self, number: int) -> bool:
+        """Whether its StepDone of that number comes after the one before (0: nobody counts). The next one has to come
+        after this."""
+        expected, self.next_step = self.next_step, number + 1
+        return number == 0 or expected is None or number == expected
 
     def dispatched(self, run: int, sent: Sent) -> None:
         self.runs[run] = sent

@@ -102,6 +102,7 @@ class Members:
         if lost is None:
             return []
         member = self._join(lost.info, now, lost.replaced, fresh=False)
+        member.next_step = None
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
     def remove(self, name: str, *, may_return: bool) -> list[int]:

@@ -45,6 +45,7 @@ class Link(Protocol):
 
     def send(self, payload: bytes) -> None: ...
     def recv(self, timeout: float | None) -> bytes | None: ...
+    def broke(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -96,6 +97,8 @@ class Worker:
         self._flight: Flight | None = None
         self._last_done = 0.0
         self._seq = 0
+        self._number = 0
+        """Of the StepDone that was sent last."""
         self._newest_run = 0
         self._stopped = stopped or threading.Event()
         self._last_report = 0.0
@@ -218,6 +221,8 @@ class Worker:
 
     def _receive(self) -> None:
         """Handle all messages there are; wait for one only when there is nothing to compute."""
+        if self._link.broke():
+            self._join_again("the connection to the router has broken")
         busy = self.scheduler.has_work or self._flight
         idle = not busy and not self._refused and not self._snapshot_wanted
         patience = LOOK_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
@@ -249,14 +254,15 @@ class Worker:
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Unknown():
-                self._join_again()
+                self._join_again("the router does not know this worker")
             case m.Stop(reason=reason):
                 self.dismissed = reason
                 self.stop()
 
-    def _join_again(self) -> None:
-        """The router started anew: it knows nothing of the requests here, and will learn what is cached."""
-        log.warning("the router does not know this worker, or does not read: it joins again")
+    def _join_again(self, why: str) -> None:
+        """The router knows nothing of the requests here, or not all: it sends them anew, and will learn what is
+        cached."""
+        log.warning("%s: this worker joins again", why)
         self._joined = False
         self._newest_run = 0
         for id in [*self.scheduler.ids, *self._compiling]:
@@ -271,12 +277,16 @@ class Worker:
         have missed anything by then."""
         if not self._joined:
             message = self._registration
+        if message is self._registration:
+            self._number = 0
+        elif isinstance(message, m.StepDone):
+            message.number = self._number = self._number + 1
         try:
             self._link.send(_encode(message))
             self._joined = True
         except TimeoutError:
             if self._joined and not self._stopped.is_set():
-                self._join_again()
+                self._join_again("the router does not read")
 
     def _add(self, run: m.Run) -> None:
         self._newest_run = run.id
@@ -346,6 +356,7 @@ class Worker:
         link = self._connect()
         try:
             while not self._stopped.wait(HEARTBEAT_SECONDS):
+                link.broke()  # it is all the same here, but ZMQ keeps what nobody reads
                 with contextlib.suppress(TimeoutError):  # the router does not read, but may again
                     link.send(_encode(m.Heartbeat(self.identity.name, os.getpid(), status.LIFE)))
         finally:

@@ -444,6 +444,26 @@ def test_a_worker_that_registers_again_has_dropped_its_runs_and_kept_its_cache()
     assert dispatched.message.ids == run.ids + ids(9)
 
 
+def test_what_a_worker_said_and_was_lost_is_computed_again():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [9]), number=1), 1.5)
+    aborted, asked, dispatched = core.step("w0", step(Output(run.id, [11]), number=3), 2.0)
+    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Snapshot()))
+    assert dispatched.message.ids == run.ids + ids(9)
+    again = dispatched.message.id
+    assert core.step("w0", step(Output(run.id, [12]), number=4), 2.1) == []
+    (reply,) = core.step("w0", step(Output(again, [10]), number=5), 2.2)
+    assert reply.message.items[0].ids == ids(10)
+    core.register(register("w0"), 3.0)
+    (order,) = (e for e in core.step("w0", step(number=2), 3.1) if isinstance(e.message, Run))
+    assert order.message.ids == run.ids + ids(9, 10), "it counts from its Register"
+    core.tick(3.5)
+    core.lose(["w0"], 4.0)
+    core.heartbeat("w0", 5.0)
+    assert not any(isinstance(e.message, Run) for e in core.step("w0", step(number=9), 5.1)), "who was lost goes on"
+
+
 def uneven(**load) -> RouterCore:
     """A worker that takes 10 tokens, and one that takes 100 and has more to do."""
     core = core_with(register("small", max_model_len=10), register("big", max_model_len=100))

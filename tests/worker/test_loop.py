@@ -46,6 +46,7 @@ class MemoryLink:
 
     def __init__(self, router: Router) -> None:
         self.router, self.inbox, self.outbox, self.closed = router, router.inbox, router.outbox, False
+        self.breaks = router.breaks
 
     def send(self, payload: bytes) -> None:
         assert not self.closed
@@ -58,6 +59,10 @@ class MemoryLink:
             return self.inbox.get(block=timeout != 0, timeout=timeout or None)
         except queue.Empty:
             return None
+
+    def broke(self) -> bool:
+        before, self.breaks = self.breaks, self.router.breaks
+        return before != self.breaks
 
     def close(self) -> None:
         self.closed = True
@@ -72,6 +77,8 @@ class Router:
         self.messages: list = []
         self.deaf = False
         """It reads nothing."""
+        self.breaks = 0
+        """Of the connection."""
 
     def connect(self) -> MemoryLink:
         return MemoryLink(self)
@@ -341,6 +348,23 @@ def test_a_router_that_has_started_anew():
         assert not router.outputs(2) and not serving.scheduler.ids
         router.tell(Snapshot())
         router.hear(lambda messages: any(isinstance(m, StepDone) and m.snapshot for m in messages))
+
+
+def test_a_connection_that_breaks():
+    """What was under way is lost, in either direction: all requests come again, and steps are counted anew."""
+    long, prompt = Sampling(max_tokens=300, temperature=0.0, ignore_eos=True), list(range(5, 40))
+    with worker(FakeRunner(num_pages=400, decode_step=0.005, check=True)) as (router, serving):
+        router.tell(run(1, prompt, long))
+        router.hear(lambda _: len(router.outputs(1)) > 2)
+        assert [m.number for m in router.messages if isinstance(m, StepDone)][:3] == [1, 2, 3]
+        router.breaks += 1
+        router.hear(lambda messages: sum(isinstance(m, Register) for m in messages) == 2)
+        router.messages.clear()
+        router.tell(run(2, prompt))
+        router.finished(2)
+        assert not router.outputs(1) and not serving.scheduler.ids
+        steps = [m.number for m in router.messages if isinstance(m, StepDone)]
+        assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_router_that_does_not_read_for_long(monkeypatch):
