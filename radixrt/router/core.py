@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
-"""Workers that may be lost under one run before it counts as what kills them."""
+"""Workers that may be lost under one run, and not come back, before it counts as what kills them."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a vanished one is noticed."""
 
@@ -212,16 +212,15 @@ class RouterCore:
 
     def register(self, info: Register, now: float) -> list[Effect]:
         """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on."""
-        lives_on = self.members.serves(info)
         orphans, orders = self.members.register(info, now)
-        return orders + self._redispatch(orphans, now, lost=not lives_on) + self._dispatcher.send_waiting(now)
+        return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 
     def heartbeat(self, name: str, now: float) -> list[Effect]:
         return [] if self.members.hear(name, now) else self._revive(name, now)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker is gone for good: its runs go on elsewhere. `planned`: it was told to go."""
-        return self._redispatch(self.members.remove(name, may_return=False), now, lost=not planned)
+        return self._redispatch(self.members.remove(name, may_return=False, planned=planned), now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. No run goes from one of them to
@@ -366,14 +365,13 @@ class RouterCore:
 
     # ------------------------------------------------------------ lost workers
 
-    def _redispatch(self, orphans: list[int], now: float, *, lost: bool = True) -> list[Effect]:
-        """Runs whose worker serves them no more go on elsewhere. `lost`: one of them may be why."""
+    def _redispatch(self, orphans: list[int], now: float) -> list[Effect]:
+        """Runs whose worker serves them no more go on elsewhere."""
         effects: list[Effect] = []
         for run in self._dispatcher.take_back(orphans):
             if run.finished:
                 continue
-            run.losses += lost
-            if run.losses >= MAX_LOSSES:
+            if sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
                 message = f"{MAX_LOSSES} workers were lost while they served this request"
                 effects += self._fail(run.request, Error(run.request.id, 500, message))
             else:

@@ -138,6 +138,7 @@ class Dispatcher:
         """The worker of these runs serves them no more: they are nobody's now."""
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
+            run.losses.append(run.member)
             run.member = None
             run.scores.clear()
             run.counts_hits = run.counts_hits and not run.emitted

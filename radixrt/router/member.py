@@ -30,7 +30,7 @@ class Member:
     """One life of one worker. `number` is its owner id in the index, never used for another life."""
 
     __slots__ = (
-        "asked", "heard", "info", "load", "next_step", "number", "replaced", "runs", "told", "token_limit",
+        "asked", "blameless", "heard", "info", "load", "next_step", "number", "replaced", "runs", "told", "token_limit",
         "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
@@ -48,6 +48,8 @@ class Member:
         """When a snapshot was asked for last."""
         self.next_step: int | None = 1
         """The number that its next StepDone has if none was lost; None: any."""
+        self.blameless = False
+        """It was told to leave, or its process has spoken again: nothing that it served has ended it."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""

@@ -60,11 +60,6 @@ class Members:
         """Whether it serves, or may come back."""
         return name in self._serving or name in self._lost
 
-    def serves(self, info: Register) -> bool:
-        """Whether that very process serves."""
-        member = self._serving.get(info.name)
-        return member is not None and member.process == process(info)
-
     def models(self) -> set[str]:
         """Names of all models that are served, or were by a worker that may come back."""
         return {m.info.model for members in (self._serving, self._lost) for m in members.values()}
@@ -85,7 +80,10 @@ class Members:
     def register(self, info: Register, now: float) -> tuple[list[int], list[Effect]]:
         """A worker joins. The same name of another process is a new life of it; of the same one, its cache lives on.
         The runs that its life before leaves behind, and what the worker is told."""
-        again = self.serves(info)
+        before = self._serving.get(info.name)
+        again = before is not None and before.process == process(info)
+        if known := before or self._lost.get(info.name):
+            known.blameless = known.process == process(info)
         replaced = self._replaced_by(info)
         take_out = self._take_out if again else self.remove  # a process that has its own name again is not lost
         orphans = take_out(info.name, may_return=False)
@@ -101,14 +99,16 @@ class Members:
         lost = self._lost.pop(name, None)
         if lost is None:
             return []
+        lost.blameless = True
         member = self._join(lost.info, now, lost.replaced, fresh=False)
         member.next_step = None
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
-    def remove(self, name: str, *, may_return: bool) -> list[int]:
-        """A worker serves no more: the runs that it leaves behind."""
+    def remove(self, name: str, *, may_return: bool, planned: bool = False) -> list[int]:
+        """A worker serves no more: the runs that it leaves behind. `planned`: it was told to go."""
         if name in self._serving:
             self._counters.workers_lost += 1
+            self._serving[name].blameless = planned
         return self._take_out(name, may_return=may_return)
 
     def _take_out(self, name: str, *, may_return: bool) -> list[int]:

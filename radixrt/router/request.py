@@ -129,8 +129,8 @@ class RunState:
         self.started = False
         """Its worker has computed the prompt: it is in the index as cached, no more as being computed."""
         self.finished = False
-        self.losses = 0
-        """Workers that were lost while they served it, and may be by it: none that was told to leave."""
+        self.losses: list[Member] = []
+        """Those that have served it, and then did no more."""
         self.waiting_since: float | None = None
 
     @property

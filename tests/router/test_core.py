@@ -577,7 +577,7 @@ def test_what_kills_its_workers_is_given_up():
     assert len(core.members) == 2 and core.runs_in_flight == 0
 
 
-def test_workers_that_are_told_to_leave_or_join_again_are_no_losses():
+def test_workers_that_are_told_to_leave_or_come_back_are_no_losses():
     """However often a fleet is renewed, a long answer goes on."""
     core = core_with(*(register(f"w{i}") for i in range(2)))
     (order,) = core.submit(b"c", generate(n=1), 1.0)
@@ -587,6 +587,11 @@ def test_workers_that_are_told_to_leave_or_join_again_are_no_losses():
     for _ in range(6):
         order = core.register(register(order.name), 3.0)[-1]
         assert isinstance(order.message, Run)
+    for back in (core.heartbeat, lambda name, now: core.register(register(name), now)) * 3:
+        name = order.name
+        (order,) = core.lose([name], 3.0)
+        back(name, 3.0)
+        assert isinstance(order.message, Run) and order.name != name
     assert core.runs_in_flight == 1
     for _ in range(2):
         core.register(register("w9"), 3.0)
