@@ -107,13 +107,13 @@ def run_role(role: str, config: Any) -> None:
 
 
 def _serve(worker: Worker) -> None:
-    """Until it is told to stop. Where its ranks no longer agree the process ends at once: on a GPU what runs there may
-    wait for ever for a rank that is gone."""
-    from radixrt.worker.plan import GroupLost
+    """Until it is told to stop. Where its device is lost, or its ranks no longer agree, the process ends at once: on a
+    GPU what runs there may wait for ever, for a rank that is gone, say."""
+    from radixrt.worker.plan import DeviceLost, GroupLost
 
     try:
         worker.run()
-    except GroupLost:
+    except (DeviceLost, GroupLost):
         log.exception("the worker ends")
         os._exit(1)
 

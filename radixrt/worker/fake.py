@@ -94,6 +94,9 @@ class FakeRunner:
     def draw(self) -> None:
         """Nothing: tokens are drawn when they are asked for."""
 
+    def works(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -25,7 +25,7 @@ from radixrt.worker.cache import PageCache
 from radixrt.worker.compiling import LOOK_SECONDS, Compiling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import BadGrammar, Grammars
-from radixrt.worker.plan import Plan, Result, Runner
+from radixrt.worker.plan import DeviceLost, Plan, Result, Runner
 from radixrt.worker.request import from_run
 from radixrt.worker.scheduler import Limits, Scheduler
 from radixrt.worker.status import Identity, Rates
@@ -188,8 +188,12 @@ class Worker:
         return self.scheduler.apply(flight.plan, result)
 
     def _fail(self, plan: Plan, error: Exception) -> list[m.Output]:
-        """A step could not be run. The one in flight behind it may read what that was to compute, and fails first."""
+        """A step could not be run. The one in flight behind it may read what that was to compute, and fails first.
+        DeviceLost if no other step could be: else this worker would fail all that it is sent, and be sent it all, for
+        nobody is done as soon."""
         log.error("step %d failed", plan.step, exc_info=error)
+        if not self.runner.works():
+            raise DeviceLost(f"the device is lost: {error}") from error
         reason, outputs = f"the step failed: {error}", []
         behind, self._flight = self._flight, None
         if behind is not None:

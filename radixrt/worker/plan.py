@@ -105,6 +105,10 @@ class GroupLost(BaseException):
     """From a runner of several ranks: they no longer agree. The worker cannot go on."""
 
 
+class DeviceLost(BaseException):
+    """From the worker's loop: the runner's device computes nothing any more. The worker cannot go on."""
+
+
 class Runner(Protocol):
     """Computes plans. `num_pages` counts the trash page 0; `max_model_len` is the model's own limit in tokens."""
 
@@ -132,6 +136,9 @@ class Runner(Protocol):
     def draw(self) -> None:
         """Called when the result of the step before the one launched last is applied: tokens that depend on those
         before (`Request.serial`) are drawn now, if they are not yet."""
+
+    def works(self) -> bool:
+        """Called when a step has failed: whether others may do better. Some errors of a device stay."""
 
     def close(self) -> None:
         """Called when the worker has left its loop."""

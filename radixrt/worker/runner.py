@@ -42,6 +42,16 @@ class ModelRunner:
         self._model = model
         self._device = pool.device
 
+    def works(self) -> bool:
+        """See `plan.Runner`."""
+        if self._device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._device)  # raises what has gone wrong for good again and again
+        except RuntimeError:
+            return False
+        return True
+
     def close(self) -> None:
         """Nothing is held."""
 

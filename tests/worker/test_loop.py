@@ -32,7 +32,9 @@ from radixrt.worker import loop, status
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.plan import DeviceLost
 from radixrt.worker.request import from_run
+from radixrt.worker.runner import ModelRunner
 from radixrt.worker.scheduler import Limits
 from radixrt.worker.status import LIFE
 
@@ -296,6 +298,64 @@ def test_a_step_that_fails_takes_only_its_requests_along():
         router.finished(2)
         assert router.outputs(2)[-1].finish == "length"
         assert serving.cache.leased_pages == 0
+
+
+@pytest.mark.parametrize("when", ["launch", "wait", "draw"])
+def test_a_worker_whose_device_is_lost_ends(when, overlaps):
+    """It fails nothing: who is sent its requests anew does better."""
+
+    class Broken(FakeRunner):
+        left = False
+
+        def fail(self, where):
+            if where == when and self.steps_done > 3:
+                raise RuntimeError("an illegal memory access, say")
+
+        @property
+        def steps_done(self):
+            return len(self.steps)
+
+        def launch(self, plan):
+            self.fail("launch")
+            wait = super().launch(plan)
+            return lambda: self.fail("wait") or wait()
+
+        def draw(self):
+            self.fail("draw")
+
+        def works(self):
+            return self.steps_done <= 3
+
+        def close(self):
+            self.left = True
+
+    runner, router = Broken(num_pages=400, check=True), Router()
+    runner.overlaps = overlaps
+    serving = Worker(runner, Identity("w", "model"), router.connect, limits=Limits(64, 8), check=True)
+    router.tell(run(1, [5, 6, 7]))
+    late = threading.Timer(5, serving.stop)
+    late.start()
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        serving.run()
+    late.cancel()
+    while not router.outbox.empty():
+        router.messages.append(router.outbox.get())
+    assert [o.tokens for o in router.outputs(1)] and not any(o.finish for o in router.outputs(1))
+    assert runner.left
+
+
+def test_a_gpu_that_raises_whatever_it_is_asked_is_lost(monkeypatch):
+    asked = []
+
+    def synchronize(device):
+        asked.append(device)
+        if len(asked) > 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    gpu, cpu = (SimpleNamespace(_device=SimpleNamespace(type=kind)) for kind in ("cuda", "cpu"))
+    assert [ModelRunner.works(one) for one in (cpu, gpu, gpu, cpu)] == [True, True, False, True]
+    assert asked == [gpu._device] * 2
 
 
 class LateRunner(FakeRunner):

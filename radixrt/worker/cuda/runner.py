@@ -149,7 +149,10 @@ class CudaRunner(ModelRunner):
                 self._capture()
 
     def close(self) -> None:
-        """Release the graphs: as long as they exist, NCCL's communicators cannot be given up."""
+        """Release the graphs: as long as they exist, NCCL's communicators cannot be given up. A device that is lost
+        releases nothing."""
+        if not self.works():
+            return
         for graphs in (self._graphs, self._pieces):
             if graphs is not None:
                 graphs.close()
