@@ -6,6 +6,7 @@ are, `members` knows, and which of them computes a run, `dispatch`.
 
     submit -> place at once with the best worker -> its outputs become Deltas, one message a step and client
     worker lost -> the same runs, with what they have emitted, go to another worker; the stream goes on
+    a message of it lost, with a connection -> the same, be it that it goes on itself
     no worker left -> runs wait `worker_timeout * 2` for one to join, then end with 503
 """
 
