@@ -5,6 +5,7 @@ come here; text is encoded before and decoded after (`handlers`, `streams`). Req
 are, `members` knows, and which of them computes a run, `dispatch`.
 
     submit -> place at once with the best worker -> its outputs become Deltas, one message a step and client
+    worker fails -> the run goes to another worker, once; then, and where there is none, it ends with 500
     worker lost -> the same runs, with what they have emitted, go to another worker; the stream goes on
     a message of it lost, with a connection -> the same, be it that it goes on itself
     no worker left -> runs wait `worker_timeout * 2` for one to join, then end with 503
@@ -308,6 +309,9 @@ class RouterCore:
                 if run.prompt_logprobs:
                     delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
                 deltas.setdefault(request.client, []).append(delta)
+        elif finish == "error" and not output.field and (moved := self._dispatcher.retry(run, now)) is not None:
+            self.counters.redispatched += 1
+            others += moved
         elif finish == "error":
             self._close(run)
             message = output.error or "the worker failed on this request"

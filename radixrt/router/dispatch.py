@@ -2,6 +2,7 @@
 
     send -> a worker fits: in flight there, under an id of its own --take_back, when the worker was lost--> send
                                                                    --move, when it has no more room there--> send
+                                                                   --retry, when it was failed there--> send
          -> none does: it waits until a worker joins               --send_waiting--> send
 
 `drop` ends it, wherever it is.
@@ -66,6 +67,8 @@ class Dispatcher:
     def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
         """By number: workers with room for all that was asked for, else those where it can go on at all."""
         members, missing = self._members.serving(run.request.model).members, run.missing
+        if run.failed_by is not None:
+            members = [m for m in members if m is not run.failed_by] or members
         if run.request.bounded:
             roomy = {m.number: m for m in members if tokens + missing <= m.token_limit}
             if roomy:
@@ -81,6 +84,18 @@ class Dispatcher:
             return None
         self.drop(run)
         run.member, run.counts_hits = None, False
+        return self.send(run, now)
+
+    def retry(self, run: RunState, now: float) -> list[Effect] | None:
+        """Send a run that its worker has failed, by no fault of its own, to another one: what went wrong there need not
+        go wrong elsewhere, and may be another's fault with which it shared a step. None if there is no other, or that
+        was tried before."""
+        members = self._members.serving(run.request.model).members
+        if run.failed_by is not None or not any(m is not run.member for m in members):
+            return None
+        self.drop(run)
+        run.failed_by = run.member
+        run.gone()
         return self.send(run, now)
 
     def _choose(
@@ -139,9 +154,7 @@ class Dispatcher:
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
             run.losses.append(run.member)
-            run.member = None
-            run.scores.clear()
-            run.counts_hits = run.counts_hits and not run.emitted
+            run.gone()
         return runs
 
     def start(self, run: RunState) -> None:

@@ -88,6 +88,7 @@ class RunState:
         "cached",
         "counts_hits",
         "emitted",
+        "failed_by",
         "finished",
         "hit",
         "id",
@@ -129,6 +130,8 @@ class RunState:
         self.started = False
         """Its worker has computed the prompt: it is in the index as cached, no more as being computed."""
         self.finished = False
+        self.failed_by: Member | None = None
+        """One that has failed it, and gets it no more if there are others."""
         self.losses: list[Member] = []
         """Those that have served it, and then did no more."""
         self.waiting_since: float | None = None
@@ -155,6 +158,12 @@ class RunState:
     @property
     def worker(self) -> str:
         return self.member.name if self.member else ""
+
+    def gone(self) -> None:
+        """It is nobody's now; what its next worker is to say is not counted twice."""
+        self.member = None
+        self.scores.clear()
+        self.counts_hits = self.counts_hits and not self.emitted
 
     def usage(self) -> Usage:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)

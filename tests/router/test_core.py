@@ -60,6 +60,10 @@ def error(effects) -> Error:
     return reply.message
 
 
+def failed(run: Run, **fields) -> StepDone:
+    return step(Output(run.id, finish="error", error="it failed", **fields))
+
+
 def step(*outputs, **fields) -> StepDone:
     return StepDone(list(outputs), fields.pop("load", Load()), **fields)
 
@@ -623,6 +627,42 @@ def test_a_worker_error_fails_its_request_alone():
     assert kinds == [Deltas, Error, Abort]
     assert effects[1].message.message == "NaN" and effects[2].message.ids == [bad[1].id]
     assert core.in_flight(b"c") == [2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_a_worker_fails_goes_on_at_another_once(stream):
+    """What was wrong may have been the worker, or another request of the step."""
+    core = core_with(*(register(f"w{i}") for i in range(3)))
+    first, run = only_run(core.submit(b"c", generate(stream=stream), 1.0))
+    core.step(first, step(Output(run.id, [9], cached_tokens=1)), 1.1)
+    second, again = only_run(core.step(first, failed(run, cached_tokens=1), 1.2))
+    assert second != first and again.ids == PROMPT + ids(9)
+    core.step(second, step(Output(again.id, [10])), 1.3)
+    third, moved = only_run(core.leave(second, 1.4))
+    assert third not in (first, second) and moved.ids == PROMPT + ids(9, 10)
+    (reply,) = core.step(third, step(Output(moved.id, [11, 12], finish="length")), 1.5)
+    (delta,) = reply.message.items
+    assert (delta.usage.completion_tokens, delta.usage.cached_tokens) == (4, 1)
+    assert delta.ids == (ids(11, 12) if stream else ids(9, 10, 11, 12))
+
+    _, run = only_run(core.submit(b"c", generate(2), 2.0))
+    second, again = only_run(core.step(core._dispatcher.in_flight[run.id].worker, failed(run), 2.1))
+    assert error(core.step(second, failed(again), 2.2)).code == 500
+    name, run = only_run(core.submit(b"c", generate(3), 3.0))
+    assert error(core.step(name, failed(run, field="grammar"), 3.1)).code == 400
+    assert core.runs_in_flight == 0 and core.index._computing.tokens == 0
+    assert all(not member.runs and not member.waiting_tokens for member in core.members)
+
+
+def test_scores_that_a_worker_fails_are_computed_anew():
+    core = core_with(register("a"), register("b"))
+    choices = [TokenPrompt(ids(1, 2)), TokenPrompt(ids(3))]
+    effects = core.submit(b"c", Score(id=1, prompt=TokenPrompt(PROMPT), choices=choices), 1.0)
+    name, runs = effects[0].name, [e.message for e in effects]
+    core.step(name, step(Output(runs[0].id, scores=[-9.0]), Output(runs[1].id, finish="length", scores=[-3.0])), 1.1)
+    other, again = only_run(core.step(name, failed(runs[0]), 1.2))
+    (reply,) = core.step(other, step(Output(again.id, finish="length", scores=[-1.0, -2.0])), 1.3)
+    assert reply.message.logprobs == [[-1.0, -2.0], [-3.0]]
 
 
 def test_what_a_worker_refused_was_not_computed():
