@@ -25,6 +25,8 @@ LEAST_SHARED = 256
 """Tokens: where workers' hits differ by less, nobody is asked who shares them."""
 WINDOW_BYTES = 16 * TOKEN_BYTES
 """Of tokens that are compared at the end of a part: it is a price, no more."""
+GETTING_ON = 16
+"""Tokens: a run that has gained so many from a worker has not been what ended those before it."""
 MOST_SHARERS = 64
 """Runs that are looked at, the latest of those that decode."""
 
@@ -59,6 +61,7 @@ class Dispatcher:
             run.hit, run.best_hit = hit, best_hit
         self._last_id += 1
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
+        run.sent = len(run.emitted)
         self.in_flight[run.id] = run
         member.dispatched(run.id, Sent(tokens, tokens - hit))
         self._index.computing(member.number, run.id, request.namespace, run.prompt)
@@ -153,6 +156,8 @@ class Dispatcher:
         """The worker of these runs serves them no more: they are nobody's now."""
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
+            if len(run.emitted) >= run.sent + GETTING_ON:
+                run.losses.clear()
             run.losses.append(run.member)
             run.gone()
         return runs

@@ -102,6 +102,7 @@ class RunState:
         "sampling",
         "score_from",
         "scores",
+        "sent",
         "started",
         "waiting_since",
     )  # fmt: skip
@@ -130,10 +131,12 @@ class RunState:
         self.started = False
         """Its worker has computed the prompt: it is in the index as cached, no more as being computed."""
         self.finished = False
+        self.sent = 0
+        """Tokens that were emitted when it was sent to its worker."""
         self.failed_by: Member | None = None
         """One that has failed it, and gets it no more if there are others."""
         self.losses: list[Member] = []
-        """Those that have served it, and then did no more."""
+        """Those that have served it, and then did no more, since it last got on."""
         self.waiting_since: float | None = None
 
     @property

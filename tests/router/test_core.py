@@ -603,6 +603,19 @@ def test_workers_that_are_told_to_leave_or_come_back_are_no_losses():
     assert "3 workers were lost" in error(core.leave(order.name, 5.0)).message
 
 
+def test_what_gets_on_does_not_kill_its_workers():
+    """A long answer outlives any number of them, but not three from which it gains next to nothing."""
+    core = core_with(*(register(f"w{i}") for i in range(9)))
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=500)), 1.0))
+    for gained in (0, 0, 16, 0, 20, 15):
+        name = core._dispatcher.in_flight[run.id].worker
+        core.step(name, step(*(Output(run.id, [9]) for _ in range(gained))), 2.0)
+        _, run = only_run(core.leave(name, 2.0))
+    assert len(run.ids) == len(PROMPT) + 4 * 51
+    name = core._dispatcher.in_flight[run.id].worker
+    assert "3 workers were lost" in error(core.leave(name, 3.0)).message
+
+
 def test_a_whole_answer_that_its_client_ends_is_what_there_is_of_it():
     core = core_with(register("w0"))
     sampling = Sampling(max_tokens=9, seed=3, logprobs=0)
