@@ -72,6 +72,9 @@ class Box:
     def recv(self, timeout: float | None) -> Any:
         return self.inbox.pop(0) if self.inbox else None
 
+    def broke(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 

@@ -60,6 +60,9 @@ class NullLink:
     def recv(self, timeout: float | None) -> bytes | None:
         return None
 
+    def broke(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 

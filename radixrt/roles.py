@@ -103,17 +103,17 @@ def run_role(role: str, config: Any) -> None:
                 log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
 
-            say_leave(config.router, config.name, "stopped", os.getpid(), LIFE)
+            say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
 
 
 def _serve(worker: Worker) -> None:
-    """Until it is told to stop. Where its ranks no longer agree the process ends at once: on a GPU what runs there may
-    wait for ever for a rank that is gone."""
-    from radixrt.worker.plan import GroupLost
+    """Run until told to stop. If the device is lost, or the ranks no longer agree, the process ends at once: kernels on
+    the GPU may wait for ever, for example for a rank that is gone."""
+    from radixrt.worker.plan import DeviceLost, GroupLost
 
     try:
         worker.run()
-    except GroupLost:
+    except (DeviceLost, GroupLost):
         log.exception("the worker ends")
         os._exit(1)
 
@@ -138,7 +138,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
     def connect() -> wire.Link:
         identity = f"{config.name}/{LIFE:x}/{next(ends)}".encode()  # each thread has its own
-        return wire.Link(config.router, identity, stopped=stopped)
+        return wire.Link(config.router, identity, stopped=stopped, monitored=True)
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device
@@ -209,8 +209,9 @@ def fake_vocab_size(folder: str) -> int:
     return msgspec.json.decode(path.read_bytes()).get("vocab_size", FAKE_VOCAB) if path.is_file() else FAKE_VOCAB
 
 
-def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0) -> None:
-    """Tell the router that worker `name` is gone, if that is process `pid` (None: any) of a `life` (0: any)."""
+def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0, *, planned: bool = False) -> None:
+    """Tell the router that worker `name` is gone, if that is process `pid` (None: any) of a `life` (0: any); `planned`
+    as of a Leave."""
     with wire.Link(router) as link:
-        link.send(wire.encode(Leave(name, reason, pid or 0, life)))
+        link.send(wire.encode(Leave(name, reason, pid or 0, life, planned)))
         link.close(linger=1.0)

@@ -16,6 +16,7 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
+from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import LIFE
 
 
@@ -108,7 +109,20 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
     monkeypatch.setattr(roles, "settle", lambda: None)
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
     roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
-    assert said == [Leave("w", "stopped", os.getpid(), LIFE)] and LIFE
+    assert said == [Leave("w", "stopped", os.getpid(), LIFE, planned=True)] and LIFE
+
+
+@pytest.mark.parametrize("lost", [DeviceLost("illegal access"), GroupLost("rank 1")])
+def test_a_worker_that_cannot_go_on_is_started_again(monkeypatch, lost):
+    """It ends with a code other than 0, at once: nothing waits for what its GPU does not do."""
+    codes = []
+    monkeypatch.setattr(roles.os, "_exit", codes.append)
+
+    def run() -> None:
+        raise lost
+
+    roles._serve(SimpleNamespace(run=run))
+    assert codes == [1]
 
 
 # ---------------------------------------------------------------- settings that cannot be

@@ -222,6 +222,27 @@ def test_a_broken_connection_is_told(tmp_path):
     run(main())
 
 
+def test_a_link_knows_that_its_connection_has_broken(tmp_path):
+    """Once for each time, and not before there was one."""
+
+    async def main():
+        heard = []
+        with wire.Link(f"ipc://{tmp_path}/s", monitored=True) as link, wire.Link(f"ipc://{tmp_path}/s") as other:
+            link.send(b"x")
+            assert not link.broke()
+            for _ in range(2):
+                server = wire.RouterSocket(f"ipc://{tmp_path}/s", lambda who, payload: heard.append(payload))
+                await until(lambda: heard)
+                assert not link.broke()
+                server.close()
+                await until(link.broke)
+                assert not link.broke() and not other.broke()
+                heard.clear()
+                link.send(b"y")
+
+    run(main())
+
+
 def test_curve_admits_those_who_know_the_key_and_keeps_roles_apart(tmp_path):
     path = str(tmp_path / "key")
     keys.make_secret_key(path)

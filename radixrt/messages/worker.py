@@ -173,13 +173,15 @@ class Output(msgspec.Struct, array_like=True):
 class StepDone(msgspec.Struct, tag="step"):
     """One worker step. `seq` is the number of `events[0]` counted over the worker's life, so that
     the next message must begin at seq + len(events); a gap asks for a Snapshot. `snapshot` marks the
-    answer to one: `events` start from nothing, and seq is where counting goes on."""
+    answer to one: `events` start from nothing, and seq is where counting goes on. `number` counts these messages from 1
+    since the worker's Register, so that the router notices if one was lost with a connection; 0: it does not count."""
 
     outputs: list[Output]
     load: Load
     seq: int = 0
     events: list[CacheEvent] = []
     snapshot: bool = False
+    number: int = 0
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
@@ -199,6 +201,8 @@ class Leave(msgspec.Struct, tag="leave"):
     pid: int = 0
     life: int = 0
     """As of a Heartbeat."""
+    planned: bool = False
+    """It was told to stop: its requests are not the cause."""
 
 
 ToRouter = Register | StepDone | Heartbeat | Leave

@@ -5,7 +5,9 @@ here; text is encoded before and decoded after (`handlers`, `streams`). Requests
 workers, and `dispatch` chooses one of them for each run.
 
     submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
+    worker fails a run -> it goes to another worker, once; if there is none, or that fails it too, it ends with 500
     worker lost -> its runs go to other workers, with the tokens emitted so far; streams continue
+    a worker's message lost with a connection -> likewise, to any worker, this one included
     no worker left -> runs wait `worker_timeout * 2` for one to join, then fail with 503
 """
 
@@ -38,6 +40,7 @@ from radixrt.router.dispatch import Dispatcher
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
+from radixrt.router.member import Member
 from radixrt.router.members import Members
 from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
-"""After this many of its workers were lost, a run is taken for the cause, and fails."""
+"""A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -198,6 +201,9 @@ class RouterCore:
         past = 0 if tokens is None else len(run.emitted) - tokens
         usage, effects = self.stop_choice(client, request_id, index, past)
         delta = Delta(request_id, index, finish="stop", usage=usage)
+        if not run.request.stream:  # nothing of it has left yet
+            delta.ids, delta.prompt_logprobs = run.emitted.tobytes(), run.prompt_logprobs
+            delta.logprobs = run.logprobs and run.logprobs[: len(run.emitted)]
         return [*effects, Reply(client, Deltas([delta]))]
 
     def _open_run(self, client: Client, request_id: int, index: int) -> RunState | None:
@@ -216,9 +222,9 @@ class RouterCore:
     def heartbeat(self, name: str, now: float) -> list[Effect]:
         return [] if self.members.hear(name, now) else self._revive(name, now)
 
-    def leave(self, name: str, now: float) -> list[Effect]:
-        """A worker has left for good: its runs continue on other workers."""
-        return self._redispatch(self.members.remove(name, may_return=False), now)
+    def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
+        """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
+        return self._redispatch(self.members.remove(name, may_return=False, planned=planned), now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
@@ -231,6 +237,8 @@ class RouterCore:
         member = self.members.hear(name, now)
         if member is None:
             return self._revive(name, now)
+        if not member.follows(message.number):
+            return self._restart(member, now)
         effects = self.members.mirror(member, message, now)
         deltas: dict[Client, list[Delta]] = {}
         others: list[Effect] = []
@@ -304,6 +312,9 @@ class RouterCore:
                 if run.prompt_logprobs:
                     delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
                 deltas.setdefault(request.client, []).append(delta)
+        elif finish == "error" and not output.field and (moved := self._dispatcher.retry(run, now)) is not None:
+            self.counters.redispatched += 1
+            others += moved
         elif finish == "error":
             self._close(run)
             message = output.error or "the worker failed on this request"
@@ -363,17 +374,25 @@ class RouterCore:
     # ------------------------------------------------------------ lost workers
 
     def _redispatch(self, orphans: list[int], now: float) -> list[Effect]:
-        """Dispatch runs whose worker was lost to other workers."""
+        """Dispatch runs again that their worker no longer serves."""
         effects: list[Effect] = []
         for run in self._dispatcher.reclaim(orphans):
             if run.finished:
                 continue
-            if run.losses >= MAX_LOSSES:
+            if sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
                 message = f"{MAX_LOSSES} workers were lost while they served this request"
                 effects += self._fail(run.request, Error(run.request.id, 500, message))
             else:
                 self.counters.redispatched += 1
                 effects += self._dispatcher.send(run, now)
+        return effects
+
+    def _restart(self, member: Member, now: float) -> list[Effect]:
+        """A message of a worker was lost with a connection: its runs are dispatched again, from the tokens that have
+        arrived, as if it had joined again."""
+        log.warning("worker %s: one of its messages was lost, its requests are sent again", member.name)
+        effects = self.register(member.info, now)
+        self.members.hear(member.name, now).next_step = member.next_step
         return effects
 
     def _revive(self, name: str, now: float) -> list[Effect]:

@@ -2,6 +2,7 @@
 
     send -> a worker fits: in flight there, under a new id  --reclaim, if the worker was lost--> send
                                                             --move, if it has filled the room there--> send
+                                                            --retry, if the worker failed it--> send
          -> none does: it waits until a worker joins        --send_waiting--> send
 
 `drop` ends a run, wherever it is.
@@ -24,6 +25,8 @@ LEAST_SHARED = 256
 """If workers' hits differ by fewer tokens than this, sharers are not counted (`_sharers`)."""
 WINDOW_BYTES = 16 * TOKEN_BYTES
 """Bytes at the end of a part that are compared to decide whether a run shares it. An estimate is good enough."""
+PROGRESS_TOKENS = 16
+"""A run that a worker has added this many tokens to is not the cause of its earlier losses."""
 MOST_SHARERS = 64
 """The most runs that are compared: the latest of those that decode."""
 
@@ -54,10 +57,11 @@ class Dispatcher:
             self._waiting[run] = None
             return []
         member, hit, best_hit = self._choose(run, ids, tokens, fits, now)
-        if run.losses == 0 and not run.emitted:
+        if run.id < 0:  # dispatched for the first time
             run.hit, run.best_hit = hit, best_hit
         self._last_id += 1
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
+        run.sent = len(run.emitted)
         self.in_flight[run.id] = run
         member.dispatched(run.id, Sent(tokens, tokens - hit))
         self._index.computing(member.number, run.id, request.namespace, run.prompt)
@@ -65,8 +69,10 @@ class Dispatcher:
 
     def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
-        at least one more."""
+        at least one more. A worker that has failed the run only if there is no other."""
         members, remaining = self._members.serving(run.request.model).members, run.remaining
+        if run.failed_by is not None:
+            members = [m for m in members if m is not run.failed_by] or members
         if run.request.bounded:
             roomy = {m.number: m for m in members if tokens + remaining <= m.token_limit}
             if roomy:
@@ -82,6 +88,18 @@ class Dispatcher:
             return None
         self.drop(run)
         run.member, run.counts_hits = None, False
+        return self.send(run, now)
+
+    def retry(self, run: RunState, now: float) -> list[Effect] | None:
+        """Send a run that its worker failed, although the request is valid, to another worker: the cause may lie with
+        the worker, or with another request in the same step. None if there is no other worker, or that was tried
+        before."""
+        members = self._members.serving(run.request.model).members
+        if run.failed_by is not None or not any(m is not run.member for m in members):
+            return None
+        self.drop(run)
+        run.failed_by = run.member
+        run.detach()
         return self.send(run, now)
 
     def _choose(
@@ -138,13 +156,13 @@ class Dispatcher:
         return list({run.request: None for run in self._waiting if now - run.waiting_since > seconds})
 
     def reclaim(self, ids: Iterable[int]) -> list[RunState]:
-        """Take back runs whose worker was lost, to be sent again."""
+        """Take back runs that their worker no longer serves, to be sent again."""
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
-            run.member = None
-            run.losses += 1
-            run.scores.clear()
-            run.counts_hits = run.counts_hits and not run.emitted
+            if len(run.emitted) >= run.sent + PROGRESS_TOKENS:
+                run.losses.clear()
+            run.losses.append(run.member)
+            run.detach()
         return runs
 
     def start(self, run: RunState) -> None:

@@ -159,7 +159,7 @@ class RouterServer:
             case Leave():
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")
                 self._workers.unbind(message.name)
-                self._perform(self.core.leave(message.name, now()))
+                self._perform(self.core.leave(message.name, now(), planned=message.planned))
 
     # ------------------------------------------------------------ to both
 

@@ -31,8 +31,8 @@ class Member:
     is never reused."""
 
     __slots__ = (
-        "asked", "heard", "info", "load", "number", "replaced", "runs", "load_at", "token_limit", "unseen_tokens",
-        "waiting_tokens",
+        "asked", "blameless", "heard", "info", "load", "load_at", "next_step", "number", "replaced", "runs",
+        "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -48,6 +48,10 @@ class Member:
         """When `load` arrived."""
         self.asked = now
         """When a snapshot was last requested."""
+        self.next_step: int | None = 1
+        """The number of its next StepDone if no message is lost; None: any."""
+        self.blameless = False
+        """It was told to leave, or its process was heard again: none of its runs has killed it."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""
@@ -67,6 +71,12 @@ class Member:
     def is_process(self, pid: int, life: int) -> bool:
         """Whether this worker's process has that pid and life; 0 matches any."""
         return pid in (0, self.info.pid) and life in (0, self.info.life)
+
+    def follows(self, number: int) -> bool:
+        """Whether the StepDone of that number follows the last one, none lost between them; 0: the worker does not
+        count. Expects the one after it next."""
+        expected, self.next_step = self.next_step, number + 1
+        return number == 0 or expected is None or number == expected
 
     def dispatched(self, run: int, sent: Sent) -> None:
         self.runs[run] = sent

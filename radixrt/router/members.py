@@ -84,6 +84,8 @@ class Members:
         worker."""
         before = self._serving.get(info.name)
         again = before is not None and before.process == process(info)
+        if known := before or self._lost.get(info.name):
+            known.blameless = known.process == process(info)
         replaced = self._replaced_by(info)
         take_out = self._take_out if again else self.remove  # a process that joins again does not count as lost
         orphans = take_out(info.name, may_return=False)
@@ -99,13 +101,17 @@ class Members:
         lost = self._lost.pop(name, None)
         if lost is None:
             return []
+        lost.blameless = True
         member = self._join(lost.info, now, lost.replaced, fresh=False)
+        member.next_step = None
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
-    def remove(self, name: str, *, may_return: bool) -> list[int]:
-        """Remove a worker, which is lost if it `may_return`. Returns the ids of its runs."""
+    def remove(self, name: str, *, may_return: bool, planned: bool = False) -> list[int]:
+        """Remove a worker, which is lost if it `may_return`. `planned`: it was told to leave. Returns the ids of its
+        runs."""
         if name in self._serving:
             self._counters.workers_lost += 1
+            self._serving[name].blameless = planned
         return self._take_out(name, may_return=may_return)
 
     def _take_out(self, name: str, *, may_return: bool) -> list[int]:

@@ -88,6 +88,7 @@ class RunState:
         "cached",
         "counts_hits",
         "emitted",
+        "failed_by",
         "finished",
         "hit",
         "id",
@@ -101,6 +102,7 @@ class RunState:
         "sampling",
         "score_from",
         "scores",
+        "sent",
         "started",
         "waiting_since",
     )  # fmt: skip
@@ -131,7 +133,12 @@ class RunState:
         """Whether its worker has computed the prompt, which then counts as cached in the index, not as being
         computed."""
         self.finished = False
-        self.losses = 0
+        self.sent = 0
+        """Tokens emitted before it was sent to its worker."""
+        self.failed_by: Member | None = None
+        """A worker that has failed it, which gets it again only if there is no other."""
+        self.losses: list[Member] = []
+        """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
 
     @property
@@ -157,6 +164,12 @@ class RunState:
     @property
     def worker(self) -> str:
         return self.member.name if self.member else ""
+
+    def detach(self) -> None:
+        """No worker has it now. What its next worker computes again is not counted twice."""
+        self.member = None
+        self.scores.clear()
+        self.counts_hits = self.counts_hits and not self.emitted
 
     def usage(self) -> Usage:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)

@@ -204,6 +204,8 @@ class TextStreams:
             _cut(delta, past)
         if delta.finish is None:
             delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index, past)
+            if delta.usage is None:  # the request failed in the same step: its Error follows
+                return []
         delta.finish, delta.stop = "stop", stop
         return effects
 

@@ -9,6 +9,7 @@ from typing import Self
 
 import zmq
 
+from radixrt.wire.monitor import Monitor
 from radixrt.wire.sockets import NOW, WRITABLE, connect, connect_again, is_readable, open_socket, plain_send
 
 PATIENCE_SECONDS = 0.1
@@ -19,7 +20,7 @@ class Link:
     """A blocking connection for one thread (ZMQ sockets are not thread safe: a second thread opens its own).
 
     `identity` names this end to the router; a newer link of the same identity replaces it. When `stopped` is set, by
-    any thread, no send waits any more.
+    any thread, no send waits any more. A `monitored` link can tell when its connection has broken (not on inproc).
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Link:
         *,
         send_timeout: float = 10.0,
         stopped: threading.Event | None = None,
+        monitored: bool = False,
     ) -> None:
         self._address = address
         self._send_timeout = send_timeout
@@ -36,10 +38,12 @@ class Link:
         self._socket = open_socket(zmq.DEALER)
         if identity is not None:
             self._socket.identity = identity
+        self._monitor = Monitor(self._socket, address) if monitored else None
+        self._breaks = 0
         try:
             connect(self._socket, address)
         except BaseException:
-            self._socket.close(0)
+            self.close()
             raise
         self._send = plain_send(self._socket)
 
@@ -77,6 +81,15 @@ class Link:
             milliseconds = max(1, round(timeout * 1000)) if timeout else 0
         return self._socket.recv(NOW) if is_readable(self._socket, milliseconds) else None
 
+    def broke(self) -> bool:
+        """Whether the connection has broken since the last call; always False unless `monitored`. ZMQ reconnects by
+        itself, but messages under way, in either direction, are lost."""
+        if self._monitor is None:
+            return False
+        self._monitor.take_in(time.monotonic())
+        before, self._breaks = self._breaks, self._monitor.breaks
+        return before != self._breaks
+
     def drain(self) -> list[bytes]:
         """Every message that has arrived, without waiting."""
         messages = []
@@ -87,6 +100,8 @@ class Link:
     def close(self, linger: float = 0.0) -> None:
         """Disconnect; `linger` seconds are given to messages not yet sent. Idempotent."""
         if not self._socket.closed:
+            if self._monitor is not None:
+                self._monitor.close()
             self._socket.close(round(linger * 1000))
 
     def __enter__(self) -> Self:

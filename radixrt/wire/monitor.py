@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from radixrt.wire.sockets import connect_again
+from radixrt.wire.sockets import connect_again, is_readable
 
 IDLE_SECONDS = 1.0
 """After which a connection that nobody tries to make is made anew. ZMQ tries again by itself, several times a second,
@@ -20,6 +20,8 @@ class Monitor:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         self._socket = socket.get_monitor_socket(events)
         self.connected = False
+        self.breaks = 0
+        """How often an established connection has broken."""
         self.refused: float | None = None
         """When somebody was there last who did not take the key, or was no router."""
         self._idle: float | None = None
@@ -38,18 +40,24 @@ class Monitor:
     def look(self, now: float) -> bool:
         """Take in what has happened: whether a connection has broken, was refused, or has been made anew since the last
         look."""
-        broken = False
-        while self._socket.poll(0):
-            event = recv_monitor_message(self._socket)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                broken = True
-                self.refused = self.refused if self.connected else now
-            self._idle = now if event == zmq.EVENT_DISCONNECTED else None
-            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        broken = self.take_in(now)
         if self._idle is not None and now - self._idle >= IDLE_SECONDS:
             self._idle = None
             connect_again(self._of, self._address)
             broken = True
+        return broken
+
+    def take_in(self, now: float) -> bool:
+        """Read the events so far. Returns whether a connection has broken or was refused."""
+        broken = False
+        while is_readable(self._socket):
+            event = recv_monitor_message(self._socket)["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                broken = True
+                self.breaks += self.connected
+                self.refused = self.refused if self.connected else now
+            self._idle = now if event == zmq.EVENT_DISCONNECTED else None
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return broken
 
     def close(self) -> None:

@@ -97,6 +97,9 @@ class FakeRunner:
     def draw(self) -> None:
         """Nothing to do: tokens are computed when the result is read."""
 
+    def works(self) -> bool:
+        return True
+
     def close(self) -> None:
         """There is nothing to release."""
 

@@ -25,7 +25,7 @@ from radixrt.worker.cache import PageCache
 from radixrt.worker.compiling import POLL_SECONDS, Compiling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import BadGrammar, Grammars
-from radixrt.worker.plan import Plan, Result, Runner
+from radixrt.worker.plan import DeviceLost, Plan, Result, Runner
 from radixrt.worker.request import from_run
 from radixrt.worker.scheduler import Limits, Scheduler
 from radixrt.worker.status import Identity, Rates
@@ -45,6 +45,7 @@ class Link(Protocol):
 
     def send(self, payload: bytes) -> None: ...
     def recv(self, timeout: float | None) -> bytes | None: ...
+    def broke(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -96,6 +97,8 @@ class Worker:
         self._flight: Flight | None = None
         self._last_done = 0.0
         self._seq = 0
+        self._number = 0
+        """Number of the last StepDone."""
         self._newest_run = 0
         self._stopped = stopped or threading.Event()
         self._last_report = 0.0
@@ -187,8 +190,11 @@ class Worker:
 
     def _fail(self, plan: Plan, error: Exception) -> list[m.Output]:
         """Fail the requests of a step that could not be run, after those of the step in flight behind it: that one may
-        read KV that the failed step was to compute."""
+        read KV that the failed step was to compute. Raises DeviceLost if no step can be run any more: otherwise this
+        worker would look idle, and be sent more requests than the others."""
         log.error("step %d failed", plan.step, exc_info=error)
+        if not self.runner.works():
+            raise DeviceLost(f"the device is lost: {error}") from error
         reason, outputs = f"the step failed: {error}", []
         behind, self._flight = self._flight, None
         if behind is not None:
@@ -220,6 +226,8 @@ class Worker:
 
     def _receive(self) -> None:
         """Handle all messages that have arrived; wait for one only when there is nothing to compute or to send."""
+        if self._link.broke():
+            self._join_again("the connection to the router has broken")
         busy = self.scheduler.has_work or self._flight
         idle = not busy and not self._refused and not self._snapshot_wanted
         timeout = POLL_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
@@ -251,15 +259,15 @@ class Worker:
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Unknown():
-                self._join_again()
+                self._join_again("the router does not know this worker")
             case m.Stop(reason=reason):
                 self.dismissed = reason
                 self.stop()
 
-    def _join_again(self) -> None:
-        """Register again, after the router restarted or forgot this worker. All requests are dropped; what is cached
-        stays, and the router asks for a snapshot of it."""
-        log.warning("the router does not know this worker, or does not read: it joins again")
+    def _join_again(self, why: str) -> None:
+        """Register again: the router does not know all requests here, or nothing of them, and dispatches them anew. All
+        are dropped here; what is cached stays, and the router asks for a snapshot of it."""
+        log.warning("%s: this worker joins again", why)
         self._joined = False
         self._newest_run = 0
         for id in [*self.scheduler.ids, *self._compiling]:
@@ -274,12 +282,16 @@ class Worker:
         have missed messages, and has to start over with this worker."""
         if not self._joined:
             message = self._registration
+        if message is self._registration:
+            self._number = 0
+        elif isinstance(message, m.StepDone):
+            message.number = self._number = self._number + 1
         try:
             self._link.send(_encode(message))
             self._joined = True
         except TimeoutError:
             if self._joined and not self._stopped.is_set():
-                self._join_again()
+                self._join_again("the router does not read")
 
     def _add(self, run: m.Run) -> None:
         self._newest_run = run.id
@@ -349,6 +361,7 @@ class Worker:
         link = self._connect()
         try:
             while not self._stopped.wait(HEARTBEAT_SECONDS):
+                link.broke()  # reads the monitor's events, which ZMQ would keep; heartbeats may be lost
                 with contextlib.suppress(TimeoutError):  # the router does not read, but may again
                     link.send(_encode(m.Heartbeat(self.identity.name, os.getpid(), status.LIFE)))
         finally:

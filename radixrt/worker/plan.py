@@ -106,6 +106,10 @@ class GroupLost(BaseException):
     """Raised by a runner of several ranks that are no longer in the same state. The worker has to end."""
 
 
+class DeviceLost(BaseException):
+    """Raised by the worker's loop: the device can run no step any more. The worker cannot go on."""
+
+
 class Runner(Protocol):
     """Computes plans. `num_pages` counts the trash page 0; `max_model_len` is the model's own limit in tokens."""
 
@@ -134,6 +138,9 @@ class Runner(Protocol):
     def draw(self) -> None:
         """Sample the tokens of the last launched step that depend on the tokens before them (`Request.serial`), unless
         that is done. Called once the result of the step before is applied."""
+
+    def works(self) -> bool:
+        """Called when a step has failed: whether other steps can be run. Some errors of a device persist."""
 
     def close(self) -> None:
         """Called when the worker has left its loop."""

@@ -43,6 +43,16 @@ class ModelRunner:
         self._model = model
         self._device = pool.device
 
+    def works(self) -> bool:
+        """See `plan.Runner`."""
+        if self._device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._device)  # raises a persistent error again
+        except RuntimeError:
+            return False
+        return True
+
     def close(self) -> None:
         """There is nothing to release."""
 

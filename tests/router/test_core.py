@@ -60,6 +60,10 @@ def error(effects) -> Error:
     return reply.message
 
 
+def failed(run: Run, **fields) -> StepDone:
+    return step(Output(run.id, finish="error", error="it failed", **fields))
+
+
 def step(*outputs, **fields) -> StepDone:
     return StepDone(list(outputs), fields.pop("load", Load()), **fields)
 
@@ -444,6 +448,26 @@ def test_a_worker_that_registers_again_has_dropped_its_runs_and_kept_its_cache()
     assert dispatched.message.ids == run.ids + ids(9)
 
 
+def test_what_a_worker_said_and_was_lost_is_computed_again():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    core.step("w0", step(Output(run.id, [9]), number=1), 1.5)
+    aborted, asked, dispatched = core.step("w0", step(Output(run.id, [11]), number=3), 2.0)
+    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Snapshot()))
+    assert dispatched.message.ids == run.ids + ids(9)
+    again = dispatched.message.id
+    assert core.step("w0", step(Output(run.id, [12]), number=4), 2.1) == []
+    (reply,) = core.step("w0", step(Output(again, [10]), number=5), 2.2)
+    assert reply.message.items[0].ids == ids(10)
+    core.register(register("w0"), 3.0)
+    (order,) = (e for e in core.step("w0", step(number=2), 3.1) if isinstance(e.message, Run))
+    assert order.message.ids == run.ids + ids(9, 10), "it counts from its Register"
+    core.tick(3.5)
+    core.lose(["w0"], 4.0)
+    core.heartbeat("w0", 5.0)
+    assert not any(isinstance(e.message, Run) for e in core.step("w0", step(number=9), 5.1)), "who was lost goes on"
+
+
 def uneven(**load) -> RouterCore:
     """A worker that takes 10 tokens, and one that takes 100 and has more to do."""
     core = core_with(register("small", max_model_len=10), register("big", max_model_len=100))
@@ -557,6 +581,56 @@ def test_what_kills_its_workers_is_given_up():
     assert len(core.members) == 2 and core.runs_in_flight == 0
 
 
+def test_workers_that_are_told_to_leave_or_come_back_are_no_losses():
+    """However often a fleet is renewed, a long answer goes on."""
+    core = core_with(*(register(f"w{i}") for i in range(2)))
+    (order,) = core.submit(b"c", generate(n=1), 1.0)
+    for n in range(6):
+        (order,) = core.leave(order.name, 2.0, planned=True)
+        core.register(register(f"w{n % 2}"), 2.0)
+    for _ in range(6):
+        order = core.register(register(order.name), 3.0)[-1]
+        assert isinstance(order.message, Run)
+    for back in (core.heartbeat, lambda name, now: core.register(register(name), now)) * 3:
+        name = order.name
+        (order,) = core.lose([name], 3.0)
+        back(name, 3.0)
+        assert isinstance(order.message, Run) and order.name != name
+    assert core.runs_in_flight == 1
+    for _ in range(2):
+        core.register(register("w9"), 3.0)
+        (order,) = core.leave(order.name, 4.0)
+    assert "3 workers were lost" in error(core.leave(order.name, 5.0)).message
+
+
+def test_what_gets_on_does_not_kill_its_workers():
+    """A long answer outlives any number of them, but not three from which it gains next to nothing."""
+    core = core_with(*(register(f"w{i}") for i in range(9)))
+    _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=500)), 1.0))
+    for gained in (0, 0, 16, 0, 20, 15):
+        name = core._dispatcher.in_flight[run.id].worker
+        core.step(name, step(*(Output(run.id, [9]) for _ in range(gained))), 2.0)
+        _, run = only_run(core.leave(name, 2.0))
+    assert len(run.ids) == len(PROMPT) + 4 * 51
+    name = core._dispatcher.in_flight[run.id].worker
+    assert "3 workers were lost" in error(core.leave(name, 3.0)).message
+
+
+def test_a_whole_answer_that_its_client_ends_is_what_there_is_of_it():
+    core = core_with(register("w0"))
+    sampling = Sampling(max_tokens=9, seed=3, logprobs=0)
+    runs = [e.message for e in core.submit(b"c", generate(sampling=sampling, stream=False, n=2), 1.0)]
+    found = [TokenLogprob(token, -1.0) for token in (9, 10, 11)]
+    core.step("w0", step(Output(runs[0].id, [9, 10, 11], logprobs=found)), 1.1)
+    order, reply = core.end_choice(b"c", 1, 0, tokens=2)
+    (delta,) = reply.message.items
+    assert order.message == Abort([runs[0].id])
+    assert (delta.ids, delta.logprobs, delta.finish) == (ids(9, 10), found[:2], "stop")
+    assert delta.usage.completion_tokens == 2
+    _, reply = core.end_choice(b"c", 1, 1)
+    assert reply.message.items[0].ids == b"" and core.runs_in_flight == 0
+
+
 def test_a_worker_error_fails_its_request_alone():
     core = core_with(register("w0"))
     bad = [e.message for e in core.submit(b"c", generate(1, n=2), 1.0)]
@@ -566,6 +640,42 @@ def test_a_worker_error_fails_its_request_alone():
     assert kinds == [Deltas, Error, Abort]
     assert effects[1].message.message == "NaN" and effects[2].message.ids == [bad[1].id]
     assert core.in_flight(b"c") == [2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_a_worker_fails_goes_on_at_another_once(stream):
+    """What was wrong may have been the worker, or another request of the step."""
+    core = core_with(*(register(f"w{i}") for i in range(3)))
+    first, run = only_run(core.submit(b"c", generate(stream=stream), 1.0))
+    core.step(first, step(Output(run.id, [9], cached_tokens=1)), 1.1)
+    second, again = only_run(core.step(first, failed(run, cached_tokens=1), 1.2))
+    assert second != first and again.ids == PROMPT + ids(9)
+    core.step(second, step(Output(again.id, [10])), 1.3)
+    third, moved = only_run(core.leave(second, 1.4))
+    assert third not in (first, second) and moved.ids == PROMPT + ids(9, 10)
+    (reply,) = core.step(third, step(Output(moved.id, [11, 12], finish="length")), 1.5)
+    (delta,) = reply.message.items
+    assert (delta.usage.completion_tokens, delta.usage.cached_tokens) == (4, 1)
+    assert delta.ids == (ids(11, 12) if stream else ids(9, 10, 11, 12))
+
+    _, run = only_run(core.submit(b"c", generate(2), 2.0))
+    second, again = only_run(core.step(core._dispatcher.in_flight[run.id].worker, failed(run), 2.1))
+    assert error(core.step(second, failed(again), 2.2)).code == 500
+    name, run = only_run(core.submit(b"c", generate(3), 3.0))
+    assert error(core.step(name, failed(run, field="grammar"), 3.1)).code == 400
+    assert core.runs_in_flight == 0 and core.index._computing.tokens == 0
+    assert all(not member.runs and not member.waiting_tokens for member in core.members)
+
+
+def test_scores_that_a_worker_fails_are_computed_anew():
+    core = core_with(register("a"), register("b"))
+    choices = [TokenPrompt(ids(1, 2)), TokenPrompt(ids(3))]
+    effects = core.submit(b"c", Score(id=1, prompt=TokenPrompt(PROMPT), choices=choices), 1.0)
+    name, runs = effects[0].name, [e.message for e in effects]
+    core.step(name, step(Output(runs[0].id, scores=[-9.0]), Output(runs[1].id, finish="length", scores=[-3.0])), 1.1)
+    other, again = only_run(core.step(name, failed(runs[0]), 1.2))
+    (reply,) = core.step(other, step(Output(again.id, finish="length", scores=[-1.0, -2.0])), 1.3)
+    assert reply.message.logprobs == [[-1.0, -2.0], [-3.0]]
 
 
 def test_what_a_worker_refused_was_not_computed():

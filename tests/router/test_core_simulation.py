@@ -1,4 +1,5 @@
-"""The core among workers that die, fall silent, come back and delay: every stream must be what one worker gives."""
+"""The core among workers that die, fall silent, come back, delay and lose connections: every stream must be what one
+worker gives."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from sim_workers import SimWorker, continuation, ids, register
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Deltas, Error, Generate, Run, Sampling, Score, Scored, TokenPrompt
+from radixrt.messages import Deltas, Error, Generate, Register, Run, Sampling, Score, Scored, TokenPrompt
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Reply
 from radixrt.tree import RadixTree
@@ -24,8 +25,11 @@ class World:
         self.now = 0.0
         self.core = RouterCore(RouterConfig(max_queued_requests=10_000), rng=self.rng)
         self.workers: dict[str, SimWorker] = {}
+        self.infos: dict[str, Register] = {}
         self.muted: dict[str, float] = {}
         self.to_router: dict[str, list] = defaultdict(list)
+        self.numbers: dict[str, int] = {}
+        """Of the StepDone that a worker has sent last."""
         self.sent: dict[tuple[bytes, int], Generate | Score] = {}
         self.got: dict[tuple[bytes, int, int], list] = defaultdict(list)
         self.ended: set[tuple[bytes, int, int]] = set()
@@ -33,6 +37,8 @@ class World:
         self.cancelled: set[tuple[bytes, int]] = set()
         self.errors: list[Error] = []
         self.lives = 0
+        self.loses = 0.1
+        """Share of the messages without outputs."""
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -65,7 +71,8 @@ class World:
         self.lives += 1
         self.to_router[name].clear()
         self.workers[name] = SimWorker(name, RadixTree(events=True), pool=400)
-        self.perform(self.core.register(register(name, pid=self.lives, total_pages=400), self.now))
+        self.infos[name], self.numbers[name] = register(name, pid=self.lives, total_pages=400), 0
+        self.perform(self.core.register(self.infos[name], self.now))
 
     def kill_worker(self) -> None:
         if len(self.workers) < 2:
@@ -78,6 +85,16 @@ class World:
     def mute_worker(self) -> None:
         if len(self.workers) > 1:
             self.muted[self.rng.choice(list(self.workers))] = self.now + 8
+
+    def cut_wire(self) -> None:
+        """A connection breaks: of what its worker has said the oldest is lost, be it that the newest arrives. It joins
+        again, without its requests."""
+        name = self.rng.choice(list(self.workers))
+        queue = self.to_router[name]
+        del queue[: self.rng.randrange(len(queue) + 1)]
+        self.workers[name].sequences.clear()
+        self.numbers[name] = 0
+        queue.append(self.infos[name])
 
     def submit(self) -> None:
         if not len(self.core.members):  # all that are left are silent: a request would be refused at once
@@ -108,14 +125,20 @@ class World:
         """A quarter of a second: workers step, messages arrive or lag, one of them may be lost on the way."""
         self.now += 0.25
         for name, worker in list(self.workers.items()):
-            self.to_router[name].append(worker.step(self.rng))
+            message = worker.step(self.rng)
+            message.number = self.numbers[name] = self.numbers[name] + 1
+            self.to_router[name].append(message)
         for name in list(self.to_router):
             if self.now < self.muted.get(name, 0):
                 continue
             queue = self.to_router[name]
             for _ in range(self.rng.randrange(len(queue) + 1) if name in self.workers else len(queue)):
                 message = queue.pop(0)
-                if not message.outputs and self.rng.random() < 0.1:
+                if isinstance(message, Register):
+                    if message is self.infos[name]:  # and not of a life before, with which it was lost
+                        self.perform(self.core.register(message, self.now))
+                    continue
+                if not message.outputs and self.rng.random() < self.loses:
                     continue
                 self.perform(self.core.step(name, message, self.now))
         if self.now % 1 == 0:
@@ -136,6 +159,7 @@ def test_every_stream_is_what_one_worker_would_have_given(seed, monkeypatch):
             (world.start_worker, 0.2),
             (world.kill_worker, 0.05),
             (world.mute_worker, 0.02),
+            (world.cut_wire, 0.03),
         ):
             if world.rng.random() < chance:
                 action()
@@ -179,10 +203,11 @@ def check_nothing_is_left(world: World) -> None:
 def test_placement_keeps_prefixes_together_and_predictions_true():
     """Two workers, many conversations that grow: with nothing dying, nearly every prediction is right."""
     world = World(1)
+    world.loses = 0.0
     world.core.register(register("w0"), 0.0)
     world.core.register(register("w1"), 0.0)
     for name in ("w0", "w1"):
-        world.workers[name] = SimWorker(name, RadixTree(events=True), pool=100_000)
+        world.workers[name], world.numbers[name] = SimWorker(name, RadixTree(events=True), pool=100_000), 0
     rng = random.Random(2)
     histories = [[rng.randrange(50_000) for _ in range(300)] for _ in range(10)]
     for turn in range(6):

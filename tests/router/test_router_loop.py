@@ -23,6 +23,7 @@ from radixrt.messages import (
     Error,
     Generate,
     Info,
+    Leave,
     Load,
     Sampling,
     Score,
@@ -81,6 +82,21 @@ def test_a_worker_that_dies_while_it_streams_costs_no_token():
             assert list(array("i", delta.ids)) == continuation(ids(id + 1), 300)
             assert delta.usage.worker == "w1"
         assert router.server.core.counters.redispatched > 0
+
+
+def test_a_long_answer_outlives_any_number_of_planned_restarts():
+    with stack(workers=1) as (router, workers, client):
+        client.send(generate(1, max_tokens=400))
+        with wire.Link(router.server.worker_address) as link:
+            for n in range(1, 5):
+                client.receive()
+                workers[-1].die()
+                link.send(wire.encode(Leave(f"w{n - 1}", "stopped", planned=True)))
+                workers.append(Worker(router.server.worker_address, f"w{n}"))
+                eventually(lambda n=n: [member.name for member in router.server.core.members] == [f"w{n}"])
+        (delta,) = client.gather(1).values()
+        assert delta.finish == "length" and delta.usage.completion_tokens == 400
+        assert router.server.core.counters.redispatched == 4
 
 
 def test_the_last_worker_dies_and_another_comes():

@@ -32,7 +32,9 @@ from radixrt.worker import loop, status
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.plan import DeviceLost
 from radixrt.worker.request import from_run
+from radixrt.worker.runner import ModelRunner
 from radixrt.worker.scheduler import Limits
 from radixrt.worker.status import LIFE
 
@@ -46,6 +48,7 @@ class MemoryLink:
 
     def __init__(self, router: Router) -> None:
         self.router, self.inbox, self.outbox, self.closed = router, router.inbox, router.outbox, False
+        self.breaks = router.breaks
 
     def send(self, payload: bytes) -> None:
         assert not self.closed
@@ -58,6 +61,10 @@ class MemoryLink:
             return self.inbox.get(block=timeout != 0, timeout=timeout or None)
         except queue.Empty:
             return None
+
+    def broke(self) -> bool:
+        before, self.breaks = self.breaks, self.router.breaks
+        return before != self.breaks
 
     def close(self) -> None:
         self.closed = True
@@ -72,6 +79,8 @@ class Router:
         self.messages: list = []
         self.deaf = False
         """It reads nothing."""
+        self.breaks = 0
+        """Of the connection."""
 
     def connect(self) -> MemoryLink:
         return MemoryLink(self)
@@ -291,6 +300,64 @@ def test_a_step_that_fails_takes_only_its_requests_along():
         assert serving.cache.leased_pages == 0
 
 
+@pytest.mark.parametrize("when", ["launch", "wait", "draw"])
+def test_a_worker_whose_device_is_lost_ends(when, overlaps):
+    """It fails nothing: who is sent its requests anew does better."""
+
+    class Broken(FakeRunner):
+        left = False
+
+        def fail(self, where):
+            if where == when and self.steps_done > 3:
+                raise RuntimeError("an illegal memory access, say")
+
+        @property
+        def steps_done(self):
+            return len(self.steps)
+
+        def launch(self, plan):
+            self.fail("launch")
+            wait = super().launch(plan)
+            return lambda: self.fail("wait") or wait()
+
+        def draw(self):
+            self.fail("draw")
+
+        def works(self):
+            return self.steps_done <= 3
+
+        def close(self):
+            self.left = True
+
+    runner, router = Broken(num_pages=400, check=True), Router()
+    runner.overlaps = overlaps
+    serving = Worker(runner, Identity("w", "model"), router.connect, limits=Limits(64, 8), check=True)
+    router.tell(run(1, [5, 6, 7]))
+    late = threading.Timer(5, serving.stop)
+    late.start()
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        serving.run()
+    late.cancel()
+    while not router.outbox.empty():
+        router.messages.append(router.outbox.get())
+    assert [o.tokens for o in router.outputs(1)] and not any(o.finish for o in router.outputs(1))
+    assert runner.left
+
+
+def test_a_gpu_that_raises_whatever_it_is_asked_is_lost(monkeypatch):
+    asked = []
+
+    def synchronize(device):
+        asked.append(device)
+        if len(asked) > 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    gpu, cpu = (SimpleNamespace(_device=SimpleNamespace(type=kind)) for kind in ("cuda", "cpu"))
+    assert [ModelRunner.works(one) for one in (cpu, gpu, gpu, cpu)] == [True, True, False, True]
+    assert asked == [gpu._device] * 2
+
+
 class LateRunner(FakeRunner):
     """The first step fails when its result is asked for."""
 
@@ -341,6 +408,23 @@ def test_a_router_that_has_started_anew():
         assert not router.outputs(2) and not serving.scheduler.ids
         router.tell(Snapshot())
         router.hear(lambda messages: any(isinstance(m, StepDone) and m.snapshot for m in messages))
+
+
+def test_a_connection_that_breaks():
+    """What was under way is lost, in either direction: all requests come again, and steps are counted anew."""
+    long, prompt = Sampling(max_tokens=300, temperature=0.0, ignore_eos=True), list(range(5, 40))
+    with worker(FakeRunner(num_pages=400, decode_step=0.005, check=True)) as (router, serving):
+        router.tell(run(1, prompt, long))
+        router.hear(lambda _: len(router.outputs(1)) > 2)
+        assert [m.number for m in router.messages if isinstance(m, StepDone)][:3] == [1, 2, 3]
+        router.breaks += 1
+        router.hear(lambda messages: sum(isinstance(m, Register) for m in messages) == 2)
+        router.messages.clear()
+        router.tell(run(2, prompt))
+        router.finished(2)
+        assert not router.outputs(1) and not serving.scheduler.ids
+        steps = [m.number for m in router.messages if isinstance(m, StepDone)]
+        assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_router_that_does_not_read_for_long(monkeypatch):

@@ -155,7 +155,10 @@ class CudaRunner(ModelRunner):
                 self._capture()
 
     def close(self) -> None:
-        """Release the graphs: NCCL cannot destroy its communicators while graphs use them."""
+        """Release the graphs: NCCL cannot destroy its communicators while graphs use them. Does nothing if the device
+        is lost."""
+        if not self.works():
+            return
         for graphs in (self._graphs, self._pieces):
             if graphs is not None:
                 graphs.close()
