@@ -173,6 +173,7 @@ class Fleet:
     def _turn(self, name: str) -> None:
         """One turn of a worker's loop, which moves the clock to its end."""
         worker, link = self._workers[name], self._workers[name]._link
+        self._busy[name] = True
         worker._receive()
         outputs = worker._step()
         worker._reply(outputs)
@@ -181,9 +182,14 @@ class Fleet:
             then = self.clock.now + LINK_SECONDS
             self.at(then, lambda m=message: self._perform(self.core.step(name, m, self.clock.now)))
         link.outbox.clear()
-        self._busy[name] = bool(worker.scheduler.has_work or worker._flight or link.inbox)
+        self.at(self.clock.now, lambda: self._go_on(name))
+
+    def _go_on(self, name: str) -> None:
+        """The worker's turn has ended: only now does it take what was delivered meanwhile."""
+        worker = self._workers[name]
+        self._busy[name] = bool(worker.scheduler.has_work or worker._flight or worker._link.inbox)
         if self._busy[name]:
-            self.at(self.clock.now, lambda: self._turn(name))
+            self._turn(name)
 
 
 # ---------------------------------------------------------------- loads
