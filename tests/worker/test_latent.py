@@ -255,6 +255,7 @@ def test_layers_that_guess_further_tokens_are_left_out(checkpoint, tmp_path, cap
     shutil.copytree(folder, tmp_path / "more")
     tensors = load_file(folder / "model.safetensors")
     more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(4) for layer in (2, 3)}
+    more |= {"mtp.norm.weight": torch.ones(4)}  # as others call them
     save_file(tensors | more, tmp_path / "more" / "model.safetensors", {"format": "pt"})
     load(tmp_path / "more")  # transformers writes num_nextn_predict_layers: 1
     assert "1 tensors are not used, is it the right model? model.layers.3.eh_proj.weight" in caplog.text

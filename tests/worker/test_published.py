@@ -91,6 +91,23 @@ A13B: dict[str, Any] = {"num_experts": 6, "moe_topk": [2, 2], "num_shared_expert
 A13B |= {"moe_intermediate_size": [48, 48], "use_mixed_mlp_moe": True, "norm_topk_prob": True, "topk_group": False}
 A13B |= {"group_limited_greedy": False, "routed_scaling_factor": 1.0, "moe_layer_num_skipped": 0}
 EXAONE: dict[str, Any] = LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "num_hidden_layers": 4, "sliding_window": 16}
+KEXAONE: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
+KEXAONE |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_group": 1}
+KEXAONE |= {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+HY: dict[str, Any] = EXPERTS | {"num_shared_experts": 1, "router_scaling_factor": 2.826, "route_norm": True}
+HY |= {"enable_moe_fp32_combine": False, "moe_router_use_sigmoid": True, "rope_parameters": {"rope_theta": 1e7}}
+CWM = {"head_dim": 16, "rope_scaling": {"factor": 16.0, "rope_type": "llama3", **ORIGINAL}, "sliding_window": 16}
+CWM["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MELLUM = EXPERTS | {"sliding_window": 16, "rope_parameters": GEMMA_ROPE, "norm_topk_prob": True}
+MICRO = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40}
+MICRO |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4}
+SARVAM: dict[str, Any] = {"num_experts": 8, "num_shared_experts": 1, "num_experts_per_tok": 2, "head_dim": 16}
+SARVAM |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 1}
+SARVAM |= {"topk_group": 1, "use_qkv_bias": False, "use_qk_norm": True, "rope_theta": 8e6, "num_key_value_heads": 2}
+LARGER = {name: value for name, value in DEEPSEEK.items() if name not in ("n_routed_experts", "n_shared_experts")}
+LARGER |= {"num_experts": 8, "num_shared_experts": 1, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+LARGER |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"type": "deepseek_yarn"}, "head_dim": 32}
+SWASH = GRANITE | {"layer_rope_theta": [1e4, 0], "layer_types": ["sliding_attention", "full_attention"]}
 LLLG = [*["sliding_attention"] * 3, "full_attention"]
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -172,6 +189,21 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", PLAIN | {"head_dim": 16, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "ministral by its older name": ("mistral", PLAIN | {"head_dim": 8, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "cwm": ("cwm", CWM | {"num_key_value_heads": 2, "layer_types": [*LLLG[2:], *LLLG[2:]], "num_hidden_layers": 4}),
+    "cwm, of few words": ("cwm", {"head_dim": 16, "num_key_value_heads": 2, "num_hidden_layers": 5}),
+    "youtu 2b": ("youtu", DEEPSEEK | {"rope_scaling": None, "rope_theta": 1.6e6, "tie_word_embeddings": True}),
+    "k-exaone": ("exaone_moe", KEXAONE | {"layer_types": LLLG, "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
+    "hy 3": ("hy_v3", PLAIN | HY),
+    "internlm 3": ("internlm3", PLAIN | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}, "qkv_bias": False}),
+    "internlm 3, biases": ("internlm3", PLAIN | {"bias": True, "qkv_bias": True, "head_dim": 16}),
+    "mellum 2": ("mellum", PLAIN | MELLUM | {"num_hidden_layers": 4, "layer_types": LLLG}),
+    "granite 4 micro": ("granitemoehybrid", PLAIN | MICRO),
+    "granite 4, experts": ("granitemoehybrid", PLAIN | MICRO | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite moe, shared": ("granitemoeshared", PLAIN | GRANITE | {"shared_intermediate_size": 40}),
+    "granite swash": ("granite_swa", PLAIN | SWASH | {"sliding_window": 16}),
+    "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
+    "sarvam 30b": ("sarvam_moe", PLAIN | SARVAM),
+    "sarvam 105b": ("sarvam_mla", LARGER),
     "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
 }
 
@@ -235,7 +267,11 @@ def test_a_window_that_hides_nothing_is_none():
     assert [read_spec(config | {"sliding_window": size}).windows[1] for size in (63, 64, 999)] == [63, None, None]
 
 
-@pytest.mark.parametrize("family", ["cohere2", "dots1", "exaone4", "gemma3_text", "gpt_oss", "ministral", "olmo3"])
+WINDOWED = ["cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "gpt_oss", "granite_swa"]
+WINDOWED += ["granitemoe_swa", "mellum", "ministral", "olmo3"]
+
+
+@pytest.mark.parametrize("family", WINDOWED)
 def test_windows_that_nothing_switches_on_or_off(family):
     """transformers does not read `use_sliding_window` of these."""
     config = {"model_type": family, "layer_types": LLLG, "sliding_window": 16, "use_sliding_window": False} | FEW
@@ -257,6 +293,9 @@ THIN = EXPERTS | {"moe_intermediate_size": 20}
 OTHERWISE = {"use_sliding_window": True, "norm_topk_prob": False}
 QWEN_3 = {"head_dim": 16, "rope_scaling": MROPE_3, "rope_theta": 5e6, "attention_bias": False}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+GLM_SEES: dict[str, Any] = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "attention_bias": True}
+GLM_SEES |= {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}
+WIDER = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 MISTRAL_4 = DEEPSEEK | {"rope_scaling": None, "rope_parameters": ANEW, "n_group": 1, "topk_group": 1}
 KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -274,6 +313,10 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen 3 vl, windows": ("qwen3_vl", QWEN_3 | WINDOW | {"use_sliding_window": True}, {}),
     "qwen 3 vl moe": ("qwen3_vl_moe", THIN | QWEN_3 | {"norm_topk_prob": True, "mlp_only_layers": []}, UNTIED),
     "qwen 3 vl moe, otherwise": ("qwen3_vl_moe", THIN | WINDOW | OTHERWISE, UNTIED),
+    "glm 4.1v": ("glm4v", GLM_SEES | {"model_type": "glm4v_text"}, UNTIED),
+    "glm 4.6v flash": ("glm46v", GLM_SEES | {"model_type": "glm4v_text"}, UNTIED),
+    "glm 4.5v": ("glm4v_moe", GLM | GLM_SEES | {"model_type": "glm4v_moe_text", "head_dim": 16} | WIDER, UNTIED),
+    "exaone 4.5": ("exaone4_5", EXAONE | {"model_type": "exaone4_5_text", "layer_types": LLLG}, UNTIED),
     "kimi k2.5": ("kimi_k25", KIMI | {"model_type": "kimi_k2"}, UNTIED),
     "kimi k2.5, tied": ("kimi_k25", KIMI | {"model_type": "kimi_k2"} | UNTIED, {}),
 }
@@ -432,7 +475,7 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
 TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe"])
+@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -469,12 +512,12 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch
     return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), meant
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
     plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
-    for name in [name for name in plain if name.endswith("proj.weight")]:
+    for name in [name for name in plain if name.endswith(("proj.weight", "query_key_value.weight", "dense.weight"))]:
         weight, suffix, scale, plain[name] = quantized(plain[name], kind)
         stored |= {name: weight, name.replace("weight", suffix): scale}
     shutil.copytree(tmp_path / "stored", tmp_path / "plain")
@@ -589,6 +632,10 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm True is not served"),
         ({"model_type": "cohere2", "sliding_window": None}, "sliding_window null is not served"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
+        ({"model_type": "internlm3", "attention_bias": True}, "qkv_bias True with bias False is not served"),
+        ({"model_type": "granitemoehybrid"}, "layer_types mamba are not served; attention is"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
+        ({"model_type": "glm46v", "text_config": {"model_type": "glm"}}, "text_config: model_type 'glm'"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not served"),
         ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quant_method 'awq' is not served"),
@@ -604,10 +651,13 @@ LENGTH = {"max_position_embeddings": 8192}
 FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
 FEW |= {"intermediate_size": 48} | LENGTH
 OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
-OF_ANY_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+OF_ANY_LENGTH += ["cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa", "hy_v3"]
+OF_ANY_LENGTH += ["internlm3", "mellum", "youtu", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
 NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
 WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
+WITH["exaone4_5"] = {"model_type": "exaone4"}
+WITH["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
 WITH["deepseek_v2"] |= {"moe_intermediate_size": 1407}
 
 

@@ -159,6 +159,18 @@ def mix(layer, heads):
         ("hunyuan_v1_moe", {"attention_bias": True}),
         ("arcee", {"mlp_bias": True}),
         ("granitemoe", {}),
+        ("cwm", {}),
+        ("youtu", {}),
+        ("exaone_moe", {}),
+        ("hy_v3", {}),
+        ("mellum", {}),
+        ("sarvam_moe", {}),
+        ("sarvam_mla", {}),
+        ("granitemoeshared", {}),
+        ("granitemoehybrid", {}),
+        ("granite_swa", {}),
+        ("granitemoe_swa", {}),
+        ("granitemoehybrid", {"num_local_experts": 0}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):

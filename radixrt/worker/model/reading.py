@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.alternating import apart, read_alternating
-from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.latent import NORM_EPS, Latent, Ups
 from radixrt.worker.model.layers import Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear, stack
@@ -46,7 +46,7 @@ class Reader:
 
     def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops, group: Group | None) -> None:
         self._spec = spec
-        self._weights = weights
+        self._weights = Renamed(weights, spec.other_names) if spec.other_names else weights
         self._batch_invariant = batch_invariant
         self._ops = ops
         self._group = group
@@ -181,7 +181,9 @@ class Reader:
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        qkv = self._product(self._together(at + "qkv_proj", pieces) if spec.fused_qkv else pieces, spec.qkv_bias)
+        if spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+            pieces = self._together(at + "qkv_proj", pieces)
+        qkv = self._product(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
         whole, last = spec.qk_norm_whole, spec.qk_norm_last
         return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, whole, self._group, last)

@@ -191,6 +191,8 @@ class ModelSpec:
     """The MLP takes what attention takes, not what it gives (arXiv 2204.02311, section 2)."""
     sinks: bool = False
     """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names, and what some checkpoints have in their place."""
 
     @property
     def kv_elements(self) -> int:
@@ -309,6 +311,13 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     if experts.chosen > routing.kept_groups * size or (routing.sigmoid and routing.grouped and size < 2):
         raise ValueError(f"topk_group {routing.kept_groups}: groups of {size} are too small")
     return dataclasses.replace(spec, experts=experts)
+
+
+def sparse_by_kind(config: Mapping[str, Any], dense: int) -> frozenset[int]:
+    """The layers with experts, by `mlp_layer_types`; where a file has none, all but the first `dense` ones."""
+    layers = range(config["num_hidden_layers"])
+    kinds = config.get("mlp_layer_types") or [("dense", "sparse")[i >= dense] for i in layers]
+    return frozenset(i for i in layers if kinds[i] == "sparse")
 
 
 def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
