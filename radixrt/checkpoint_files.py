@@ -13,6 +13,8 @@ from typing import Any
 from radixrt.config import MOST_TOKENS, Form
 
 FAMILIES = (
+    "afmoe",
+    "apertus",
     "arcee",
     "cohere",
     "cohere2",
@@ -45,6 +47,7 @@ FAMILIES = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
+    "hyperclovax",
     "internlm3",
     "iquestcoder",
     "kimi_k2",
@@ -171,12 +174,12 @@ TEXT |= dict.fromkeys(
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
      "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
-     "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "num_dense_layers", "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rms_norm_eps", "routed_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", *GIVEN_NUMBERS),
+     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", "route_scale", *GIVEN_NUMBERS),
     NUMBER,
 )  # fmt: skip
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)

@@ -30,6 +30,8 @@ HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2
 OF_SWASH = OF_GRANITE | {"layer_rope_theta": [10_000.0, 0]}
 
 SIZES: dict[str, dict[str, Any]] = {
+    "afmoe": OF_EXAONE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
+    "apertus": {},
     "arcee": {"head_dim": 32},
     "cohere": {"logit_scale": 0.25},
     "cohere2": WINDOWS | {"logit_scale": 0.25},
@@ -50,6 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoeshared": OF_GRANITE | {"shared_intermediate_size": 72},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": OF_HUNYUAN,
+    "hyperclovax": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
     "hy_v3": OF_EXAONE | {"head_dim": 32},
     "internlm3": {"head_dim": 32},
     "iquestcoder": {"head_dim": 32},

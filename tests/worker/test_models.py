@@ -102,6 +102,10 @@ VARIANTS = [
     ("cohere", {"attention_bias": True, "num_key_value_heads": 1, "layer_norm_eps": 1e-3}),
     ("cohere2", {"attention_bias": True, "rope_parameters": LLAMA3, "layer_types": ["full_attention"] * 2}),
     ("cwm", {"layer_types": None, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    ("afmoe", {"layer_types": None, "sliding_window": 16, "attention_bias": True, "mup_enabled": False}),
+    ("afmoe", {"num_dense_layers": 0, "num_shared_experts": 1, "rope_parameters": YARN}),
+    ("apertus", {"attention_bias": True, "rope_parameters": YARN, "num_key_value_heads": 1}),
+    ("hyperclovax", {"use_post_norm": False, "residual_multiplier": 0.5, "attention_bias": True, "mlp_bias": True}),
     ("youtu", {"rope_parameters": YARN | MSCALE, "attention_bias": True, "q_lora_rank": None}),
     (
         "exaone_moe",
@@ -223,6 +227,9 @@ ALIKE = (
     "granitemoehybrid",
     "granite_swa",
     "granitemoe_swa",
+    "afmoe",
+    "apertus",
+    "hyperclovax",
 )
 """Families whose logits are tested, and that decode as others do."""
 
@@ -299,6 +306,8 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
+        pytest.param("afmoe", {}, marks=pytest.mark.slow),
+        pytest.param("apertus", {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -94,6 +94,12 @@ EXAONE: dict[str, Any] = LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "num_hidden_
 KEXAONE: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
 KEXAONE |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_group": 1}
 KEXAONE |= {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+TRINITY: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "num_dense_layers": 2, "route_scale": 2.448}
+TRINITY |= {"route_norm": True, "score_func": "sigmoid", "mup_enabled": True, "global_attn_every_n_layers": 4}
+TRINITY |= {"rope_scaling": None, "rope_theta": 1e4, "n_group": 1, "topk_group": 1, "num_expert_groups": 1}
+APERTUS = {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False, "rope_theta": 1.2e7}
+CLOVA = {"attention_multiplier": 0.1, "embedding_multiplier": 10.0, "logits_scaling": 0.125, "use_post_norm": True}
+CLOVA |= {"residual_multiplier": 1.0, "head_dim": 8, "rope_theta": 1e8, "rope_scaling": None}
 HY: dict[str, Any] = EXPERTS | {"num_shared_experts": 1, "router_scaling_factor": 2.826, "route_norm": True}
 HY |= {"enable_moe_fp32_combine": False, "moe_router_use_sigmoid": True, "rope_parameters": {"rope_theta": 1e7}}
 CWM = {"head_dim": 16, "rope_scaling": {"factor": 16.0, "rope_type": "llama3", **ORIGINAL}, "sliding_window": 16}
@@ -189,6 +195,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", PLAIN | {"head_dim": 16, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "ministral by its older name": ("mistral", PLAIN | {"head_dim": 8, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "trinity mini": ("afmoe", TRINITY),
+    "apertus 8b": ("apertus", LONG | APERTUS | {"rope_scaling": LLAMA3 | ORIGINAL | {"type": "llama3"}}),
+    "apertus, of few words": ("apertus", PLAIN | {"hidden_act": "xielu"}),
+    "hyperclova x seed think": ("hyperclovax", PLAIN | CLOVA),
     "cwm": ("cwm", CWM | {"num_key_value_heads": 2, "layer_types": [*LLLG[2:], *LLLG[2:]], "num_hidden_layers": 4}),
     "cwm, of few words": ("cwm", {"head_dim": 16, "num_key_value_heads": 2, "num_hidden_layers": 5}),
     "youtu 2b": ("youtu", DEEPSEEK | {"rope_scaling": None, "rope_theta": 1.6e6, "tie_word_embeddings": True}),
@@ -267,7 +277,7 @@ def test_a_window_that_hides_nothing_is_none():
     assert [read_spec(config | {"sliding_window": size}).windows[1] for size in (63, 64, 999)] == [63, None, None]
 
 
-WINDOWED = ["cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "gpt_oss", "granite_swa"]
+WINDOWED = ["afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "gpt_oss", "granite_swa"]
 WINDOWED += ["granitemoe_swa", "mellum", "ministral", "olmo3"]
 
 
@@ -475,7 +485,7 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
 TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe"])
+@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -632,6 +642,9 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm True is not served"),
         ({"model_type": "cohere2", "sliding_window": None}, "sliding_window null is not served"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
+        ({"model_type": "apertus"}, "hidden_act 'silu' is not served; 'xielu' is"),
+        ({"model_type": "hyperclovax", "residual_multiplier": 0.5}, "residual_multiplier 0.5 is not served"),
+        ({"model_type": "afmoe", "score_func": "softmax"}, "score_func 'softmax' is not served"),
         ({"model_type": "internlm3", "attention_bias": True}, "qkv_bias True with bias False is not served"),
         ({"model_type": "granitemoehybrid"}, "layer_types mamba are not served; attention is"),
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
@@ -651,8 +664,8 @@ LENGTH = {"max_position_embeddings": 8192}
 FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
 FEW |= {"intermediate_size": 48} | LENGTH
 OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
-OF_ANY_LENGTH += ["cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa", "hy_v3"]
-OF_ANY_LENGTH += ["internlm3", "mellum", "youtu", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+OF_ANY_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
+OF_ANY_LENGTH += ["hy_v3", "internlm3", "mellum", "youtu", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
 NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
 WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.moe import Experts, sigmoid
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
@@ -343,6 +343,21 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """What attention gave is times the sigmoid of a product of what it took (arXiv 2505.06708)."""
+
+    norm: Norm | NoNorm
+    """Gives what attention took. It is computed again, for nothing is kept beside the residual stream while attention
+    is."""
+    product: Product
+
+    def __call__(self, attended: torch.Tensor, residual: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """Of attended[T, inner], before its projection is added to residual[T, hidden]."""
+        gate = self.product(self.norm(residual, ops))
+        return attended * (gate.sigmoid() if gate.is_cuda else sigmoid(gate))
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one layer."""
 
@@ -353,3 +368,5 @@ class Layer:
     mlp: Mlp | Plain | Mixture
     sinks: torch.Tensor | None = None
     """float32[heads], where attention has them (see `ModelSpec.sinks`)."""
+    gate: Gate | None = None
+    """See `ModelSpec.gate`."""

@@ -11,8 +11,8 @@ DEFAULTS = {"head_dim": 64, "num_key_value_heads": 4, "rope_theta": 8e6, "rms_no
 DEFAULTS |= {"partial_rotary_factor": 1.0, "moe_intermediate_size": 1024, "num_experts_per_tok": 6}
 DEFAULTS |= {"routed_scaling_factor": 2.5}
 """Of transformers, in place of what a file leaves out."""
-OLDER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"}
-"""Names of fields in its first files, and those of GLM."""
+OLDER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+"""Names of fields in Sarvam's first files, and those of today."""
 OTHER_NAMES = (
     ("embed_tokens", "word_embeddings"),
     (".self_attn.qkv_proj", ".attention.query_key_value"),
@@ -25,5 +25,6 @@ OTHER_NAMES = (
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """By GLM's names of fields, or its own older ones."""
-    config = {OLDER.get(name, name): value for name, value in config.items()}
+    names = OLDER | {"use_qkv_bias": "attention_bias"}
+    config = {names.get(name, name): value for name, value in config.items()}
     return glm4_moe.spec(DEFAULTS | config, other_names=OTHER_NAMES)

@@ -12,8 +12,8 @@ ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_ta
 """By `hidden_act`: one function has several names."""
 CLAMPED_SWIGLU = 7.0, 1.702
 """Of the activation `clamped_swiglu`: what gate and up are clamped to, and what the sigmoid's argument is times."""
-SQUARED_RELU = "relu2"
-"""The activation of MLPs without a gate."""
+SQUARED_RELU, XIELU = "relu2", "xielu"
+"""Activations of MLPs without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,8 @@ class ModelSpec:
     """The MLP takes what attention takes, not what it gives (arXiv 2204.02311, section 2)."""
     sinks: bool = False
     """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
+    gate: str | None = None
+    """The name of what makes a gate of what attention gives, element by element (see `layers.Gate`)."""
     other_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names, and what some checkpoints have in their place."""
 
@@ -210,6 +212,7 @@ class ModelSpec:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
+        attention += hidden * heads * self.head_dim if self.gate else 0
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
             return attention + dense
@@ -220,7 +223,7 @@ class ModelSpec:
     @property
     def gated(self) -> bool:
         """Whether MLPs are."""
-        return self.activation != SQUARED_RELU
+        return self.activation not in (SQUARED_RELU, XIELU)
 
     @property
     def value_dim(self) -> int:

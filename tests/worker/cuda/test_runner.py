@@ -67,6 +67,8 @@ SIZES = {
         pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
         pytest.param("exaone4", marks=pytest.mark.slow),
         pytest.param("granite_swa", marks=pytest.mark.slow),
+        pytest.param("afmoe", marks=pytest.mark.slow),
+        pytest.param("apertus", marks=pytest.mark.slow),
         pytest.param("youtu", marks=pytest.mark.slow),
     ],
 )
