@@ -26,7 +26,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         factor=1.0 if normalized else config.get("routed_scaling_factor", 1.0),
         wide=True,
     )
-    config = DEFAULTS | config
+    config = DEFAULTS | {"n_shared_experts": 2} | config
     return with_routed(latent_decoder(config, interleaved=True), config, routing, normalized)
 
 
