@@ -93,6 +93,7 @@ A13B |= {"group_limited_greedy": False, "routed_scaling_factor": 1.0, "moe_layer
 EXAONE: dict[str, Any] = LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "num_hidden_layers": 4, "sliding_window": 16}
 KEXAONE: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
 KEXAONE |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_group": 1}
+KEXAONE |= {"sliding_window_pattern": "LLLG", "is_moe_layer": [False, True, True, True], "topk_method": "noaux_tc"}
 KEXAONE |= {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
 TRINITY: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "num_dense_layers": 2, "route_scale": 2.448}
 TRINITY |= {"route_norm": True, "score_func": "sigmoid", "mup_enabled": True, "global_attn_every_n_layers": 4}
@@ -101,10 +102,12 @@ APERTUS = {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias
 CLOVA = {"attention_multiplier": 0.1, "embedding_multiplier": 10.0, "logits_scaling": 0.125, "use_post_norm": True}
 CLOVA |= {"residual_multiplier": 1.0, "head_dim": 8, "rope_theta": 1e8, "rope_scaling": None}
 HY: dict[str, Any] = EXPERTS | {"num_shared_experts": 1, "router_scaling_factor": 2.826, "route_norm": True}
+HY |= {"qk_norm": True, "first_k_dense_replace": 1, "expert_hidden_dim": 16, "num_nextn_predict_layers": 1}
 HY |= {"enable_moe_fp32_combine": False, "moe_router_use_sigmoid": True, "rope_parameters": {"rope_theta": 1e7}}
 CWM = {"head_dim": 16, "rope_scaling": {"factor": 16.0, "rope_type": "llama3", **ORIGINAL}, "sliding_window": 16}
 CWM["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MELLUM = EXPERTS | {"sliding_window": 16, "rope_parameters": GEMMA_ROPE, "norm_topk_prob": True}
+MELLUM |= {"rope_theta": 100.0, "rope_local_base_freq": 50.0}  # which it does not read
 MICRO = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40}
 MICRO |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4}
 SARVAM: dict[str, Any] = {"num_experts": 8, "num_shared_experts": 1, "num_experts_per_tok": 2, "head_dim": 16}
@@ -651,6 +654,8 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
         ({"model_type": "apertus"}, "hidden_act 'silu' is not served; 'xielu' is"),
         ({"model_type": "hyperclovax", "residual_multiplier": 0.5}, "residual_multiplier 0.5 is not served"),
+        ({"model_type": "hy_v3", "route_norm": False}, "route_norm False is not served"),
+        ({"model_type": "exaone_moe", "scoring_func": "softmax"}, "scoring_func 'softmax' is not served"),
         ({"model_type": "afmoe", "score_func": "softmax"}, "score_func 'softmax' is not served"),
         ({"model_type": "internlm3", "attention_bias": True}, "qkv_bias True with bias False is not served"),
         ({"model_type": "granitemoehybrid"}, "layer_types mamba are not served; attention is"),

@@ -17,14 +17,15 @@ from radixrt.worker.model.spec import (
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "num_experts_per_tok": 8}
 DEFAULTS |= {"moe_intermediate_size": 896, "norm_topk_prob": True, "max_position_embeddings": 131_072}
-DEFAULTS |= {"rope_theta": 5e5, "rope_local_base_freq": 1e4}
 """Of transformers, in place of what a file leaves out."""
+ROPES = {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "rope_scaling": None}
+"""What `rope_parameters` does not say is not said elsewhere."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """By `layer_types`; all layers attend to all where a file has none. All have experts but those that
     `mlp_layer_types` says have none."""
-    config = DEFAULTS | config
+    config = DEFAULTS | config | ROPES
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     config |= {"layer_types": kinds}
     by_kind = ropes_by_kind(config)
