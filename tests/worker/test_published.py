@@ -165,6 +165,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 4 mini": ("phi3", PHI | PARTIAL | {"tie_word_embeddings": True}),
     "gemma 3 1b": ("gemma3_text", GEMMA | {"rope_local_base_freq": 100, "rope_theta": 1e6, "rope_scaling": None}),
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
+    "gemma 3, original beside it": (
+        "gemma3_text",
+        GEMMA | ORIGINAL | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    ),
     "gemma of transformers 5": ("gemma3_text", GEMMA | {"rope_parameters": GEMMA_ROPE, "num_hidden_layers": 3}),
     "seed oss": ("seed_oss", PLAIN | {"head_dim": 16, "rope_scaling": {"rope_type": "default"}, "rope_theta": 1e7}),
     "smollm 3": ("smollm3", PLAIN | {"no_rope_layers": [1, 1, 1, 0, 1], "num_hidden_layers": 5, "rope_theta": 5e6}),
@@ -322,10 +326,17 @@ KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "sc
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma 3": ("gemma3", GEMMA, {"mm_tokens_per_image": 4}),
     "mistral small 3.1": ("mistral3", {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e9}, UNTIED),
+    "mistral small, windows": (
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": 16, "layer_types": LLLG[2:], "num_hidden_layers": 2},
+        UNTIED,
+    ),
+    "gemma 3, tied": ("gemma3", GEMMA | UNTIED, {}),
     "mistral 3, tied": ("mistral3", {"model_type": "mistral", "sliding_window": None} | UNTIED, {}),
     "ministral 3": ("mistral3", DEVSTRAL | {"model_type": "ministral3"}, UNTIED),
     "mistral small 4": ("mistral3", MISTRAL_4 | {"model_type": "mistral4"}, UNTIED),
     "qwen 2 vl": ("qwen2_vl", MROPE | {"use_sliding_window": False, "sliding_window": 16}, {}),
+    "qwen 2 vl, heads": ("qwen2_vl", MROPE | {"head_dim": 16}, {}),
     "qwen 2.5 vl 3b": ("qwen2_5_vl", MROPE | {"max_window_layers": 1, "sliding_window": 16}, TIED),
     "qwen 2.5 vl, longer": ("qwen2_5_vl", {"rope_scaling": YARN | {"mrope_section": [1, 1, 2]}}, {}),
     "qwen 2 vl of transformers 5": ("qwen2_vl", {"rope_parameters": SECTIONS | {"rope_theta": 1e5}}, {}),

@@ -348,8 +348,10 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def ropes_by_kind(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """A file as if its layers were all of a kind (`layer_types`), by kind: `rope_parameters` may have some for each;
-    `rope_scaling` is of full attention alone, `rope_local_base_freq` is the base of layers with windows."""
+    `rope_scaling` is of full attention alone, `rope_local_base_freq` is the base of layers with windows. What positions
+    were made for at first is said there, not beside them."""
     by_kind = config.get("rope_parameters") or {}
+    config = config | {"original_max_position_embeddings": None}
     local = {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", config["rope_theta"])}
     return {
         "full_attention": config | {"rope_parameters": by_kind.get("full_attention")},
