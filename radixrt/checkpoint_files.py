@@ -52,6 +52,7 @@ FAMILIES = (
     "iquestcoder",
     "kimi_k2",
     "kimi_k25",
+    "laguna",
     "llama",
     "mellum",
     "minimax_m2",
@@ -186,6 +187,7 @@ TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_sca
 TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
 TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)
 TEXT |= {"eos_token_id": IDS, "moe_layer_interval": SIZE, "layer_rope_theta": NUMBERS}

@@ -35,8 +35,8 @@ OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "e
 OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
-OTHERS += ["afmoe", "apertus", "hyperclovax"]
-WINDOWED = ("cwm", "mellum", "afmoe", "granite_swa", "granitemoe_swa")
+OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna"]
+WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
@@ -51,6 +51,7 @@ OF_FAMILY |= {
 OF_FAMILY |= dict.fromkeys(("ministral", "cohere2", "cwm", "exaone_moe", "mellum", "afmoe"), WINDOWS)
 OF_FAMILY |= dict.fromkeys(("granite_swa", "granitemoe_swa"), WINDOWS | {"layer_rope_theta": [1e4, 1e4, 1e6, 0]})
 OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4}, "youtu": LATENT, "sarvam_mla": LATENT}
+OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 

@@ -56,6 +56,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "hy_v3": OF_EXAONE | {"head_dim": 32},
     "internlm3": {"head_dim": 32},
     "iquestcoder": {"head_dim": 32},
+    "laguna": OF_EXAONE
+    | WINDOWS
+    | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
     "mellum": OF_EXAONE | WINDOWS | {"head_dim": 32},
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": GROWING},

@@ -26,6 +26,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+IN_PART = {kind: rope | {"partial_rotary_factor": 0.5} for kind, rope in BY_KIND.items()}
+IN_PART["sliding_attention"]["partial_rotary_factor"] = 0.75
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0], "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]}
 LONGROPE = FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.75}
@@ -104,6 +106,9 @@ VARIANTS = [
     ("cwm", {"layer_types": None, "mlp_bias": True, "rope_parameters": LLAMA3}),
     ("afmoe", {"layer_types": None, "sliding_window": 16, "attention_bias": True, "mup_enabled": False}),
     ("afmoe", {"num_dense_layers": 0, "num_shared_experts": 1, "rope_parameters": YARN}),
+    ("laguna", {"rope_parameters": IN_PART, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}),
+    ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 8], "moe_routed_scaling_factor": 2.5}),
+    ("laguna", {"num_attention_heads_per_layer": None, "layer_types": None, "num_key_value_heads": 1}),
     ("apertus", {"attention_bias": True, "rope_parameters": YARN, "num_key_value_heads": 1}),
     ("hyperclovax", {"use_post_norm": False, "residual_multiplier": 0.5, "attention_bias": True, "mlp_bias": True}),
     ("youtu", {"rope_parameters": YARN | MSCALE, "attention_bias": True, "q_lora_rank": None}),
@@ -230,6 +235,7 @@ ALIKE = (
     "afmoe",
     "apertus",
     "hyperclovax",
+    "laguna",
 )
 """Families whose logits are tested, and that decode as others do."""
 
@@ -308,6 +314,7 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
         pytest.param("afmoe", {}, marks=pytest.mark.slow),
         pytest.param("apertus", {}, marks=pytest.mark.slow),
+        pytest.param("laguna", {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -98,6 +98,17 @@ KEXAONE |= {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e6, "rope_t
 TRINITY: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "num_dense_layers": 2, "route_scale": 2.448}
 TRINITY |= {"route_norm": True, "score_func": "sigmoid", "mup_enabled": True, "global_attn_every_n_layers": 4}
 TRINITY |= {"rope_scaling": None, "rope_theta": 1e4, "n_group": 1, "topk_group": 1, "num_expert_groups": 1}
+LLLG = [*["sliding_attention"] * 3, "full_attention"]
+LAGUNA: dict[str, Any] = EXPERTS | {"shared_expert_intermediate_size": 16, "moe_routed_scaling_factor": 2.5}
+LAGUNA |= {"gating": "per-head", "norm_topk_prob": True, "moe_router_logit_softcapping": 0.0, "sliding_window": 16}
+LAGUNA |= {"mlp_only_layers": [0], "decoder_sparse_step": 1, "qkv_bias": False, "attention_bias": False}
+LAGUNA |= {"moe_apply_router_weight_on_input": False, "num_key_value_heads": 2}
+LAGUNA["layer_types"] = ["full_attention", "sliding_attention"]
+FOUR = {"num_attention_heads_per_layer": [4, 8, 8, 8], "num_hidden_layers": 4, "layer_types": LLLG[::-1]}
+LAGUNA["rope_parameters"] = {
+    "full_attention": YARN | {"rope_type": "yarn", "partial_rotary_factor": 0.5, "rope_theta": 5e5, "beta_fast": 32.0},
+    "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e4},
+}
 APERTUS = {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False, "rope_theta": 1.2e7}
 CLOVA = {"attention_multiplier": 0.1, "embedding_multiplier": 10.0, "logits_scaling": 0.125, "use_post_norm": True}
 CLOVA |= {"residual_multiplier": 1.0, "head_dim": 8, "rope_theta": 1e8, "rope_scaling": None}
@@ -117,7 +128,6 @@ LARGER = {name: value for name, value in DEEPSEEK.items() if name not in ("n_rou
 LARGER |= {"num_experts": 8, "num_shared_experts": 1, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
 LARGER |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"type": "deepseek_yarn"}, "head_dim": 32}
 SWASH = GRANITE | {"layer_rope_theta": [1e4, 0], "layer_types": ["sliding_attention", "full_attention"]}
-LLLG = [*["sliding_attention"] * 3, "full_attention"]
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
@@ -210,6 +220,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral by its older name": ("mistral", PLAIN | {"head_dim": 8, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "trinity mini": ("afmoe", TRINITY),
+    "laguna xs": ("laguna", PLAIN | LAGUNA | FOUR),
+    "laguna s": ("laguna", PLAIN | LAGUNA | {"num_attention_heads_per_layer": [4, 6]}),
+    "laguna m": ("laguna", PLAIN | LAGUNA | {"layer_types": "REMOVED", "rope_parameters": "REMOVED"}),
     "apertus 8b": ("apertus", LONG | APERTUS | {"rope_scaling": LLAMA3 | ORIGINAL | {"type": "llama3"}}),
     "apertus, of few words": ("apertus", PLAIN | {"hidden_act": "xielu"}),
     "hyperclova x seed think": ("hyperclovax", PLAIN | CLOVA),
@@ -292,7 +305,7 @@ def test_a_window_that_hides_nothing_is_none():
 
 
 WINDOWED = ["afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "gpt_oss", "granite_swa"]
-WINDOWED += ["granitemoe_swa", "mellum", "ministral", "olmo3"]
+WINDOWED += ["granitemoe_swa", "laguna", "mellum", "ministral", "olmo3"]
 
 
 @pytest.mark.parametrize("family", WINDOWED)
@@ -506,7 +519,7 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
 TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe"])
+@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -543,7 +556,7 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch
     return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), meant
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe", "laguna"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
@@ -665,6 +678,10 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
         ({"model_type": "apertus"}, "hidden_act 'silu' is not served; 'xielu' is"),
         ({"model_type": "hyperclovax", "residual_multiplier": 0.5}, "residual_multiplier 0.5 is not served"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [6, 3]}, r"per_layer \[6, 3\] is not served"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [4]}, r"per_layer \[4\] is not served"),
+        ({"model_type": "laguna", "gating": False}, "gating False is not served"),
+        ({"model_type": "laguna", "moe_router_logit_softcapping": 30.0}, "softcapping 30.0 is not served"),
         ({"model_type": "hy_v3", "route_norm": False}, "route_norm False is not served"),
         ({"model_type": "exaone_moe", "scoring_func": "softmax"}, "scoring_func 'softmax' is not served"),
         ({"model_type": "afmoe", "score_func": "softmax"}, "score_func 'softmax' is not served"),
@@ -688,7 +705,17 @@ FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidde
 FEW |= {"intermediate_size": 48} | LENGTH
 OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 OF_ANY_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-OF_ANY_LENGTH += ["hy_v3", "internlm3", "mellum", "youtu", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+OF_ANY_LENGTH += [
+    "hy_v3",
+    "internlm3",
+    "laguna",
+    "mellum",
+    "youtu",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+]
 NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
 NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
 WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}

@@ -162,6 +162,7 @@ def mix(layer, heads):
         ("cwm", {}),
         ("afmoe", {}),
         ("apertus", {}),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8], "attention_bias": True}),
         ("hyperclovax", {"mlp_bias": True}),
         ("youtu", {}),
         ("exaone_moe", {}),

@@ -6,6 +6,7 @@ from typing import Any
 
 from radixrt.worker.model.spec import (
     ExpertsSpec,
+    GateSpec,
     ModelSpec,
     NormsSpec,
     Routing,
@@ -44,7 +45,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
-        gate="gate_proj",
+        gate=GateSpec("gate_proj"),
         windows=layer_windows(config | {"layer_types": kinds}),
         layer_ropes=tuple(rope if kind == "sliding_attention" else None for kind in kinds),
         embedding_factor=config["hidden_size"] ** 0.5 if config.get("mup_enabled") else 1.0,

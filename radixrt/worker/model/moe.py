@@ -157,6 +157,11 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
 
 
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """ln(1 + exp(x)), likewise."""
+    return -torch.stack((torch.zeros_like(x), x), dim=-1).log_softmax(-1)[..., 0]
+
+
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:
     """The experts of a layer, by the names of the family (`ExpertsSpec`), or all in one tensor, which does not stay in
     FP8; of each the inner features that are this rank's."""

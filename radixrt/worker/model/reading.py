@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.alternating import apart, read_alternating
 from radixrt.worker.model.checkpoint import Renamed, Weights
+from radixrt.worker.model.filling import Filled
 from radixrt.worker.model.latent import NORM_EPS, Latent, Ups
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear, stack
@@ -18,7 +19,7 @@ from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, stack_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import XIELU, ExpertsSpec, ModelSpec
+from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, ModelSpec
 
 HEAD = "lm_head.weight"
 XIELU_FIXED = 0.5, -1e-6
@@ -48,7 +49,7 @@ class Reader:
 
     def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops, group: Group | None) -> None:
         self._spec = spec
-        self._weights = Renamed(weights, spec.other_names) if spec.other_names else weights
+        self._weights = Filled(weights, spec) if spec.layer_heads else Renamed(weights, spec.other_names)
         self._batch_invariant = batch_invariant
         self._ops = ops
         self._group = group
@@ -167,7 +168,7 @@ class Reader:
             mlp_norm=self._before(at, norms.before_mlp, mlp.rounding),
             mlp=mlp,
             sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
-            gate=self._gate(f"{at}self_attn.{spec.gate}", attention_norm, inner) if spec.gate else None,
+            gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
         )
 
     def _grouped(self, at: str) -> Projections:
@@ -229,12 +230,13 @@ class Reader:
             gate = Linear(self.matrix(at + experts.shared_gate, 1, self._spec.hidden_size), None, self._batch_invariant)
         return Shared(mlp.gate_up, mlp.down.product, mlp.activation, gate)
 
-    def _gate(self, name: str, norm: Norm | NoNorm, inner: int) -> Gate:
-        piece = Piece(name, (inner, self._spec.hidden_size), self._shard.part(0, inner))
+    def _gate(self, at: str, gate: GateSpec, norm: Norm | NoNorm) -> Gate:
+        rows = self._spec.num_heads * (1 if gate.by_head else self._spec.head_dim)
+        piece = Piece(at + gate.name, (rows, self._spec.hidden_size), self._shard.part(0, rows))
         product = self._product([piece], False)
         if isinstance(norm, Norm):
             norm = dataclasses.replace(norm, rounding=product.rounding)
-        return Gate(norm, product)
+        return Gate(norm, product, gate.softplus)
 
     def _sinks(self, name: str) -> torch.Tensor:
         heads = self._spec.num_heads

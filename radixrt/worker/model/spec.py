@@ -131,6 +131,18 @@ class NormsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GateSpec:
+    """What attention gives is gated, by a product of what it took (see `layers.Gate`)."""
+
+    name: str
+    """Of the matrix."""
+    by_head: bool = False
+    """All elements of a head have the same gate; else each has its own."""
+    softplus: bool = False
+    """In place of the sigmoid."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder with grouped-query attention, rotary positions and, as a rule, a gated MLP. Sizes count elements."""
 
@@ -176,7 +188,8 @@ class ModelSpec:
     experts: ExpertsSpec | None = None
     norms: NormsSpec = NormsSpec()
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
-    """By layer, where not all have `rope`; None: nothing is rotated."""
+    """By layer, where not all have `rope`; None: nothing is rotated. With `rotated` one has elements of its own that
+    are."""
     stated_scale: float | None = None
     """Of the softmax, where it is another than head_dim^-0.5."""
     embedding_factor: float = 1.0
@@ -191,8 +204,10 @@ class ModelSpec:
     """The MLP takes what attention takes, not what it gives (arXiv 2204.02311, section 2)."""
     sinks: bool = False
     """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
-    gate: str | None = None
-    """The name of what makes a gate of what attention gives, element by element (see `layers.Gate`)."""
+    gate: GateSpec | None = None
+    """Of what attention gives."""
+    layer_heads: tuple[int, ...] = ()
+    """By layer: query heads, where some have fewer than `num_heads` (see `filling`)."""
     other_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names, and what some checkpoints have in their place."""
 
@@ -206,13 +221,16 @@ class ModelSpec:
     def layer_elements(self) -> int:
         """Of the weights that a token is multiplied with in a layer, on average."""
         hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
+        if self.layer_heads:
+            heads = sum(self.layer_heads) // self.num_layers
         if latent is None:
             attention = 2 * hidden * self.head_dim * (heads + self.num_kv_heads)
         else:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
-        attention += hidden * heads * self.head_dim if self.gate else 0
+        if self.gate is not None:
+            attention += hidden * heads * (1 if self.gate.by_head else self.head_dim)
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
             return attention + dense
@@ -258,7 +276,7 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
     windows = features.pop("windows", None) or (None,) * config["num_hidden_layers"]
     rope = rope_parameters(config)
     if partial_rotary:
-        features["rotated"] = _rotated(config, rope, head_dim)
+        features["rotated"] = rotated_part(config, rope, head_dim)
     spec = ModelSpec(
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
@@ -291,7 +309,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _rotated(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
+def rotated_part(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
     """By `partial_rotary_factor`, in the file or in its `rope`, from which it is taken: what is left is that of a head
     of the size that is returned. None for all of the head."""
     factor = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0

@@ -68,6 +68,7 @@ SIZES = {
         pytest.param("exaone4", marks=pytest.mark.slow),
         pytest.param("granite_swa", marks=pytest.mark.slow),
         pytest.param("afmoe", marks=pytest.mark.slow),
+        pytest.param("laguna", marks=pytest.mark.slow),
         pytest.param("apertus", marks=pytest.mark.slow),
         pytest.param("youtu", marks=pytest.mark.slow),
     ],
