@@ -18,6 +18,7 @@ FAMILIES = (
     "arcee",
     "cohere",
     "cohere2",
+    "cohere2_moe",
     "cwm",
     "deepseek_v2",
     "deepseek_v3",
@@ -175,7 +176,7 @@ TEXT |= dict.fromkeys(
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
      "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
-     "num_dense_layers", "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "num_dense_layers", "prefix_dense_intermediate_size", "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(

@@ -35,7 +35,7 @@ OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "e
 OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
-OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna"]
+OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe"]
 WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
@@ -48,7 +48,7 @@ OF_FAMILY |= {"ministral3": {"rope_parameters": FARTHER | {"mscale_all_dim": 1.0
 OF_FAMILY |= {
     "mistral4": LATENT | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "head_dim": 128, "rope_parameters": FARTHER}
 }
-OF_FAMILY |= dict.fromkeys(("ministral", "cohere2", "cwm", "exaone_moe", "mellum", "afmoe"), WINDOWS)
+OF_FAMILY |= dict.fromkeys(("ministral", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "mellum", "afmoe"), WINDOWS)
 OF_FAMILY |= dict.fromkeys(("granite_swa", "granitemoe_swa"), WINDOWS | {"layer_rope_theta": [1e4, 1e4, 1e6, 0]})
 OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4}, "youtu": LATENT, "sarvam_mla": LATENT}
 OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}

@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "arcee": {"head_dim": 32},
     "cohere": {"logit_scale": 0.25},
     "cohere2": WINDOWS | {"logit_scale": 0.25},
+    "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},
     "cwm": WINDOWS | {"head_dim": 32},
     "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     "ernie4_5": {"head_dim": 32},

@@ -103,6 +103,13 @@ VARIANTS = [
     ("granitemoe", {"attention_bias": True, "residual_multiplier": 1.0}),
     ("cohere", {"attention_bias": True, "num_key_value_heads": 1, "layer_norm_eps": 1e-3}),
     ("cohere2", {"attention_bias": True, "rope_parameters": LLAMA3, "layer_types": ["full_attention"] * 2}),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-5}),
+    (
+        "cohere2_moe",
+        {"expert_selection_fn": "sigmoid", "num_shared_experts": 2, "attention_bias": True}
+        | {"mlp_layer_types": ["sparse", "dense"], "prefix_dense_intermediate_size": 56},
+    ),
+    ("cohere2_moe", {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "layer_types": None}),
     ("cwm", {"layer_types": None, "mlp_bias": True, "rope_parameters": LLAMA3}),
     ("afmoe", {"layer_types": None, "sliding_window": 16, "attention_bias": True, "mup_enabled": False}),
     ("afmoe", {"num_dense_layers": 0, "num_shared_experts": 1, "rope_parameters": YARN}),
@@ -236,6 +243,7 @@ ALIKE = (
     "apertus",
     "hyperclovax",
     "laguna",
+    "cohere2_moe",
 )
 """Families whose logits are tested, and that decode as others do."""
 

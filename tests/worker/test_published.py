@@ -76,6 +76,16 @@ SOLAR = GLM | {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "routed
 SOLAR |= {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, "head_dim": 16}
 COHERE: dict[str, Any] = {"num_key_value_heads": 2, "layer_norm_eps": 1e-5, "logit_scale": 0.25, "rope_theta": 5e4}
 COHERE |= {"hidden_act": "silu", "rope_scaling": None, "pad_token_id": 0, "rms_norm_eps": "REMOVED"}
+NORTH: dict[str, Any] = COHERE | {"head_dim": 16, "rms_norm_eps": 1e-6, "sliding_window": 16, "num_hidden_layers": 5}
+NORTH |= {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 0, "expert_selection_fn": "sigmoid"}
+NORTH |= {"norm_topk_prob": False, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
+NORTH |= {"prefix_dense_sliding_window_pattern": 1, "use_parallel_block": True, "use_gated_activation": True}
+FEWER = {k: x for k, x in NORTH.items() if not k.startswith("prefix")} | {"first_k_dense_replace": 2}
+NORTH |= {"layer_types": [("sliding_attention", "full_attention")[i % 4 == 0] for i in range(5)]}
+PLUS: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2}
+PLUS |= {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "shared_expert_combination_strategy": "average"}
+PLUS |= {"first_k_dense_replace": 0, "rms_norm_eps": None, "sliding_window": 16, "num_hidden_layers": 4}
+PLUS |= {"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
 QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN |= {"sliding_window": 32_768, "max_window_layers": 21, "use_sliding_window": False, "num_key_value_heads": 2}
@@ -216,6 +226,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "afm 4.5b": ("arcee", LONG | {"hidden_act": "relu2", "mlp_bias": False, "rope_scaling": YARN | {"mscale": 1.0}}),
     "command r": ("cohere", COHERE | {"use_qk_norm": False, "model_max_length": 1024, "rope_theta": 8e6}),
     "command r7b": ("cohere2", COHERE | {"sliding_window": 16, "sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "command r7b, heads": ("cohere2", COHERE | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 5}),
+    "north mini code": ("cohere2_moe", NORTH),
+    "north mini, of few words": ("cohere2_moe", FEWER),
+    "command a plus": ("cohere2_moe", COHERE | PLUS),
     "ministral": ("ministral", PLAIN | {"head_dim": 16, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "ministral by its older name": ("mistral", PLAIN | {"head_dim": 8, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -304,8 +318,8 @@ def test_a_window_that_hides_nothing_is_none():
     assert [read_spec(config | {"sliding_window": size}).windows[1] for size in (63, 64, 999)] == [63, None, None]
 
 
-WINDOWED = ["afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "gpt_oss", "granite_swa"]
-WINDOWED += ["granitemoe_swa", "laguna", "mellum", "ministral", "olmo3"]
+WINDOWED = ["afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text"]
+WINDOWED += ["gpt_oss", "granite_swa", "granitemoe_swa", "laguna", "mellum", "ministral", "olmo3"]
 
 
 @pytest.mark.parametrize("family", WINDOWED)
@@ -519,7 +533,7 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
 TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna"])
+@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna", "cohere2_moe"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -680,6 +694,8 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "hyperclovax", "residual_multiplier": 0.5}, "residual_multiplier 0.5 is not served"),
         ({"model_type": "laguna", "num_attention_heads_per_layer": [6, 3]}, r"per_layer \[6, 3\] is not served"),
         ({"model_type": "laguna", "num_attention_heads_per_layer": [4]}, r"per_layer \[4\] is not served"),
+        ({"model_type": "cohere2_moe", "use_parallel_block": False}, "use_parallel_block False is not served"),
+        ({"model_type": "cohere2_moe", "expert_selection_fn": "top"}, "expert_selection_fn 'top' with 'average'"),
         ({"model_type": "laguna", "gating": False}, "gating False is not served"),
         ({"model_type": "laguna", "moe_router_logit_softcapping": 30.0}, "softcapping 30.0 is not served"),
         ({"model_type": "hy_v3", "route_norm": False}, "route_norm False is not served"),
@@ -705,17 +721,8 @@ FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidde
 FEW |= {"intermediate_size": 48} | LENGTH
 OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 OF_ANY_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-OF_ANY_LENGTH += [
-    "hy_v3",
-    "internlm3",
-    "laguna",
-    "mellum",
-    "youtu",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-]
+OF_ANY_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
+OF_ANY_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
 NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
 WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}

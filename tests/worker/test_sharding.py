@@ -63,7 +63,7 @@ def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
 
 
-@pytest.mark.parametrize("family", ["cohere", "cohere2"])
+@pytest.mark.parametrize("family", ["cohere", "cohere2", "cohere2_moe"])
 def test_families_of_one_rank(checkpoint, family):
     with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served for this model_type; 1 is"):
         Shard(0, 2).spec(spec_of(checkpoint, family))

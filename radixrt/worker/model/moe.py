@@ -112,7 +112,8 @@ class Experts:
         [T, chosen]."""
         logits = self.logits(x)
         scores = sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
-        choice = scores if self.bias is None else scores + self.bias
+        alone = logits.float() if self.routing.sigmoid else scores  # a sigmoid's largest are all 1
+        choice = alone if self.bias is None else scores + self.bias
         experts = (self._of_best_groups(choice) if self.routing.grouped else choice).topk(self.chosen, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.normalized:

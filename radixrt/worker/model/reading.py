@@ -248,7 +248,8 @@ class Reader:
         if spec.experts is not None and number in spec.experts.layers:
             read = read_alternating if spec.experts.alternating else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
-            return Mixture(experts, self._group, self._shared(at, spec.experts), after, spec.residual_factor)
+            factor = spec.residual_factor * spec.experts.factor
+            return Mixture(experts, self._group, self._shared(at, spec.experts), after, factor)
         return (self._gated if spec.gated else self._plain)(at, spec.intermediate_size, after)
 
     def _plain(self, at: str, inner: int, after: Norm | None = None) -> Plain:

@@ -24,7 +24,8 @@ class Routing:
     sigmoid: bool = False
     """In place of softmax. A group's score is the sum of its two best; else it is its best."""
     biased: bool = False
-    """To choose, a bias is added to each expert's score. With `sigmoid` it always is."""
+    """To choose, a bias is added to each expert's score. With `sigmoid` it is, unless that is `unbiased`."""
+    unbiased: bool = False
     groups: int = 1
     """Of as many experts each, one after the other."""
     kept_groups: int = 1
@@ -41,7 +42,7 @@ class Routing:
     @property
     def has_bias(self) -> bool:
         """Whether scores to choose by have one."""
-        return self.sigmoid or self.biased
+        return self.biased or (self.sigmoid and not self.unbiased)
 
     @property
     def grouped(self) -> bool:
@@ -73,6 +74,8 @@ class ExpertsSpec:
     """Inner features of what every token takes beside the experts it chooses."""
     shared: str = "shared_experts"
     """Its name, behind `mlp`."""
+    factor: float = 1.0
+    """Of what all of them and what is shared make together."""
     shared_gate: str | None = None
     """The name, there, of a vector: what is shared is times the sigmoid of its product with the token."""
     alternating: bool = False
