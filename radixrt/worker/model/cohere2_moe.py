@@ -1,4 +1,4 @@
-"""North Mini and Command A+: Command A with experts."""
+"""North Mini: Command A with experts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEFAULTS |= {"norm_topk_prob": True, "expert_selection_fn": "softmax", "layer_no
 DEFAULTS |= {"shared_expert_combination_strategy": "average", "prefix_dense_sliding_window_pattern": 1}
 DEFAULTS |= {"max_position_embeddings": 8192}
 """Of transformers, in place of what a file leaves out."""
-SERVED = {"use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0}
-"""Of fields that a file may have: what the models that there are say."""
+SERVED = {"use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0, "rope_scaling": None}
+"""Of fields that a file may have: what the models that there are say. (transformers does not read `rope_scaling`.)"""
 RMS_NORMS = NormsSpec(before_mlp="input_layernorm")
 
 
