@@ -13,31 +13,49 @@ from typing import Any
 from radixrt.config import MOST_TOKENS, Form
 
 FAMILIES = (
+    "afmoe",
+    "apertus",
     "arcee",
     "cohere",
     "cohere2",
+    "cohere2_moe",
+    "cwm",
     "deepseek_v2",
     "deepseek_v3",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
+    "exaone4_5",
+    "exaone_moe",
     "flex_olmo",
     "gemma3",
     "gemma3_text",
     "glm",
     "glm4",
+    "glm46v",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v",
+    "glm4v_moe",
     "gpt_oss",
     "granite",
+    "granite_swa",
     "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
     "iquestcoder",
     "kimi_k2",
     "kimi_k25",
+    "laguna",
     "llama",
+    "mellum",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -57,9 +75,12 @@ FAMILIES = (
     "qwen3_moe",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "sarvam_mla",
+    "sarvam_moe",
     "seed_oss",
     "smollm3",
     "solar_open",
+    "youtu",
 )
 """Every `model_type` that can be served."""
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
@@ -154,22 +175,23 @@ TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
-     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", *LATENT,
-     *GIVEN_COUNTS),
+     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
+     "num_dense_layers", "prefix_dense_intermediate_size", "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rms_norm_eps", "routed_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", *GIVEN_NUMBERS),
+     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", "route_scale", *GIVEN_NUMBERS),
     NUMBER,
 )  # fmt: skip
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
 TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
-TEXT |= dict.fromkeys(("layer_types", "mlp_layer_types"), STRINGS)
+TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
 TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)
-TEXT |= {"eos_token_id": IDS, "moe_layer_interval": SIZE}
+TEXT |= {"eos_token_id": IDS, "moe_layer_interval": SIZE, "layer_rope_theta": NUMBERS}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"moe_intermediate_size": COUNTS, "n_group": None, "topk_group": None},
 }

@@ -164,6 +164,8 @@ def _random(config, seed: int = 0):
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 2.0)
+            elif name.endswith(("alpha_p", "alpha_n")):
+                parameter.normal_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -71,7 +71,7 @@ class TorchAttention:
             keys = torch.arange(first, end, device=q.device)
             mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
         if (sinks := self._sinks[layer]) is not None:
-            return attend_with_sinks(q, k, v, mask, sinks)
+            return attend_with_sinks(q, k, v, mask, sinks, self._scale)
         if self.pool.latent is not None:
             return self._of_one_head(q, k, v, mask)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -94,7 +94,7 @@ SINK_QUERIES = 64
 
 
 def attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Attention with sinks: [T, heads, D] for q[T, heads, D] over k, v [L, kv_heads, D], under the bool mask[T, L]
     (True: visible; None: all are).
@@ -111,7 +111,8 @@ def attend_with_sinks(
             added[..., :-1].masked_fill_(~mask[begin : begin + len(part)], -torch.inf)
         added[..., -1] = sinks[:, None]
         part = part.transpose(0, 1)[None]
-        parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=added[None], enable_gqa=True)[0])
+        out = F.scaled_dot_product_attention(part, k, v, attn_mask=added[None], scale=scale, enable_gqa=True)
+        parts.append(out[0])
     return torch.cat(parts, 1).transpose(0, 1)
 
 

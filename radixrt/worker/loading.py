@@ -267,7 +267,7 @@ def load_model(
 def _drafting(loaded: Loaded) -> tuple[str, ...]:
     """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+    return "mtp.", "model.mtp.", *(f"model.layers.{layer}." for layer in range(first, first + more))
 
 
 def stored_in(hf_config: Mapping[str, Any], wide: str) -> tuple[str, str]:

@@ -147,7 +147,7 @@ class _Observer:
         window = self._windows[layer]
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if (sinks := self._sinks[layer]) is not None:
-            return attend_with_sinks(q, k, v, mask, sinks)
+            return attend_with_sinks(q, k, v, mask, sinks, self._scale)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
         return heads.values(out[0].transpose(0, 1))

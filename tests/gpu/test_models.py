@@ -33,7 +33,10 @@ FAMILIES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", 
 OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "olmo3", "granite", "ministral3"]
 OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "exaone4", "iquestcoder"]
 OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
-OTHERS += ["ministral", "granitemoe", "cohere", "cohere2"]
+OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
+OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
+OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe"]
+WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
@@ -45,7 +48,10 @@ OF_FAMILY |= {"ministral3": {"rope_parameters": FARTHER | {"mscale_all_dim": 1.0
 OF_FAMILY |= {
     "mistral4": LATENT | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "head_dim": 128, "rope_parameters": FARTHER}
 }
-OF_FAMILY |= {"ministral": WINDOWS, "cohere2": WINDOWS}
+OF_FAMILY |= dict.fromkeys(("ministral", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "mellum", "afmoe"), WINDOWS)
+OF_FAMILY |= dict.fromkeys(("granite_swa", "granitemoe_swa"), WINDOWS | {"layer_rope_theta": [1e4, 1e4, 1e6, 0]})
+OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4}, "youtu": LATENT, "sarvam_mla": LATENT}
+OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -61,7 +67,7 @@ def made(request, tmp_path_factory):
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
-    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone4", "ministral0", "cohere2")):
+    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone", "ministral0", "cohere2", *WINDOWED)):
         config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))
 

@@ -24,28 +24,52 @@ OF_HUNYUAN: dict[str, Any] = {"num_experts": 6, "moe_topk": 3, "head_dim": 16}
 OF_GRANITE: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
 OF_GRANITE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_tok": 3}
 
+OF_EXAONE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
+HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
+OF_SWASH = OF_GRANITE | {"layer_rope_theta": [10_000.0, 0]}
+
 SIZES: dict[str, dict[str, Any]] = {
+    "afmoe": OF_EXAONE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
+    "apertus": {},
     "arcee": {"head_dim": 32},
     "cohere": {"logit_scale": 0.25},
     "cohere2": WINDOWS | {"logit_scale": 0.25},
+    "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},
+    "cwm": WINDOWS | {"head_dim": 32},
     "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     "ernie4_5": {"head_dim": 32},
     "ernie4_5_moe": OF_ERNIE,
     "exaone4": WINDOWS | {"head_dim": 32},
+    "exaone_moe": OF_EXAONE | WINDOWS | {"head_dim": 32},
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
+    "granite_swa": WINDOWS | OF_SWASH,
     "granitemoe": OF_GRANITE,
+    "granitemoe_swa": WINDOWS | OF_SWASH | {"shared_intermediate_size": 72},
+    "granitemoehybrid": OF_GRANITE | HYBRID,
+    "granitemoeshared": OF_GRANITE | {"shared_intermediate_size": 72},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": OF_HUNYUAN,
+    "hyperclovax": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
+    "hy_v3": OF_EXAONE | {"head_dim": 32},
+    "internlm3": {"head_dim": 32},
     "iquestcoder": {"head_dim": 32},
+    "laguna": OF_EXAONE
+    | WINDOWS
+    | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
+    "mellum": OF_EXAONE | WINDOWS | {"head_dim": 32},
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": GROWING},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": OF_QWEN,
+    "sarvam_mla": LATENT | EXPERTS | {"q_lora_rank": None},
+    "sarvam_moe": EXPERTS | {"head_dim": 16},
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
+    "youtu": LATENT,
 }
 FAMILIES = (*checkpoints.FAMILIES, *SIZES)
 
@@ -67,6 +91,8 @@ SEES = {
     "qwen3_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
 }
 SEES["qwen3_vl_moe"] = SEES["qwen3_vl"]
+SEES["exaone4_5"] = SEES["qwen2_5_vl"] | {"num_key_value_heads": 2}
+SEES |= dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32})
 
 
 def make_seeing(folder: Path, family: str, original: bool, text: dict[str, Any], **fields: Any):

@@ -233,18 +233,19 @@ def test_fp8_stays_what_a_warning_says(checkpoint, caplog):
 # ---------------------------------------------------------------- sinks
 
 
-def by_softmax(q, k, v, mask, sinks) -> torch.Tensor:
+def by_softmax(q, k, v, mask, sinks, scale) -> torch.Tensor:
     """The formula: softmax over scores and sink, of which the sink has no value."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = q.transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
     scores = torch.cat([scores.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(-1, len(q), 1)], -1)
     return (scores.softmax(-1)[..., :-1] @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize("kind", [TorchAttention, BatchInvariantAttention])
-def test_attention_with_sinks(kind, window):
+def test_attention_with_sinks(kind, scale, window):
     """Sinks that take all, some and nothing; chunks of more queries than are masked at once."""
     torch.manual_seed(0)
     plan, table = make_plan(np.random.default_rng(0), 4, [(0, 150), (130, 1), (5, 3)])
@@ -252,14 +253,14 @@ def test_attention_with_sinks(kind, window):
     pool.write(0, torch.arange(pool.slots), *torch.randn(2, pool.slots, 2, 16))
     q = torch.randn(len(plan.tokens), 8, 16)
     sinks = torch.tensor([-50.0, -3, 0, 1, 2, 4, 8, 500])
-    attention = kind(pool, 4, (window,), sinks=(sinks,))
+    attention = kind(pool, 4, (window,), scale, (sinks,))
     attention.bind(table)
     found = attention.begin(plan, CPU).over_pages(0, q)
     for row, (begin, start, count) in enumerate([(0, 0, 150), (150, 130, 1), (151, 5, 3)]):
         at, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
         mask = (keys <= at) & (keys > at - (window or 1 << 20))
         k, v = pool.read(0, torch.from_numpy(attention.slots(row, start + count)), torch.float32)
-        expected = by_softmax(q[begin : begin + count], k, v, mask, sinks)
+        expected = by_softmax(q[begin : begin + count], k, v, mask, sinks, scale or 0.25)
         assert torch.allclose(found[begin : begin + count], expected, atol=1e-5)
     assert found[:, 7].abs().max() == 0, "nothing is left beside such a sink"
 
@@ -267,4 +268,5 @@ def test_attention_with_sinks(kind, window):
 def test_attend_with_sinks_masks_what_it_is_told():
     q, (k, v), mask = torch.randn(70, 4, 8), torch.randn(2, 9, 2, 8), torch.rand(70, 9) < 0.5
     sinks = torch.randn(4)
-    assert torch.allclose(attend_with_sinks(q, k, v, mask, sinks), by_softmax(q, k, v, mask, sinks), atol=1e-6)
+    found = attend_with_sinks(q, k, v, mask, sinks, 0.2)
+    assert torch.allclose(found, by_softmax(q, k, v, mask, sinks, 0.2), atol=1e-6)

@@ -221,7 +221,8 @@ def test_which_layers_have_experts():
     assert read_spec(V3).experts.layers == {3, 4}
     assert read_spec(V2 | {"first_k_dense_replace": 1, "moe_layer_freq": 2}).experts.layers == {2, 4}
     assert read_spec(V2 | {"n_routed_experts": None}).experts is None
-    assert read_spec(V2).experts.shared_size == 0 and read_spec(V2 | {"n_shared_experts": 2}).experts.shared_size == 32
+    assert read_spec(V2).experts.shared_size == 32, "as transformers has it"
+    assert read_spec(V2 | {"n_shared_experts": None}).experts.shared_size == 0
 
 
 def test_the_scale_of_the_softmax_is_the_models():
@@ -255,6 +256,7 @@ def test_layers_that_guess_further_tokens_are_left_out(checkpoint, tmp_path, cap
     shutil.copytree(folder, tmp_path / "more")
     tensors = load_file(folder / "model.safetensors")
     more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(4) for layer in (2, 3)}
+    more |= {"mtp.norm.weight": torch.ones(4)}  # as others call them
     save_file(tensors | more, tmp_path / "more" / "model.safetensors", {"format": "pt"})
     load(tmp_path / "more")  # transformers writes num_nextn_predict_layers: 1
     assert "1 tensors are not used, is it the right model? model.layers.3.eh_proj.weight" in caplog.text

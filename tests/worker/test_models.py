@@ -25,6 +25,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+IN_PART = {kind: rope | {"partial_rotary_factor": 0.5} for kind, rope in BY_KIND.items()}
+IN_PART["sliding_attention"]["partial_rotary_factor"] = 0.75
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0], "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]}
 LONGROPE = FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.75}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
@@ -99,6 +103,37 @@ VARIANTS = [
     ("granitemoe", {"attention_bias": True, "residual_multiplier": 1.0}),
     ("cohere", {"attention_bias": True, "num_key_value_heads": 1, "layer_norm_eps": 1e-3}),
     ("cohere2", {"attention_bias": True, "rope_parameters": LLAMA3, "layer_types": ["full_attention"] * 2}),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-5}),
+    (
+        "cohere2_moe",
+        {"expert_selection_fn": "sigmoid", "num_shared_experts": 2, "attention_bias": True}
+        | {"mlp_layer_types": ["sparse", "dense"], "prefix_dense_intermediate_size": 56},
+    ),
+    ("cohere2_moe", {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "layer_types": None}),
+    ("cwm", {"layer_types": None, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    ("afmoe", {"layer_types": None, "sliding_window": 16, "attention_bias": True, "mup_enabled": False}),
+    ("afmoe", {"num_dense_layers": 0, "num_shared_experts": 1, "rope_parameters": YARN}),
+    ("laguna", {"rope_parameters": IN_PART, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}),
+    ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 8], "moe_routed_scaling_factor": 2.5}),
+    ("laguna", {"num_attention_heads_per_layer": None, "layer_types": None, "num_key_value_heads": 1}),
+    ("apertus", {"attention_bias": True, "rope_parameters": YARN, "num_key_value_heads": 1}),
+    ("hyperclovax", {"use_post_norm": False, "residual_multiplier": 0.5, "attention_bias": True, "mlp_bias": True}),
+    ("youtu", {"rope_parameters": YARN | MSCALE, "attention_bias": True, "q_lora_rank": None}),
+    (
+        "exaone_moe",
+        {"mlp_layer_types": ["sparse", "dense"], "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
+        | {"layer_types": None, "num_shared_experts": 2, "rope_parameters": YARN},
+    ),
+    ("hy_v3", {"attention_bias": True, "mlp_layer_types": ["sparse", "sparse"], "enable_moe_fp32_combine": False}),
+    ("internlm3", {"attention_bias": True, "mlp_bias": True, "head_dim": None}),
+    ("mellum", {"rope_parameters": BY_KIND, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}),
+    ("sarvam_moe", {"attention_bias": True, "use_qk_norm": False, "rope_parameters": HALF, "n_group": 2}),
+    ("sarvam_mla", {"rope_parameters": YARN | MSCALE, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
+    ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    ("granitemoehybrid", {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
+    ("granitemoehybrid", {"position_embedding_type": None, "num_key_value_heads": 1}),
+    ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_parameters": YARN, "attention_bias": True}),
+    ("granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": [1e4, 1e6], "num_key_value_heads": 1}),
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
@@ -192,6 +227,23 @@ ALIKE = (
     "granitemoe",
     "cohere",
     "cohere2",
+    "cwm",
+    "youtu",
+    "exaone_moe",
+    "hy_v3",
+    "internlm3",
+    "mellum",
+    "sarvam_moe",
+    "sarvam_mla",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "granite_swa",
+    "granitemoe_swa",
+    "afmoe",
+    "apertus",
+    "hyperclovax",
+    "laguna",
+    "cohere2_moe",
 )
 """Families whose logits are tested, and that decode as others do."""
 
@@ -268,6 +320,9 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
+        pytest.param("afmoe", {}, marks=pytest.mark.slow),
+        pytest.param("apertus", {}, marks=pytest.mark.slow),
+        pytest.param("laguna", {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -76,6 +76,16 @@ SOLAR = GLM | {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "routed
 SOLAR |= {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, "head_dim": 16}
 COHERE: dict[str, Any] = {"num_key_value_heads": 2, "layer_norm_eps": 1e-5, "logit_scale": 0.25, "rope_theta": 5e4}
 COHERE |= {"hidden_act": "silu", "rope_scaling": None, "pad_token_id": 0, "rms_norm_eps": "REMOVED"}
+NORTH: dict[str, Any] = COHERE | {"head_dim": 16, "rms_norm_eps": 1e-6, "sliding_window": 16, "num_hidden_layers": 5}
+NORTH |= {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 0, "expert_selection_fn": "sigmoid"}
+NORTH |= {"norm_topk_prob": False, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
+NORTH |= {"prefix_dense_sliding_window_pattern": 1, "use_parallel_block": True, "use_gated_activation": True}
+FEWER = {k: x for k, x in NORTH.items() if not k.startswith("prefix")} | {"first_k_dense_replace": 2}
+NORTH |= {"layer_types": [("sliding_attention", "full_attention")[i % 4 == 0] for i in range(5)]}
+PLUS: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2}
+PLUS |= {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "shared_expert_combination_strategy": "average"}
+PLUS |= {"first_k_dense_replace": 0, "rms_norm_eps": None, "sliding_window": 16, "num_hidden_layers": 4}
+PLUS |= {"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
 QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN |= {"sliding_window": 32_768, "max_window_layers": 21, "use_sliding_window": False, "num_key_value_heads": 2}
@@ -91,7 +101,43 @@ A13B: dict[str, Any] = {"num_experts": 6, "moe_topk": [2, 2], "num_shared_expert
 A13B |= {"moe_intermediate_size": [48, 48], "use_mixed_mlp_moe": True, "norm_topk_prob": True, "topk_group": False}
 A13B |= {"group_limited_greedy": False, "routed_scaling_factor": 1.0, "moe_layer_num_skipped": 0}
 EXAONE: dict[str, Any] = LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "num_hidden_layers": 4, "sliding_window": 16}
+KEXAONE: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
+KEXAONE |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_group": 1}
+KEXAONE |= {"sliding_window_pattern": "LLLG", "is_moe_layer": [False, True, True, True], "topk_method": "noaux_tc"}
+KEXAONE |= {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+TRINITY: dict[str, Any] = EXAONE | EXPERTS | {"num_shared_experts": 1, "num_dense_layers": 2, "route_scale": 2.448}
+TRINITY |= {"route_norm": True, "score_func": "sigmoid", "mup_enabled": True, "global_attn_every_n_layers": 4}
+TRINITY |= {"rope_scaling": None, "rope_theta": 1e4, "n_group": 1, "topk_group": 1, "num_expert_groups": 1}
 LLLG = [*["sliding_attention"] * 3, "full_attention"]
+LAGUNA: dict[str, Any] = EXPERTS | {"shared_expert_intermediate_size": 16, "moe_routed_scaling_factor": 2.5}
+LAGUNA |= {"gating": "per-head", "norm_topk_prob": True, "moe_router_logit_softcapping": 0.0, "sliding_window": 16}
+LAGUNA |= {"mlp_only_layers": [0], "decoder_sparse_step": 1, "qkv_bias": False, "attention_bias": False}
+LAGUNA |= {"moe_apply_router_weight_on_input": False, "num_key_value_heads": 2}
+LAGUNA["layer_types"] = ["full_attention", "sliding_attention"]
+FOUR = {"num_attention_heads_per_layer": [4, 8, 8, 8], "num_hidden_layers": 4, "layer_types": LLLG[::-1]}
+LAGUNA["rope_parameters"] = {
+    "full_attention": YARN | {"rope_type": "yarn", "partial_rotary_factor": 0.5, "rope_theta": 5e5, "beta_fast": 32.0},
+    "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e4},
+}
+APERTUS = {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False, "rope_theta": 1.2e7}
+CLOVA = {"attention_multiplier": 0.1, "embedding_multiplier": 10.0, "logits_scaling": 0.125, "use_post_norm": True}
+CLOVA |= {"residual_multiplier": 1.0, "head_dim": 8, "rope_theta": 1e8, "rope_scaling": None}
+HY: dict[str, Any] = EXPERTS | {"num_shared_experts": 1, "router_scaling_factor": 2.826, "route_norm": True}
+HY |= {"qk_norm": True, "first_k_dense_replace": 1, "expert_hidden_dim": 16, "num_nextn_predict_layers": 1}
+HY |= {"enable_moe_fp32_combine": False, "moe_router_use_sigmoid": True, "rope_parameters": {"rope_theta": 1e7}}
+CWM = {"head_dim": 16, "rope_scaling": {"factor": 16.0, "rope_type": "llama3", **ORIGINAL}, "sliding_window": 16}
+CWM["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MELLUM = EXPERTS | {"sliding_window": 16, "rope_parameters": GEMMA_ROPE, "norm_topk_prob": True}
+MELLUM |= {"rope_theta": 100.0, "rope_local_base_freq": 50.0}  # which it does not read
+MICRO = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40}
+MICRO |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4}
+SARVAM: dict[str, Any] = {"num_experts": 8, "num_shared_experts": 1, "num_experts_per_tok": 2, "head_dim": 16}
+SARVAM |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 1}
+SARVAM |= {"topk_group": 1, "use_qkv_bias": False, "use_qk_norm": True, "rope_theta": 8e6, "num_key_value_heads": 2}
+LARGER = {name: value for name, value in DEEPSEEK.items() if name not in ("n_routed_experts", "n_shared_experts")}
+LARGER |= {"num_experts": 8, "num_shared_experts": 1, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+LARGER |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"type": "deepseek_yarn"}, "head_dim": 32}
+SWASH = GRANITE | {"layer_rope_theta": [1e4, 0], "layer_types": ["sliding_attention", "full_attention"]}
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
@@ -127,6 +173,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3 moe, dense": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1], "attention_bias": True}),
     "deepseek v2 lite": ("deepseek_v2", DEEPSEEK | LITE),
     "deepseek v2": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}),
+    "deepseek v2, of few words": ("deepseek_v2", {k: x for k, x in DEEPSEEK.items() if k != "n_shared_experts"}),
     "deepseek v3": ("deepseek_v3", DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     "glm 4.5": ("glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
     "glm 4.5 air": ("glm4_moe", GLM | {"use_qk_norm": False, "attention_bias": True, "routed_scaling_factor": 1.0}),
@@ -138,14 +185,24 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 4 mini": ("phi3", PHI | PARTIAL | {"tie_word_embeddings": True}),
     "gemma 3 1b": ("gemma3_text", GEMMA | {"rope_local_base_freq": 100, "rope_theta": 1e6, "rope_scaling": None}),
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
+    "gemma 3, original beside it": (
+        "gemma3_text",
+        GEMMA | ORIGINAL | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    ),
     "gemma of transformers 5": ("gemma3_text", GEMMA | {"rope_parameters": GEMMA_ROPE, "num_hidden_layers": 3}),
     "seed oss": ("seed_oss", PLAIN | {"head_dim": 16, "rope_scaling": {"rope_type": "default"}, "rope_theta": 1e7}),
     "smollm 3": ("smollm3", PLAIN | {"no_rope_layers": [1, 1, 1, 0, 1], "num_hidden_layers": 5, "rope_theta": 5e6}),
     "smollm 3, longer": ("smollm3", LONG | {"num_hidden_layers": 4, "rope_scaling": YARN, "pad_token_id": None}),
+    "smollm 3, windows by name": (
+        "smollm3",
+        PLAIN | {"num_hidden_layers": 4, "layer_types": LLLG, "sliding_window": 16, "use_sliding_window": False},
+    ),
     "olmo 2": ("olmo2", PLAIN | {"num_key_value_heads": 4, "rope_theta": 5e5}),
     "olmo 3": ("olmo3", PLAIN | {"sliding_window": 16, "num_hidden_layers": 5, "rope_scaling": NEWER}),
+    "olmo 3, with a field of gemma's": ("olmo3", PLAIN | {"rope_local_base_freq": 100.0, "sliding_window": 16}),
     "granite 3": ("granite", PLAIN | GRANITE),
     "devstral 2": ("ministral3", LONG | DEVSTRAL | {"pad_token_id": None}),
+    "ministral 3, windows": ("ministral3", LONG | {"sliding_window": 16, "layer_types": LLLG[2:], "head_dim": 16}),
     "glm 4 9b": ("glm", PLAIN | {"head_dim": 16, "rope_theta": 1e4, "attention_bias": True}),
     "glm 4 0414": ("glm4", PLAIN | {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.5}),
     "glm 4.7 flash": ("glm4_moe_lite", FLASH),
@@ -169,9 +226,35 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "afm 4.5b": ("arcee", LONG | {"hidden_act": "relu2", "mlp_bias": False, "rope_scaling": YARN | {"mscale": 1.0}}),
     "command r": ("cohere", COHERE | {"use_qk_norm": False, "model_max_length": 1024, "rope_theta": 8e6}),
     "command r7b": ("cohere2", COHERE | {"sliding_window": 16, "sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "command r7b, heads": ("cohere2", COHERE | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 5}),
+    "north mini code": ("cohere2_moe", NORTH),
+    "north mini, of few words": ("cohere2_moe", FEWER),
+    "command a plus": ("cohere2_moe", COHERE | PLUS),
     "ministral": ("ministral", PLAIN | {"head_dim": 16, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "ministral by its older name": ("mistral", PLAIN | {"head_dim": 8, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "trinity mini": ("afmoe", TRINITY),
+    "laguna xs": ("laguna", PLAIN | LAGUNA | FOUR),
+    "laguna s": ("laguna", PLAIN | LAGUNA | {"num_attention_heads_per_layer": [4, 6]}),
+    "laguna m": ("laguna", PLAIN | LAGUNA | {"layer_types": "REMOVED", "rope_parameters": "REMOVED"}),
+    "apertus 8b": ("apertus", LONG | APERTUS | {"rope_scaling": LLAMA3 | ORIGINAL | {"type": "llama3"}}),
+    "apertus, of few words": ("apertus", PLAIN | {"hidden_act": "xielu"}),
+    "hyperclova x seed think": ("hyperclovax", PLAIN | CLOVA),
+    "cwm": ("cwm", CWM | {"num_key_value_heads": 2, "layer_types": [*LLLG[2:], *LLLG[2:]], "num_hidden_layers": 4}),
+    "cwm, of few words": ("cwm", {"head_dim": 16, "num_key_value_heads": 2, "num_hidden_layers": 5}),
+    "youtu 2b": ("youtu", DEEPSEEK | {"rope_scaling": None, "rope_theta": 1.6e6, "tie_word_embeddings": True}),
+    "k-exaone": ("exaone_moe", KEXAONE | {"layer_types": LLLG, "mlp_layer_types": ["dense"] + ["sparse"] * 3}),
+    "hy 3": ("hy_v3", PLAIN | HY),
+    "internlm 3": ("internlm3", PLAIN | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}, "qkv_bias": False}),
+    "internlm 3, biases": ("internlm3", PLAIN | {"bias": True, "qkv_bias": True, "head_dim": 16}),
+    "mellum 2": ("mellum", PLAIN | MELLUM | {"num_hidden_layers": 4, "layer_types": LLLG}),
+    "granite 4 micro": ("granitemoehybrid", PLAIN | MICRO),
+    "granite 4, experts": ("granitemoehybrid", PLAIN | MICRO | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite moe, shared": ("granitemoeshared", PLAIN | GRANITE | {"shared_intermediate_size": 40}),
+    "granite swash": ("granite_swa", PLAIN | SWASH | {"sliding_window": 16}),
+    "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
+    "sarvam 30b": ("sarvam_moe", PLAIN | SARVAM),
+    "sarvam 105b": ("sarvam_mla", LARGER),
     "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
 }
 
@@ -235,7 +318,11 @@ def test_a_window_that_hides_nothing_is_none():
     assert [read_spec(config | {"sliding_window": size}).windows[1] for size in (63, 64, 999)] == [63, None, None]
 
 
-@pytest.mark.parametrize("family", ["cohere2", "dots1", "exaone4", "gemma3_text", "gpt_oss", "ministral", "olmo3"])
+WINDOWED = ["afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text"]
+WINDOWED += ["gpt_oss", "granite_swa", "granitemoe_swa", "laguna", "mellum", "ministral", "olmo3"]
+
+
+@pytest.mark.parametrize("family", WINDOWED)
 def test_windows_that_nothing_switches_on_or_off(family):
     """transformers does not read `use_sliding_window` of these."""
     config = {"model_type": family, "layer_types": LLLG, "sliding_window": 16, "use_sliding_window": False} | FEW
@@ -257,16 +344,26 @@ THIN = EXPERTS | {"moe_intermediate_size": 20}
 OTHERWISE = {"use_sliding_window": True, "norm_topk_prob": False}
 QWEN_3 = {"head_dim": 16, "rope_scaling": MROPE_3, "rope_theta": 5e6, "attention_bias": False}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+GLM_SEES: dict[str, Any] = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "attention_bias": True}
+GLM_SEES |= {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}
+WIDER = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 MISTRAL_4 = DEEPSEEK | {"rope_scaling": None, "rope_parameters": ANEW, "n_group": 1, "topk_group": 1}
 KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma 3": ("gemma3", GEMMA, {"mm_tokens_per_image": 4}),
     "mistral small 3.1": ("mistral3", {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e9}, UNTIED),
+    "mistral small, windows": (
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": 16, "layer_types": LLLG[2:], "num_hidden_layers": 2},
+        UNTIED,
+    ),
+    "gemma 3, tied": ("gemma3", GEMMA | UNTIED, {}),
     "mistral 3, tied": ("mistral3", {"model_type": "mistral", "sliding_window": None} | UNTIED, {}),
     "ministral 3": ("mistral3", DEVSTRAL | {"model_type": "ministral3"}, UNTIED),
     "mistral small 4": ("mistral3", MISTRAL_4 | {"model_type": "mistral4"}, UNTIED),
     "qwen 2 vl": ("qwen2_vl", MROPE | {"use_sliding_window": False, "sliding_window": 16}, {}),
+    "qwen 2 vl, heads": ("qwen2_vl", MROPE | {"head_dim": 16}, {}),
     "qwen 2.5 vl 3b": ("qwen2_5_vl", MROPE | {"max_window_layers": 1, "sliding_window": 16}, TIED),
     "qwen 2.5 vl, longer": ("qwen2_5_vl", {"rope_scaling": YARN | {"mrope_section": [1, 1, 2]}}, {}),
     "qwen 2 vl of transformers 5": ("qwen2_vl", {"rope_parameters": SECTIONS | {"rope_theta": 1e5}}, {}),
@@ -274,6 +371,10 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen 3 vl, windows": ("qwen3_vl", QWEN_3 | WINDOW | {"use_sliding_window": True}, {}),
     "qwen 3 vl moe": ("qwen3_vl_moe", THIN | QWEN_3 | {"norm_topk_prob": True, "mlp_only_layers": []}, UNTIED),
     "qwen 3 vl moe, otherwise": ("qwen3_vl_moe", THIN | WINDOW | OTHERWISE, UNTIED),
+    "glm 4.1v": ("glm4v", GLM_SEES | {"model_type": "glm4v_text"}, UNTIED),
+    "glm 4.6v flash": ("glm46v", GLM_SEES | {"model_type": "glm4v_text"}, UNTIED),
+    "glm 4.5v": ("glm4v_moe", GLM | GLM_SEES | {"model_type": "glm4v_moe_text", "head_dim": 16} | WIDER, UNTIED),
+    "exaone 4.5": ("exaone4_5", EXAONE | {"model_type": "exaone4_5_text", "layer_types": LLLG}, UNTIED),
     "kimi k2.5": ("kimi_k25", KIMI | {"model_type": "kimi_k2"}, UNTIED),
     "kimi k2.5, tied": ("kimi_k25", KIMI | {"model_type": "kimi_k2"} | UNTIED, {}),
 }
@@ -432,7 +533,7 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
 TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe"])
+@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna", "cohere2_moe"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -469,12 +570,12 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch
     return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), meant
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe", "laguna"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
     plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
-    for name in [name for name in plain if name.endswith("proj.weight")]:
+    for name in [name for name in plain if name.endswith(("proj.weight", "query_key_value.weight", "dense.weight"))]:
         weight, suffix, scale, plain[name] = quantized(plain[name], kind)
         stored |= {name: weight, name.replace("weight", suffix): scale}
     shutil.copytree(tmp_path / "stored", tmp_path / "plain")
@@ -589,6 +690,22 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm True is not served"),
         ({"model_type": "cohere2", "sliding_window": None}, "sliding_window null is not served"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
+        ({"model_type": "apertus"}, "hidden_act 'silu' is not served; 'xielu' is"),
+        ({"model_type": "hyperclovax", "residual_multiplier": 0.5}, "residual_multiplier 0.5 is not served"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [6, 3]}, r"per_layer \[6, 3\] is not served"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [4]}, r"per_layer \[4\] is not served"),
+        ({"model_type": "cohere2_moe", "use_parallel_block": False}, "use_parallel_block False is not served"),
+        ({"model_type": "cohere2_moe", "rope_scaling": YARN}, "rope_scaling {.*} is not served; None is"),
+        ({"model_type": "cohere2_moe", "expert_selection_fn": "top"}, "expert_selection_fn 'top' with 'average'"),
+        ({"model_type": "laguna", "gating": False}, "gating False is not served"),
+        ({"model_type": "laguna", "moe_router_logit_softcapping": 30.0}, "softcapping 30.0 is not served"),
+        ({"model_type": "hy_v3", "route_norm": False}, "route_norm False is not served"),
+        ({"model_type": "exaone_moe", "scoring_func": "softmax"}, "scoring_func 'softmax' is not served"),
+        ({"model_type": "afmoe", "score_func": "softmax"}, "score_func 'softmax' is not served"),
+        ({"model_type": "internlm3", "attention_bias": True}, "qkv_bias True with bias False is not served"),
+        ({"model_type": "granitemoehybrid"}, "layer_types mamba are not served; attention is"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
+        ({"model_type": "glm46v", "text_config": {"model_type": "glm"}}, "text_config: model_type 'glm'"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not served"),
         ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quant_method 'awq' is not served"),
@@ -604,10 +721,14 @@ LENGTH = {"max_position_embeddings": 8192}
 FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
 FEW |= {"intermediate_size": 48} | LENGTH
 OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
+OF_ANY_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
+OF_ANY_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 OF_ANY_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
 NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
 WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
+WITH["exaone4_5"] = {"model_type": "exaone4"}
+WITH["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
 WITH["deepseek_v2"] |= {"moe_intermediate_size": 1407}
 
 

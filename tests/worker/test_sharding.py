@@ -63,7 +63,7 @@ def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
 
 
-@pytest.mark.parametrize("family", ["cohere", "cohere2"])
+@pytest.mark.parametrize("family", ["cohere", "cohere2", "cohere2_moe"])
 def test_families_of_one_rank(checkpoint, family):
     with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served for this model_type; 1 is"):
         Shard(0, 2).spec(spec_of(checkpoint, family))
@@ -159,6 +159,22 @@ def mix(layer, heads):
         ("hunyuan_v1_moe", {"attention_bias": True}),
         ("arcee", {"mlp_bias": True}),
         ("granitemoe", {}),
+        ("cwm", {}),
+        ("afmoe", {}),
+        ("apertus", {}),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8], "attention_bias": True}),
+        ("hyperclovax", {"mlp_bias": True}),
+        ("youtu", {}),
+        ("exaone_moe", {}),
+        ("hy_v3", {}),
+        ("mellum", {}),
+        ("sarvam_moe", {}),
+        ("sarvam_mla", {}),
+        ("granitemoeshared", {}),
+        ("granitemoehybrid", {}),
+        ("granite_swa", {}),
+        ("granitemoe_swa", {}),
+        ("granitemoehybrid", {"num_local_experts": 0}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):

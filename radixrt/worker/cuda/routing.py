@@ -81,7 +81,7 @@ def _route(
     experts = tl.zeros([SLOTS], tl.int32)
     for i in tl.static_range(CHOSEN):
         best = tl.argmax(left, 0)
-        if BIASED:
+        if BIASED or SIGMOID:
             share = tl.sum(tl.where(e == best, scores, 0.0), 0)
         else:
             share = tl.exp(tl.max(left, 0) - peak) / total

@@ -257,6 +257,49 @@ class SafetensorsWeights:
         self._files.clear()
 
 
+class Renamed:
+    """Weights that may be stored under other names. `pairs`: a part of a name, and its replacement if there is no tensor
+    of the requested name."""
+
+    def __init__(self, weights: Weights, pairs: Sequence[tuple[str, str]]) -> None:
+        self._weights = weights
+        self._pairs = pairs
+
+    def _name(self, name: str) -> str:
+        if name in self._weights:
+            return name
+        other = name
+        for part, stored in self._pairs:
+            other = other.replace(part, stored)
+        return other if other in self._weights else name
+
+    def __contains__(self, name: str) -> bool:
+        return self._name(name) in self._weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.dtype
+
+    @property
+    def packed(self) -> bool:
+        return self._weights.packed
+
+    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
+        return self._weights.load(self._name(name), shape, part)
+
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+        return self._weights.scaled(self._name(name), shape, part)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(self._name(name))
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._weights.get(self._name(name))
+
+    def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return self._weights.bytes(self._name(name), shape)
+
+
 def _taken(whole: torch.Tensor, part: Part) -> torch.Tensor:
     """A part, which does not keep the whole alive."""
     return whole.narrow(part.dim, part.start, part.count).clone(memory_format=torch.contiguous_format)

@@ -18,11 +18,10 @@ def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     return common(
         config | {"rms_norm_eps": config["layer_norm_eps"]},
-        norms=NORMS,
         parallel=True,
         interleaved=True,
         qkv_bias=bias,
         output_bias=bias,
         logits_factor=config["logit_scale"],
-        **features,
+        **{"norms": NORMS} | features,
     )

@@ -128,6 +128,8 @@ class Decoder:
         layer, last = self._layers[number], number == len(self._layers) - 1
         norm = self._norm if last else self._layers[number + 1].attention_norm
         attended = layer.heads.gather(x)
+        if layer.gate is not None:
+            attended = layer.gate(attended, residual, self._ops)
         if self.spec.parallel:
             x = layer.mlp_norm(residual, self._ops)
             layer.output.add(attended, residual, NoNorm(), self._ops)

@@ -26,7 +26,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         factor=1.0 if normalized else config.get("routed_scaling_factor", 1.0),
         wide=True,
     )
-    config = DEFAULTS | config
+    config = DEFAULTS | {"n_shared_experts": 2} | config
     return with_routed(latent_decoder(config, interleaved=True), config, routing, normalized)
 
 
@@ -55,18 +55,23 @@ def _scale(rope: dict[str, Any], width: int) -> float:
     return width**-0.5 * (sharpened(rope.get("factor") or 1.0, weight) ** 2 if weight else 1.0)
 
 
-def with_routed(spec: ModelSpec, config: dict[str, Any], routing: Routing, normalized: bool) -> ModelSpec:
-    """With experts, where a file has any: from layer `first_k_dense_replace` on, every `moe_layer_freq`-th."""
+def with_routed(
+    spec: ModelSpec, config: dict[str, Any], routing: Routing, normalized: bool, layers: frozenset[int] | None = None
+) -> ModelSpec:
+    """With experts, where a file has any: in these `layers`, or from layer `first_k_dense_replace` on, every
+    `moe_layer_freq`-th."""
     if not config.get("n_routed_experts"):
         return spec
     first, step = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
     inner = config["moe_intermediate_size"]
+    if layers is None:
+        layers = frozenset(i for i in range(spec.num_layers) if i >= first and i % step == 0)
     experts = ExpertsSpec(
         count=config["n_routed_experts"],
         chosen=config["num_experts_per_tok"],
         intermediate_size=inner,
         normalized=normalized,
-        layers=frozenset(i for i in range(spec.num_layers) if i >= first and i % step == 0),
+        layers=layers,
         prefix="mlp",
         names=("gate_proj", "up_proj", "down_proj"),
         routing=routing,

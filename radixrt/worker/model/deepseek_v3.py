@@ -21,7 +21,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     return with_routed(spec, config, by_sigmoid(config), bool(config["norm_topk_prob"]))
 
 
-def by_sigmoid(config: dict[str, Any]) -> Routing:
+def by_sigmoid(config: dict[str, Any], wide_weight: bool = False) -> Routing:
     """One group and the factor 1 where a file says nothing of them."""
     return Routing(
         sigmoid=True,
@@ -29,4 +29,5 @@ def by_sigmoid(config: dict[str, Any]) -> Routing:
         kept_groups=config.get("topk_group") or 1,
         factor=config.get("routed_scaling_factor", 1.0),
         wide=True,
+        wide_weight=wide_weight,
     )

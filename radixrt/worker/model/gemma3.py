@@ -10,4 +10,4 @@ from radixrt.worker.model.spec import ModelSpec, text_part
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Of its `text_config`."""
-    return gemma3_text.spec(text_part(config))
+    return gemma3_text.spec(text_part({"tie_word_embeddings": True} | config))

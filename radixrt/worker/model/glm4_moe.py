@@ -14,14 +14,16 @@ DEFAULTS |= {"num_key_value_heads": 8}
 """Of transformers, in place of what a file leaves out."""
 
 
-def spec(config: dict[str, Any]) -> ModelSpec:
+def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     """Heads of q and k are normalized with `use_qk_norm`; q, k and v have a bias with `attention_bias`, the output has
-    none. Layers that guess tokens further ahead (`num_nextn_predict_layers`) are left out."""
+    none. Layers that guess tokens further ahead (`num_nextn_predict_layers`) are left out. `features` are a
+    successor's."""
     config = DEFAULTS | config
     plain = common(
         config,
         partial_rotary=True,
         qk_norm=bool(config.get("use_qk_norm")),
         qkv_bias=bool(config.get("attention_bias")),
+        **features,
     )
     return with_routed(plain, config, by_sigmoid(config), bool(config["norm_topk_prob"]))

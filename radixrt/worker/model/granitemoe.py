@@ -15,8 +15,13 @@ TOGETHER = (
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """The weights of a token's experts sum to 1."""
-    experts = ExpertsSpec(
+    """All else is as before."""
+    return with_experts(granite.spec(config | {"mlp_bias": False}), all_experts(config))
+
+
+def all_experts(config: dict[str, Any]) -> ExpertsSpec:
+    """Of all layers. The weights of a token's experts sum to 1."""
+    return ExpertsSpec(
         count=config.get("num_local_experts", 8),
         chosen=config.get("num_experts_per_tok", 2),
         intermediate_size=config["intermediate_size"],
@@ -26,4 +31,3 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         names=("w1", "w3", "w2"),
         together=TOGETHER,
     )
-    return with_experts(granite.spec(config | {"mlp_bias": False}), experts)

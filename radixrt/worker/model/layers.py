@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
@@ -343,6 +343,27 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """What attention gave is times the sigmoid, or the softplus, of a product of what it took (arXiv 2505.06708)."""
+
+    norm: Norm | NoNorm
+    """Gives what attention took. It is computed again, for nothing is kept beside the residual stream while attention
+    is."""
+    product: Product
+    """To as many numbers as attention gave, or to one a head."""
+    softplus: bool
+
+    def __call__(self, attended: torch.Tensor, residual: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """Of attended[T, inner], before its projection is added to residual[T, hidden]."""
+        made = self.product(self.norm(residual, ops))
+        if self.softplus:
+            gate = softplus(made.float()).to(made.dtype)
+        else:
+            gate = made.sigmoid() if made.is_cuda else sigmoid(made)
+        return (attended.unflatten(1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one layer."""
 
@@ -353,3 +374,5 @@ class Layer:
     mlp: Mlp | Plain | Mixture
     sinks: torch.Tensor | None = None
     """float32[heads], where attention has them (see `ModelSpec.sinks`)."""
+    gate: Gate | None = None
+    """See `ModelSpec.gate`."""

@@ -19,7 +19,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config = DEFAULTS | config
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config["rope_parameters"] = dict(YARN)
-    return with_growth(mistral.spec(config))
+    return with_growth(mistral.spec(config | {"layer_types": None}))
 
 
 def with_growth(spec: ModelSpec) -> ModelSpec:

@@ -11,8 +11,9 @@ PARTS = {"mistral": mistral.spec, "ministral3": ministral3.spec, "mistral4": mis
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of the family that `text_config` names. ValueError for another."""
+    """Of the family that `text_config` names; a window is that of all layers. ValueError for another."""
     family = config["text_config"].get("model_type", "mistral")
     if family not in PARTS:
         raise ValueError(f"text_config: model_type {family!r} is not served; {', '.join(PARTS)} are")
-    return PARTS[family](text_part({"tie_word_embeddings": True} | config))
+    text = text_part({"tie_word_embeddings": True} | config)
+    return PARTS[family](text | {"layer_types": None} if family == "mistral" else text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear
@@ -35,10 +37,11 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Without a gate: the square of what is positive of `up` (arXiv 2109.08668)."""
+    """Without a gate."""
 
     up: Product
     down: Output
+    activation: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def rounding(self) -> Rounding | None:
@@ -49,7 +52,35 @@ class Plain:
         self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
         """As `Mlp.add`."""
-        return self.down.add(self.up(x).relu_().square_(), residual, norm, ops)
+        return self.down.add(self.activation(self.up(x)), residual, norm, ops)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """In place (arXiv 2109.08668)."""
+    return x.relu_().square_()
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """xIELU (arXiv 2411.13010), in float32:
+
+    x > 0:   positive x^2 + beta x                            else:   negative (exp(min(x, eps)) - 1 - x) + beta x"""
+
+    positive: torch.Tensor
+    negative: torch.Tensor
+    beta: torch.Tensor
+    eps: torch.Tensor
+
+    @classmethod
+    def learned(cls, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> Xielu:
+        """Of what is stored of it."""
+        alpha_p, alpha_n, beta, eps = (x.float().flatten() for x in (alpha_p, alpha_n, beta, eps))
+        return cls(F.softplus(alpha_p), beta + F.softplus(alpha_n), beta, eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        below = torch.minimum(wide, self.eps).expm1_().sub_(wide).mul_(self.negative)
+        return torch.where(wide > 0, self.positive * wide * wide, below).addcmul_(wide, self.beta).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

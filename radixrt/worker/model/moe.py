@@ -118,7 +118,8 @@ class Experts:
         [T, chosen]."""
         logits = self.logits(x)
         scores = sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
-        choice = scores if self.bias is None else scores + self.bias
+        alone = logits.float() if self.routing.sigmoid else scores  # a sigmoid's largest are all 1
+        choice = alone if self.bias is None else scores + self.bias
         experts = (self._of_best_groups(choice) if self.routing.grouped else choice).topk(self.chosen, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.normalized:
@@ -162,6 +163,11 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """By softmax over (x, 0), which rounds alike wherever a row lies: functions of elements take the ends of a tensor
     in another way than the rest."""
     return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(-1)[..., 0]
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """ln(1 + exp(x)), likewise."""
+    return -torch.stack((torch.zeros_like(x), x), dim=-1).log_softmax(-1)[..., 0]
 
 
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:

@@ -14,7 +14,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     """By `layer_types`; every fourth layer attends to all where a file has none."""
     config = DEFAULTS | config
     config["layer_types"] = layer_kinds(config, 4)
-    by_kind = ropes_by_kind(config)
+    by_kind = ropes_by_kind(config | {"rope_local_base_freq": config["rope_theta"]})  # Gemma's
     return olmo2.spec(
         by_kind["full_attention"],
         windows=layer_windows(config),

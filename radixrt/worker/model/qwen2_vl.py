@@ -13,8 +13,8 @@ DEFAULTS |= {"max_position_embeddings": 32_768}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of text alone, the three positions of a token (M-RoPE) are one."""
-    text = DEFAULTS | text_part(config)
+    """Of text alone, the three positions of a token (M-RoPE) are one. Heads divide the hidden state."""
+    text = DEFAULTS | text_part(config) | {"head_dim": None}
     for name in ("rope_scaling", "rope_parameters"):
         rope = dict(text.get(name) or {})
         if rope.get("rope_type", rope.get("type")) == "mrope":

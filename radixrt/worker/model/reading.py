@@ -9,18 +9,21 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.alternating import apart, read_alternating
-from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.checkpoint import Renamed, Weights
+from radixrt.worker.model.filling import Filled
 from radixrt.worker.model.latent import NORM_EPS, Latent, Ups
-from radixrt.worker.model.layers import Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
+from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear, stack
-from radixrt.worker.model.mlp import Mixture, Mlp, Plain, Shared
+from radixrt.worker.model.mlp import Mixture, Mlp, Plain, Shared, Xielu, squared_relu
 from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, stack_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec
+from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, ModelSpec
 
 HEAD = "lm_head.weight"
+XIELU_FIXED = 0.5, -1e-6
+"""`beta` and `eps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Reader:
 
     def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops, group: Group | None) -> None:
         self._spec = spec
-        self._weights = weights
+        self._weights = Filled(weights, spec) if spec.layer_heads else Renamed(weights, spec.other_names)
         self._batch_invariant = batch_invariant
         self._ops = ops
         self._group = group
@@ -157,13 +160,15 @@ class Reader:
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
         mlp, norms = self._mlp(number), spec.norms
         shape, after = (spec.hidden_size, inner), self._after(at, norms.after_attention)
+        attention_norm = self._before(at, norms.before_attention, heads.rounding)
         return Layer(
-            attention_norm=self._before(at, norms.before_attention, heads.rounding),
+            attention_norm=attention_norm,
             heads=heads,
             output=self._output(at + "self_attn.o_proj", shape, spec.output_bias, AFTER_ATTENTION, after),
             mlp_norm=self._before(at, norms.before_mlp, mlp.rounding),
             mlp=mlp,
             sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
+            gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
         )
 
     def _grouped(self, at: str) -> Projections:
@@ -181,7 +186,9 @@ class Reader:
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        qkv = self._product(self._together(at + "qkv_proj", pieces) if spec.fused_qkv else pieces, spec.qkv_bias)
+        if spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+            pieces = self._together(at + "qkv_proj", pieces)
+        qkv = self._product(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
         whole, last = spec.qk_norm_whole, spec.qk_norm_last
         return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, whole, self._group, last)
@@ -223,6 +230,14 @@ class Reader:
             gate = Linear(self.matrix(at + experts.shared_gate, 1, self._spec.hidden_size), None, self._batch_invariant)
         return Shared(mlp.gate_up, mlp.down.product, mlp.activation, gate)
 
+    def _gate(self, at: str, gate: GateSpec, norm: Norm | NoNorm) -> Gate:
+        rows = self._spec.num_heads * (1 if gate.by_head else self._spec.head_dim)
+        piece = Piece(at + gate.name, (rows, self._spec.hidden_size), self._shard.part(0, rows))
+        product = self._product([piece], False)
+        if isinstance(norm, Norm):
+            norm = dataclasses.replace(norm, rounding=product.rounding)
+        return Gate(norm, product, gate.softplus)
+
     def _sinks(self, name: str) -> torch.Tensor:
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
@@ -233,14 +248,23 @@ class Reader:
         if spec.experts is not None and number in spec.experts.layers:
             read = read_alternating if spec.experts.alternating else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
-            return Mixture(experts, self._group, self._shared(at, spec.experts), after, spec.residual_factor)
+            factor = spec.residual_factor * spec.experts.factor
+            return Mixture(experts, self._group, self._shared(at, spec.experts), after, factor)
         return (self._gated if spec.gated else self._plain)(at, spec.intermediate_size, after)
 
     def _plain(self, at: str, inner: int, after: Norm | None = None) -> Plain:
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
-        return Plain(self._product([up], spec.mlp_bias), down)
+        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else squared_relu
+        return Plain(self._product([up], spec.mlp_bias), down, activation)
+
+    def _xielu(self, at: str) -> Xielu:
+        """What is not learned may be stored, too."""
+        alphas = [self._weights.load(f"model.{at}{name}", (1,)) for name in ("alpha_p", "alpha_n")]
+        stored = [self._weights.get(f"model.{at}{name}") for name in ("beta", "eps")]
+        fixed = [alphas[0].new_tensor(x) if s is None else s for x, s in zip(XIELU_FIXED, stored, strict=True)]
+        return Xielu.learned(*alphas, *fixed)
 
     def _gated(self, at: str, inner: int, after: Norm | None = None) -> Mlp:
         spec, hidden = self._spec, self._spec.hidden_size

@@ -12,7 +12,8 @@ TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tuple[torch.Tensor, float]:
     """Angles per position, float32[head_dim / 2] in radians, and the factor that cos and sin are scaled by, for
-    `head_dim` elements that are rotated, and sequences of up to `context` tokens. Without a `rope` nothing turns.
+    `head_dim` elements that are rotated, or as many as `rotated` says, and sequences of up to `context` tokens. Without
+    a `rope` nothing turns.
 
     ValueError for a `rope_type` that is not served, or that something is missing of. `dynamic` is `default` up to the
     model's `max_position_embeddings`, and longer contexts are not served with it: keys in the cache would change.
@@ -20,7 +21,7 @@ def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tup
     if rope is None:
         return torch.zeros(head_dim // 2), 1.0
     try:
-        return _frequencies(rope, head_dim, context)
+        return _frequencies(rope, rope.get("rotated", head_dim), context)
     except KeyError as missing:
         raise ValueError(f"rope_scaling of rope_type {rope['rope_type']!r} has no {missing.args[0]}") from None
 

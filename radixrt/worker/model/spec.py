@@ -12,8 +12,8 @@ ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_ta
 """By `hidden_act`: one function has several names."""
 CLAMPED_SWIGLU = 7.0, 1.702
 """Of the activation `clamped_swiglu`: what gate and up are clamped to, and what the sigmoid's argument is times."""
-SQUARED_RELU = "relu2"
-"""The activation of MLPs without a gate."""
+SQUARED_RELU, XIELU = "relu2", "xielu"
+"""Activations of MLPs without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Routing:
     sigmoid: bool = False
     """In place of softmax. A group's score is the sum of its two best; else it is its best."""
     biased: bool = False
-    """To choose, a bias is added to each expert's score. With `sigmoid` it always is."""
+    """To choose, a bias is added to each expert's score. With `sigmoid` it is, unless that is `unbiased`."""
+    unbiased: bool = False
     groups: int = 1
     """Of as many experts each, one after the other."""
     kept_groups: int = 1
@@ -41,7 +42,7 @@ class Routing:
     @property
     def has_bias(self) -> bool:
         """Whether scores to choose by have one."""
-        return self.sigmoid or self.biased
+        return self.biased or (self.sigmoid and not self.unbiased)
 
     @property
     def grouped(self) -> bool:
@@ -73,6 +74,8 @@ class ExpertsSpec:
     """Inner features of what every token takes beside the experts it chooses."""
     shared: str = "shared_experts"
     """Its name, behind `mlp`."""
+    factor: float = 1.0
+    """Of what all of them and what is shared make together."""
     shared_gate: str | None = None
     """The name, there, of a vector: what is shared is times the sigmoid of its product with the token."""
     alternating: bool = False
@@ -131,6 +134,18 @@ class NormsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GateSpec:
+    """What attention gives is gated, by a product of what it took (see `layers.Gate`)."""
+
+    name: str
+    """Of the matrix."""
+    by_head: bool = False
+    """All elements of a head have the same gate; else each has its own."""
+    softplus: bool = False
+    """In place of the sigmoid."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder with grouped-query attention, rotary positions and, as a rule, a gated MLP. Sizes count elements."""
 
@@ -176,7 +191,8 @@ class ModelSpec:
     experts: ExpertsSpec | None = None
     norms: NormsSpec = NormsSpec()
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
-    """By layer, where not all have `rope`; None: nothing is rotated."""
+    """By layer, where not all have `rope`; None: nothing is rotated. With `rotated` one has elements of its own that
+    are."""
     stated_scale: float | None = None
     """Of the softmax, where it is another than head_dim^-0.5."""
     embedding_factor: float = 1.0
@@ -191,6 +207,12 @@ class ModelSpec:
     """The MLP takes what attention takes, not what it gives (arXiv 2204.02311, section 2)."""
     sinks: bool = False
     """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
+    gate: GateSpec | None = None
+    """Of what attention gives."""
+    layer_heads: tuple[int, ...] = ()
+    """By layer: query heads, where some have fewer than `num_heads` (see `filling`)."""
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names, and what some checkpoints have in their place."""
 
     @property
     def kv_elements(self) -> int:
@@ -202,12 +224,16 @@ class ModelSpec:
     def layer_elements(self) -> int:
         """Of the weights that a token is multiplied with in a layer, on average."""
         hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
+        if self.layer_heads:
+            heads = sum(self.layer_heads) // self.num_layers
         if latent is None:
             attention = 2 * hidden * self.head_dim * (heads + self.num_kv_heads)
         else:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
+        if self.gate is not None:
+            attention += hidden * heads * (1 if self.gate.by_head else self.head_dim)
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
             return attention + dense
@@ -218,7 +244,7 @@ class ModelSpec:
     @property
     def gated(self) -> bool:
         """Whether MLPs are."""
-        return self.activation != SQUARED_RELU
+        return self.activation not in (SQUARED_RELU, XIELU)
 
     @property
     def value_dim(self) -> int:
@@ -253,7 +279,7 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
     windows = features.pop("windows", None) or (None,) * config["num_hidden_layers"]
     rope = rope_parameters(config)
     if partial_rotary:
-        features["rotated"] = _rotated(config, rope, head_dim)
+        features["rotated"] = rotated_part(config, rope, head_dim)
     spec = ModelSpec(
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
@@ -286,7 +312,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _rotated(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
+def rotated_part(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
     """By `partial_rotary_factor`, in the file or in its `rope`, from which it is taken: what is left is that of a head
     of the size that is returned. None for all of the head."""
     factor = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
@@ -309,6 +335,13 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     if experts.chosen > routing.kept_groups * size or (routing.sigmoid and routing.grouped and size < 2):
         raise ValueError(f"topk_group {routing.kept_groups}: groups of {size} are too small")
     return dataclasses.replace(spec, experts=experts)
+
+
+def sparse_by_kind(config: Mapping[str, Any], dense: int) -> frozenset[int]:
+    """The layers with experts, by `mlp_layer_types`; where a file has none, all but the first `dense` ones."""
+    layers = range(config["num_hidden_layers"])
+    kinds = config.get("mlp_layer_types") or [("dense", "sparse")[i >= dense] for i in layers]
+    return frozenset(i for i in layers if kinds[i] == "sparse")
 
 
 def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
@@ -336,8 +369,10 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def ropes_by_kind(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """A file as if its layers were all of a kind (`layer_types`), by kind: `rope_parameters` may have some for each;
-    `rope_scaling` is of full attention alone, `rope_local_base_freq` is the base of layers with windows."""
+    `rope_scaling` is of full attention alone, `rope_local_base_freq` is the base of layers with windows. What positions
+    were made for at first is said there, not beside them."""
     by_kind = config.get("rope_parameters") or {}
+    config = config | {"original_max_position_embeddings": None}
     local = {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", config["rope_theta"])}
     return {
         "full_attention": config | {"rope_parameters": by_kind.get("full_attention")},

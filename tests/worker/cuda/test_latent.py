@@ -216,6 +216,7 @@ ROUTINGS = {
     "pairs": Routing(sigmoid=True, groups=4, kept_groups=2, factor=2.5, wide=True),
     "odd": Routing(sigmoid=True, groups=3, kept_groups=2),
     "biased": Routing(biased=True, least=0.5, wide=True),
+    "unbiased": Routing(sigmoid=True, unbiased=True),
 }
 
 

@@ -66,6 +66,12 @@ SIZES = {
         pytest.param("glm4", marks=pytest.mark.slow),
         pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
         pytest.param("exaone4", marks=pytest.mark.slow),
+        pytest.param("granite_swa", marks=pytest.mark.slow),
+        pytest.param("afmoe", marks=pytest.mark.slow),
+        pytest.param("cohere2_moe", marks=pytest.mark.slow),
+        pytest.param("laguna", marks=pytest.mark.slow),
+        pytest.param("apertus", marks=pytest.mark.slow),
+        pytest.param("youtu", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
@@ -77,6 +83,8 @@ def folder(request, tmp_path_factory):
         "deepseek_v3": {"num_key_value_heads": 4, "moe_intermediate_size": 24},
         "glm4_moe": {"moe_intermediate_size": 24},
         "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "cohere2_moe": {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 1},
+        "youtu": {"num_key_value_heads": 4, "head_dim": 8},
         "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
         "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
     }

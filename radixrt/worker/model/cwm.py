@@ -1,0 +1,26 @@
+"""CWM, Meta's Code World Model: Llama with windows in three of four layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import llama
+from radixrt.worker.model.spec import ModelSpec, layer_windows
+
+ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 8192}
+DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+DEFAULTS |= {"max_position_embeddings": 131_072}
+"""Of transformers, in place of what a file leaves out."""
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """By `layer_types`; every fourth layer attends to all where a file has none, the first one too. Attention has no
+    biases."""
+    config = DEFAULTS | config | {"attention_bias": False}
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config["rope_parameters"] = ROPE
+    layers = config["num_hidden_layers"]
+    if not config.get("layer_types"):
+        config["layer_types"] = [("sliding", "full")[i % 4 == 0] + "_attention" for i in range(layers)]
+    return llama.spec(config, windows=layer_windows(config))

@@ -1,0 +1,18 @@
+"""GLM-4.6V Flash: the part of it that is for text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import glm4v, glm4v_moe
+from radixrt.worker.model.spec import ModelSpec
+
+PARTS = {"glm4v_text": glm4v.spec, "glm4v_moe_text": glm4v_moe.spec}
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Of the family that `text_config` names. ValueError for another."""
+    family = config["text_config"].get("model_type", "glm4v_text")
+    if family not in PARTS:
+        raise ValueError(f"text_config: model_type {family!r} is not served; {', '.join(PARTS)} are")
+    return PARTS[family](config)

@@ -1,0 +1,30 @@
+"""Granite 4 without state-space layers: dense, or with experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from radixrt.worker.model import granite
+from radixrt.worker.model.granitemoeshared import with_shared
+from radixrt.worker.model.spec import ModelSpec
+
+OTHER_NAMES = ((".mlp.gate_up_proj", ".shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear"))
+ATTENTION = ("attention", "full_attention")
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Without experts (`num_local_experts` 0) the MLP is the one that all tokens would share. ValueError for layers
+    that are not attention, which all are where a file names none."""
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    if others := sorted(set(kinds) - set(ATTENTION)):
+        raise ValueError(f"layer_types {', '.join(others)} are not served; attention is")
+    positions = config.get("position_embedding_type")
+    shared = config.get("shared_intermediate_size", 1024)
+    config = config | {"mlp_bias": False, "shared_intermediate_size": shared}
+    if experts := config.get("num_local_experts", 8):
+        plain = with_shared(granite.spec(config), config | {"num_local_experts": experts})
+    else:
+        plain = granite.spec(config | {"intermediate_size": shared})
+        plain = dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES)
+    return plain if positions == "rope" else dataclasses.replace(plain, layer_ropes=(None,) * plain.num_layers)

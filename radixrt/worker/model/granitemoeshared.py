@@ -1,0 +1,26 @@
+"""Granite 3 with experts, and an MLP that all tokens share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from radixrt.worker.model import granite, granitemoe
+from radixrt.worker.model.spec import ModelSpec, with_experts
+
+OTHER_NAMES = (
+    (".mlp.shared_experts.gate_up_proj", ".shared_mlp.input_linear"),
+    (".mlp.shared_experts.down_proj", ".shared_mlp.output_linear"),
+)
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """It is as wide as `shared_intermediate_size` says."""
+    return with_shared(granite.spec(config | {"mlp_bias": False}), config)
+
+
+def with_shared(plain: ModelSpec, config: dict[str, Any]) -> ModelSpec:
+    """A decoder with experts, and with what they share, if anything is."""
+    experts = granitemoe.all_experts(config)
+    experts = dataclasses.replace(experts, shared_size=config.get("shared_intermediate_size") or 0)
+    return with_experts(dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES), experts)
