@@ -258,8 +258,8 @@ class SafetensorsWeights:
 
 
 class Renamed:
-    """Weights that may be stored under other names. `pairs`: a part of a name, and its replacement if there is no tensor
-    of the requested name."""
+    """Weights that may be stored under other names. `pairs`: a part of a name, and its replacement if there is no
+    tensor of the requested name."""
 
     def __init__(self, weights: Weights, pairs: Sequence[tuple[str, str]]) -> None:
         self._weights = weights
