@@ -20,7 +20,14 @@ from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.quantized import MXFP4, Products, block_size, rounds_activations
+from radixrt.worker.model.quantized import (
+    Products,
+    block_size,
+    is_expanded,
+    quantization_of,
+    rounds_activations,
+    stored_as,
+)
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
@@ -249,11 +256,12 @@ def load_model(
     weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
-        wide = "weights" if products is Products.NONE else "experts" if model.wide_experts else ""
-        if wide and loaded.hf_config.get("quantization_config"):
+        expanded = is_expanded(loaded.hf_config) and products is not Products.ALL
+        wide = "weights" if expanded or products is Products.NONE else "experts" if model.wide_experts else ""
+        if wide and (form := stored_as(loaded.hf_config)):
             log.warning(
                 "%s: %s that are stored in %s are multiplied out at load: they take the memory of 16 bits",
-                loaded.folder.name, *stored_in(loaded.hf_config, wide),
+                loaded.folder.name, "experts" if form == "MXFP4" else wide, form,
             )  # fmt: skip
         elif wide and products is Products.ALL:
             log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
@@ -268,11 +276,6 @@ def _drafting(loaded: Loaded) -> tuple[str, ...]:
     """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return "mtp.", "model.mtp.", *(f"model.layers.{layer}." for layer in range(first, first + more))
-
-
-def stored_in(hf_config: Mapping[str, Any], wide: str) -> tuple[str, str]:
-    """For the warning about `wide` weights: which ones are converted to 16 bits, and the format they are stored in."""
-    return ("experts", "MXFP4") if hf_config["quantization_config"].get("quant_method") == MXFP4 else (wide, "FP8")
 
 
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
@@ -365,8 +368,13 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
 def keeps_mxfp4(name: str, loaded: Loaded, kernels: bool) -> bool:
     """Whether experts that are stored in MXFP4 are kept so: if the GPU's `kernels` are used, in bfloat16, and the
     option quantization is not none."""
-    stored = (loaded.hf_config.get("quantization_config") or {}).get("quant_method") == MXFP4
-    if not stored or name == "none" or not kernels or loaded.device.type != "cuda" or loaded.dtype != torch.bfloat16:
+    if (
+        stored_as(loaded.hf_config) != "MXFP4"
+        or name == "none"
+        or not kernels
+        or loaded.device.type != "cuda"
+        or loaded.dtype != torch.bfloat16
+    ):
         return False
     from radixrt.worker.cuda import packed_experts
 
@@ -383,9 +391,9 @@ def open_weights(
     """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
     match config.load_format:
         case "auto" | "safetensors":
-            block = block_size(loaded.hf_config)
+            block, quantization = block_size(loaded.hf_config), quantization_of(loaded.hf_config)
             return checkpoint.SafetensorsWeights(
-                loaded.folder, loaded.dtype, loaded.device, progress, block, products, packed
+                loaded.folder, loaded.dtype, loaded.device, progress, block, products, packed, quantization
             )
         case "dummy":
             return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed)

@@ -42,7 +42,7 @@ def edit(folder, **changes) -> None:
         ({"model_type": "REMOVED"}, "model_type '' is not served"),
         ({"hidden_size": "REMOVED"}, "no hidden_size"),
         ({"hidden_act": "swish9"}, "hidden_act 'swish9'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
         ({"intermediate_size": 256}, "gate_proj.weight has shape"),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
     ],

@@ -197,7 +197,7 @@ def test_what_config_json_says(shared_data):
         ({"swiglu_limit": 5.0}, "swiglu_limit"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not served"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq' is not served"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "'aqlm' is not served"),
     ],
 )
 def test_what_is_not_served_is_named(checkpoint, changes, words):
@@ -222,12 +222,6 @@ def test_a_broken_checkpoint_is_named(packed, tmp_path, change, words):
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=words):
         load(folder)
-
-
-def test_fp8_stays_what_a_warning_says(checkpoint, caplog):
-    """`stored_in` of other checkpoints."""
-    assert loading.stored_in({"quantization_config": {"quant_method": "fp8"}}, "weights") == ("weights", "FP8")
-    assert loading.stored_in({"quantization_config": {"quant_method": "mxfp4"}}, "weights") == ("experts", "MXFP4")
 
 
 # ---------------------------------------------------------------- sinks

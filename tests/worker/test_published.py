@@ -609,16 +609,18 @@ def test_fp8_experts_of_one_tensor_have_a_scale_each(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not served; FP8"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        ({"quant_method": "aqlm", "bits": 4}, "quant_method 'aqlm' is not served; weights in FP8"),
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
         ({"bits": 4}, "quant_method None"),
+        ({"quant_method": "awq", "bits": 8}, "weights of 8 bits is not served"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "version gemv"),
+        ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
-            r"weights of 4 bits \(int\)",
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}}}},
+            r"weights of 3 bits \(int\)",
         ),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"bits": 8}}}}, r"8 bits \(int\)"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
     ],
 )
 def test_other_quantized_weights_are_refused(folder, quantization, words):
@@ -708,7 +710,7 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"model_type": "glm46v", "text_config": {"model_type": "glm"}}, "text_config: model_type 'glm'"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not served"),
         ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quant_method 'awq' is not served"),
+        ({"text_config": {"quantization_config": {"quant_method": "aqlm"}}}, "quant_method 'aqlm' is not served"),
     ],
 )
 def test_what_of_a_family_is_not_served_is_named(folder, changes, words):

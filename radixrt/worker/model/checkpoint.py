@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from radixrt.worker.model import integers
 from radixrt.worker.model.quantized import SCALES, Products, dequantized, part_of_scale, read_scaled
 from radixrt.worker.model.scaled import BLOCK, Scaled
 from radixrt.worker.model.sharding import Part
@@ -106,7 +107,8 @@ class SafetensorsWeights:
     """The weights of a folder. Each tensor is read when it is asked for; a progress bar counts bytes on stderr.
 
     What is loaded of FP8 is multiplied with its scales, by row, or one for each `block` of rows and columns; `products`
-    are in FP8, experts in MXFP4 stay so if `packed`. ValueError for a folder without safetensors, a shard that is
+    are in FP8, experts in MXFP4 stay so if `packed`. Weights of other forms (`integers`) are dequantized by the file's
+    `quantization`. ValueError for a folder without safetensors, a shard that is
     missing or broken, a tensor that is missing, of another shape, or quantized in another way.
     """
 
@@ -119,10 +121,12 @@ class SafetensorsWeights:
         block: tuple[int, int] = (BLOCK, BLOCK),
         products: Products = Products.NONE,
         packed: bool = False,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self.dtype = dtype
         self.packed = packed
         self._products = products
+        self._quantization = quantization or {}
         self._block = block
         self._device = device
         self._files: dict[Path, Any] = {}
@@ -172,7 +176,22 @@ class SafetensorsWeights:
         return name if name in self._places else next((other for other in others if other in self._places), name)
 
     def __contains__(self, name: str) -> bool:
-        return self._name(name) in self._places
+        return self._name(name) in self._places or self._integer_layer(name) is not None
+
+    def _integer_layer(self, name: str) -> str | None:
+        """The beginning of the names of a layer's tensors, if its weight is stored in a form of `integers`."""
+        if not self._quantization or not name.endswith(".weight"):
+            return None
+        layer = name.removesuffix("weight")
+        for suffix in integers.SUFFIXES:
+            if (found := self._name(layer + suffix)) in self._places:
+                return found.removesuffix(suffix)
+        found = self._name(name)
+        return found.removesuffix("weight") if self._stored_dtype(found) in ("I8", "U8") else None
+
+    def _stored_dtype(self, name: str) -> str:
+        """As safetensors calls it; "" if there is no such tensor."""
+        return self._open(self._places[name]).get_slice(name).get_dtype() if name in self._places else ""
 
     def shape(self, name: str) -> tuple[int, ...]:
         name = self._name(name)
@@ -200,11 +219,13 @@ class SafetensorsWeights:
         return scale is not None and part_of_scale(scale, shape, self._block, part) is None
 
     def _is_fp8(self, name: str) -> bool:
-        name = self._name(name)
-        return name in self._places and self._open(self._places[name]).get_slice(name).get_dtype() == "F8_E4M3"
+        return self._stored_dtype(self._name(name)) == "F8_E4M3"
 
     def _read(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(a tensor, its scale if it is of FP8 and there is one), or those of a part."""
+        if (layer := self._integer_layer(name)) is not None:
+            whole = self._dequantized(name, layer, shape)
+            return (whole if part is None else _taken(whole, part)), None
         name = self._name(name)
         if name not in self._places:
             raise ValueError(f"the checkpoint has no tensor {name}")
@@ -222,6 +243,17 @@ class SafetensorsWeights:
             return tensor, None
         scale = self._scale(name)
         return tensor, scale if part is None or scale is None else part_of_scale(scale, shape, self._block, part)
+
+    def _dequantized(self, name: str, layer: str, shape: Sequence[int]) -> torch.Tensor:
+        try:
+            found = integers.read(lambda suffix: self.get(layer + suffix), self._quantization)
+        except (ValueError, RuntimeError, IndexError) as error:  # of tensors whose shapes do not fit together
+            raise ValueError(f"{name}: {error}") from error
+        if found is None:
+            raise ValueError(f"{name} is stored in integers, and the checkpoint has no {name}_scale")
+        if tuple(found.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(found.shape)}, config.json says {list(shape)}")
+        return found.to(self.dtype)
 
     def _scale(self, name: str) -> torch.Tensor | None:
         return next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)

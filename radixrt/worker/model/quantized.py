@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from radixrt.worker.model import integers
 from radixrt.worker.model.scaled import BLOCK, FP8, Scaled
 from radixrt.worker.model.sharding import Part
 
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "awq", "gptq")
+SERVED = "weights in FP8, NVFP4, MXFP4, of AWQ, of GPTQ and in integers of 4 or 8 bits are, and plain ones"
+KINDS = {("float", 8): "FP8", ("float", 4): "FP4", ("int", 8): "INT8", ("int", 4): "INT4"}
+"""By `type` and `num_bits` of compressed-tensors."""
 MXFP4 = "mxfp4"
 """As gpt-oss stores its experts (see `alternating`)."""
 SCALES = ("_scale_inv", "_scale")
@@ -30,36 +34,68 @@ class Products(Enum):
     """Also those that are not: they are rounded, with a scale for each row."""
 
 
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a `config.json` says of how weights are quantized; {} if they are not."""
+    return config.get("quantization_config") or config.get("compression_config") or {}
+
+
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """ValueError unless the `quantization_config` of a `config.json`, if there is one, is of FP8, or gpt-oss' own."""
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    method = quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
+    """Raises ValueError if weights are quantized in a way that is not served."""
+    quantization = quantization_of(config)
+    method = _method(quantization)
     if method == MXFP4 and config.get("model_type") == "gpt_oss":
         return
     if quantization and method not in METHODS:
-        raise ValueError(f"quantization_config: quant_method {method!r} is not served; FP8 weights are, or plain ones")
-    for words in _widths(quantization):
-        raise ValueError(f"quantization_config: weights of {words} are not served; FP8 weights are, or plain ones")
+        raise ValueError(f"quantization_config: quant_method {method!r} is not served; {SERVED}")
+    for words in _refusals(quantization):
+        raise ValueError(f"quantization_config: {words} is not served; {SERVED}")
 
 
-def _widths(quantization: Mapping[str, Any]) -> Iterator[str]:
-    """What weights are stored as that are not FP8."""
+def stored_as(config: Mapping[str, Any]) -> str:
+    """What quantized weights are stored as, in words; "" if they are not quantized."""
+    quantization = quantization_of(config)
+    method = _method(quantization)
+    if method in ("awq", "gptq", MXFP4):
+        return str(method).upper()
+    kinds = {KINDS.get(kind, "") for kind in _kinds(quantization)}
+    if (quantization.get("quant_algo") or "").startswith("NVFP4"):
+        kinds = {"NVFP4"}
+    return " and ".join(sorted(kinds)) or ("FP8" if quantization else "")
+
+
+def is_expanded(config: Mapping[str, Any]) -> bool:
+    """Whether weights are of a form that is always dequantized at load (`integers`)."""
+    return stored_as(config) not in ("", "FP8", "MXFP4")
+
+
+def _method(quantization: Mapping[str, Any]) -> Any:
+    return quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
+
+
+def _refusals(quantization: Mapping[str, Any]) -> Iterator[str]:
     algorithm = quantization.get("quant_algo") or "FP8"
-    if not algorithm.startswith("FP8"):
+    if not algorithm.startswith(("FP8", "NVFP4")):
         yield f"quant_algo {algorithm}"
+    for kind, bits in _kinds(quantization):
+        if (kind, bits) not in KINDS:
+            yield f"weights of {bits} bits ({kind})"
+    if _method(quantization) in ("awq", "gptq"):
+        yield from integers.refusals(quantization)
+
+
+def _kinds(quantization: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(type, bits) of the groups of weights; those of compressed-tensors are integers of 8 bits unless a file says
+    otherwise."""
     groups = quantization.get("config_groups") or {}
     for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") or {"type": "float"}  # of none: the group is of K and V, or of activations
-        kind = weights.get("type", "int"), weights.get("num_bits", 8)
-        if kind != ("float", 8):
-            yield f"{kind[1]} bits ({kind[0]})"
+        if weights := group.get("weights"):  # otherwise the group is of K and V, or of activations
+            yield weights.get("type", "int"), weights.get("num_bits", 8)
 
 
 def rounds_activations(config: Mapping[str, Any]) -> bool:
     """Whether what FP8 weights are multiplied with is meant to be rounded too. Only llm-compressor's files
     (`config_groups`) may say that it is not."""
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    groups = quantization.get("config_groups") or {}
+    groups = quantization_of(config).get("config_groups") or {}
     groups = groups.values() if isinstance(groups, dict) else ()
     return all(group.get("input_activations") for group in groups if group.get("weights"))
 

@@ -1,0 +1,145 @@
+"""Weights of 4 or 8 bits as AWQ, GPTQ, compressed-tensors and ModelOpt store them, dequantized when they are read.
+
+    AWQ (gemm)          qweight int32[in, out / 8], qzeros int32[G, out / 8], scales [G, out]
+    GPTQ                qweight int32[in / n, out], qzeros int32[G, out / n], scales [G, out], g_idx int32[in]
+    compressed-tensors  weight_packed int32[out, in / n], weight_scale [out, G], weight_shape; weight_zero_point
+                        int32[out / n, G] if zeros differ, weight_g_idx int32[in] if groups are not in order
+                        weight int8[out, in], weight_scale [out, G] (W8A8), weight_zero_point int8[out, G]
+    NVFP4               weight_packed uint8[out, in / 2], weight_scale e4m3[out, in / 16], weight_global_scale
+                        ModelOpt's: weight, weight_scale, weight_scale_2, the inverse of the global scale
+    MXFP4               weight_packed uint8[out, in / 2], weight_scale uint8[out, in / 32]
+
+n = 32 / bits values share a word, the first in the lowest bits; G groups of consecutive columns share a scale.
+Activations are not quantized, whatever the file says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from radixrt.worker.model.mxfp4 import E2M1
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column, of eight, of the 4 bits at each place of a word."""
+SUFFIXES = ("qweight", "weight_packed")
+"""Names in the place of `weight`."""
+Get = Callable[[str], torch.Tensor | None]
+"""The tensor of a name behind that of the layer; None if there is none."""
+
+
+def read(get: Get, quantization: Mapping[str, Any]) -> torch.Tensor | None:
+    """The weight float32[out, in] of a layer; None if it is not stored in one of these forms. ValueError for tensors
+    that do not fit together."""
+    if (words := get("qweight")) is not None:
+        return _awq(words, get) if quantization.get("quant_method") == "awq" else _gptq(words, get, quantization)
+    if (packed := get("weight_packed")) is not None:
+        return _fp4(packed, get) if packed.dtype == torch.uint8 else _packed_integers(packed, get)
+    weight = get("weight")
+    if weight is None or get("weight_scale") is None:
+        return None
+    if weight.dtype == torch.uint8 and get("weight_scale_2") is not None:
+        return _fp4(weight, get)
+    return _integers(weight, get) if weight.dtype == torch.int8 else None
+
+
+def refusals(quantization: Mapping[str, Any]) -> Iterator[str]:
+    """Why weights of AWQ or GPTQ are not served."""
+    method, bits = quantization.get("quant_method"), quantization.get("bits", quantization.get("w_bit", 4))
+    if bits not in ((4,) if method == "awq" else (4, 8)):
+        yield f"weights of {bits} bits"
+    version = str(quantization.get("version", "gemm")).lower()
+    if method == "awq" and version != "gemm":
+        yield f"version {version}"
+    if method == "gptq" and _gptq_format(quantization) not in ("gptq", "gptq_v2"):
+        yield f"checkpoint_format {_gptq_format(quantization)}"
+
+
+def _gptq_format(quantization: Mapping[str, Any]) -> str:
+    return quantization.get("checkpoint_format") or "gptq"
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32[..., W] -> int32[..., W * 32 / bits], each below 2**bits."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _awq(words: torch.Tensor, get: Get) -> torch.Tensor:
+    zeros, scales = _needed(get, "qzeros"), _needed(get, "scales").float()
+    order = torch.tensor(AWQ_ORDER, device=words.device).argsort()
+    values, zeros = (unpacked(x, 4).unflatten(-1, (-1, 8))[..., order].flatten(-2) for x in (words, zeros))
+    each = _group_size(len(values), len(scales))
+    return ((values - zeros.repeat_interleave(each, 0)) * scales.repeat_interleave(each, 0)).t()
+
+
+def _gptq(words: torch.Tensor, get: Get, quantization: Mapping[str, Any]) -> torch.Tensor:
+    bits = quantization.get("bits", 4)
+    scales, zeros = _needed(get, "scales").float(), unpacked(_needed(get, "qzeros"), bits)
+    if _gptq_format(quantization) == "gptq":
+        zeros = zeros + 1  # this format stores them less 1
+    values = unpacked(words.t(), bits).t()
+    if (groups := get("g_idx")) is None:
+        each = _group_size(len(values), len(scales))
+        groups = torch.arange(len(values), device=words.device) // each
+    return ((values - zeros[groups.long()]) * scales[groups.long()]).t()
+
+
+def _packed_integers(words: torch.Tensor, get: Get) -> torch.Tensor:
+    rows, columns = (int(n) for n in _needed(get, "weight_shape"))
+    scales = _needed(get, "weight_scale").float()
+    bits = next((bits for bits in (4, 8) if words.shape == (rows, -(-columns * bits // 32))), None)
+    if bits is None:
+        raise ValueError(f"weight_packed {list(words.shape)} does not hold [{rows}, {columns}] of 4 or 8 bits")
+    middle = 1 << bits - 1
+    values = unpacked(words, bits)[:, :columns] - middle
+    zeros = get("weight_zero_point")
+    if zeros is not None:
+        zeros = unpacked(zeros.t(), bits).t()[:rows] - middle
+    return _scaled(values, scales, zeros, get("weight_g_idx"))
+
+
+def _integers(values: torch.Tensor, get: Get) -> torch.Tensor:
+    return _scaled(values, _needed(get, "weight_scale").float(), get("weight_zero_point"), get("weight_g_idx"))
+
+
+def _scaled(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, groups: torch.Tensor | None
+) -> torch.Tensor:
+    """(values[out, in] - zeros[out, G]) * scales, of [out, G], [out] or one."""
+    rows, columns = values.shape
+    scales = scales.reshape(len(scales) if scales.dim() else 1, -1).expand(rows, -1)
+    if groups is None:
+        groups = torch.arange(columns, device=values.device) // _group_size(columns, scales.shape[1])
+    values = values.float()
+    if zeros is not None:
+        zeros = zeros.reshape(len(zeros) if zeros.dim() else 1, -1).expand(rows, -1)
+        values = values - zeros.float()[:, groups.long()]
+    return values * scales[:, groups.long()]
+
+
+def _fp4(packed: torch.Tensor, get: Get) -> torch.Tensor:
+    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=packed.device)[halves.int()]
+    scales = _needed(get, "weight_scale")
+    if scales.dtype == torch.uint8:
+        scales = torch.exp2(scales.float() - 127)
+    elif (inverse := get("weight_scale_2")) is not None:
+        scales = scales.float() * inverse.float()
+    else:
+        scales = scales.float() / _needed(get, "weight_global_scale").float()
+    return values * scales.repeat_interleave(_group_size(values.shape[1], scales.shape[1]), 1)
+
+
+def _group_size(columns: int, groups: int) -> int:
+    if columns % groups:
+        raise ValueError(f"{columns} columns are not {groups} groups of one size")
+    return columns // groups
+
+
+def _needed(get: Get, name: str) -> torch.Tensor:
+    if (tensor := get(name)) is None:
+        raise ValueError(f"there is no {name}")
+    return tensor

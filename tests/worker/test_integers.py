@@ -1,0 +1,223 @@
+"""Weights of AWQ, GPTQ, compressed-tensors and ModelOpt: written as these do, read as what they stand for."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixrt.worker.model import integers, read_spec
+from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.mxfp4 import E2M1
+from radixrt.worker.model.quantized import stored_as
+from tests.worker.test_published import edit, logits, rewrite
+from tests.worker.test_sharding import mix
+from tests.worker.thread_group import on_ranks
+
+CPU = torch.device("cpu")
+GROUP = 16
+Tensors = dict[str, torch.Tensor]
+
+
+def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 words of the last dimension's numbers, the first one in the lowest bits, one after the other."""
+    many = 32 // bits
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % many)).long().unflatten(-1, (-1, many))
+    words = torch.zeros(values.shape[:-1], dtype=torch.long)
+    for place in range(many):
+        words |= values[..., place] << place * bits
+    return words.to(torch.int32)
+
+
+def rounded(
+    weight: torch.Tensor, bits: int, group: int, even: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values from 0 to 2**bits - 1 [out, in], scales [out, G], zeros [out, G]); if `even`, zeros are in the middle."""
+    parts = weight.unflatten(1, (-1, group))
+    low, high = parts.amin(-1), parts.amax(-1)
+    if even:
+        high = torch.maximum(high, -low)
+        low = -high
+    scales = ((high - low) / (2**bits - 1)).to(torch.bfloat16).float()
+    zeros = (-low / scales).round().clamp(1, 2**bits - 1) if not even else torch.full_like(low, 1 << bits - 1)
+    values = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1).flatten(1)
+    return values.int(), scales, zeros.int()
+
+
+def meant(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return (values - zeros[:, groups]) * scales[:, groups]
+
+
+def awq(weight: torch.Tensor, bits: int = 4) -> tuple[Tensors, torch.Tensor]:
+    values, scales, zeros = rounded(weight, bits, GROUP)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        return packed(x.t().unflatten(-1, (-1, 8))[..., order].flatten(-2), 4)
+
+    groups = torch.arange(weight.shape[1]) // GROUP
+    stored = {"qweight": mixed(values), "qzeros": mixed(zeros), "scales": scales.t()}
+    return stored, meant(values, scales, zeros, groups)
+
+
+def gptq(weight: torch.Tensor, bits: int, ordered: bool = True, less: int = 1) -> tuple[Tensors, torch.Tensor]:
+    values, scales, zeros = rounded(weight, bits, GROUP)
+    groups = torch.arange(weight.shape[1]) // GROUP
+    if not ordered:  # of columns by their activations
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1))]
+        values = torch.randint(0, 2**bits, values.shape, generator=torch.Generator().manual_seed(2))
+    stored = {"qweight": packed(values, bits).reshape(len(values), -1).t()}
+    stored |= {"qzeros": packed((zeros - less).t(), bits), "scales": scales.t(), "g_idx": groups.int()}
+    return stored, meant(values, scales, zeros, groups)
+
+
+def llm_compressor(weight: torch.Tensor, bits: int, by_row: bool = False, even: bool = False, ordered: bool = True):
+    values, scales, zeros = rounded(weight, bits, weight.shape[1] if by_row else GROUP, even)
+    groups = torch.zeros(weight.shape[1]).long() if by_row else torch.arange(weight.shape[1]) // GROUP
+    stored = {"weight_packed": packed(values, bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    if not even:
+        stored["weight_zero_point"] = packed(zeros.t(), bits).t()
+    if not ordered:
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1))]
+        stored["weight_g_idx"] = groups.int()
+    return stored, meant(values, scales, zeros, groups)
+
+
+def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scales).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scales}, values * scales
+
+
+def fp4(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
+    known = torch.tensor([*E2M1, *(-x for x in E2M1)])
+    group = 32 if kind == "mxfp4" else 16
+    parts = weight.unflatten(1, (-1, group))
+    most, whole = parts.abs().amax(-1) / 6, torch.tensor([448 * 6 / weight.abs().max()])
+    if kind == "mxfp4":
+        powers = most.log2().ceil() + 127
+        stored, scales = powers.to(torch.uint8), torch.exp2(powers - 127)
+    else:
+        stored = (most * whole).to(torch.float8_e4m3fn)
+        scales = stored.float() / whole if kind == "nvfp4" else stored.float() * (1 / whole)
+    halves = ((parts / scales[..., None])[..., None] - known).abs().argmin(-1).flatten(1)
+    both = (halves[:, ::2] | halves[:, 1::2] << 4).to(torch.uint8)
+    named = {"weight" if kind == "modelopt" else "weight_packed": both, "weight_scale": stored}
+    named |= {"nvfp4": {"weight_global_scale": whole}, "modelopt": {"weight_scale_2": 1 / whole}}.get(kind, {})
+    return named, known[halves] * scales.repeat_interleave(group, 1)
+
+
+def groups_of(kind: str, bits: int) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": kind, "num_bits": bits}}}}
+
+
+FORMS = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "AWQ"),
+    "gptq": (lambda w: gptq(w, 4), {"quant_method": "gptq", "bits": 4}, "GPTQ"),
+    "gptq 8": (lambda w: gptq(w, 8), {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq"}, "GPTQ"),
+    "gptq, by activations": (lambda w: gptq(w, 4, ordered=False), {"quant_method": "gptq", "bits": 4}, "GPTQ"),
+    "gptq v2": (lambda w: gptq(w, 4, less=0), {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, "GPTQ"),
+    "w4a16": (lambda w: llm_compressor(w, 4, even=True), groups_of("int", 4), "INT4"),
+    "w4a16, zeros": (lambda w: llm_compressor(w, 4), groups_of("int", 4), "INT4"),
+    "w4a16, ordered": (lambda w: llm_compressor(w, 4, ordered=False), groups_of("int", 4), "INT4"),
+    "w8a16": (lambda w: llm_compressor(w, 8, by_row=True), groups_of("int", 8), "INT8"),
+    "w8a8": (int8, groups_of("int", 8), "INT8"),
+    "nvfp4": (lambda w: fp4(w, "nvfp4"), groups_of("float", 4), "FP4"),
+    "mxfp4": (lambda w: fp4(w, "mxfp4"), groups_of("float", 4), "FP4"),
+    "modelopt": (lambda w: fp4(w, "modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_stored_is_what_is_meant(form):
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
+    write, quantization, kind = FORMS[form]
+    stored, expected = write(weight)
+    found = integers.read(stored.get, quantization)
+    assert found.shape == weight.shape and torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+    if "activations" not in form and "ordered" not in form:
+        assert (found - weight).norm() < 0.25 * weight.norm(), "close to what was rounded"
+    assert stored_as({"quantization_config": quantization}) == kind
+
+
+def store(folder, tmp_path, form: str, ends: tuple[str, ...]):
+    """(folder with products of a checkpoint in that form, one with what they stand for). Some may stay plain."""
+    write, quantization, _ = FORMS[form]
+    shutil.copytree(folder, tmp_path / "stored")
+    plain = load_file(tmp_path / "stored/model.safetensors")
+    stored = dict(plain)
+    for name in [name for name, x in plain.items() if name.endswith(ends) and x.shape[1] % 32 == 0]:
+        tensors, plain[name] = write(stored.pop(name))
+        stored |= {name.removesuffix("weight") + suffix: x.contiguous() for suffix, x in tensors.items()}
+    shutil.copytree(tmp_path / "stored", tmp_path / "plain")
+    rewrite(tmp_path / "plain", lambda _: {name: x.contiguous() for name, x in plain.items()})
+    rewrite(tmp_path / "stored", lambda _: stored)
+    edit(tmp_path / "stored", quantization_config=quantization)
+    return tmp_path / "stored", tmp_path / "plain"
+
+
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [(form, "llama") for form in FORMS]
+    + [("awq", "phi3"), ("w4a16", "phi3"), ("gptq", "qwen3_moe"), ("w4a16", "qwen3_moe"), ("nvfp4", "deepseek_v3")],
+)
+def test_a_checkpoint_is_dequantized_at_load(checkpoint, tmp_path, form, family, caplog):
+    """Also where matrices are stored together, and expert by expert."""
+    stored, plain = store(checkpoint(family)[0], tmp_path, form, ("proj.weight",))
+    with caplog.at_level(logging.WARNING):
+        found = logits(stored)
+    assert torch.allclose(found, logits(plain), rtol=0, atol=1e-4)
+    assert f"weights that are stored in {FORMS[form][2]} are multiplied out at load" in caplog.text
+    assert "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "w4a16, zeros", "modelopt"])
+def test_ranks_have_parts_of_it(checkpoint, tmp_path, form):
+    folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
+    config = read_json(folder / "config.json")
+    spec, tokens = read_spec(config), torch.arange(1, 30)
+
+    def run(group=None):
+        quantization = config["quantization_config"]
+        weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, quantization=quantization)
+        with torch.inference_mode():
+            return Decoder(spec, weights, group=group).forward(tokens, tokens - 1, mix)
+
+    expected = run()
+    for found in on_ranks(2, run):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "words"),
+    [
+        ("awq", {"scales": None}, "there is no scales"),
+        ("awq", {"scales": torch.ones(5, 24)}, "96 columns are not 5 groups"),
+        ("gptq", {"qzeros": None}, "there is no qzeros"),
+        ("w4a16", {"weight_shape": torch.tensor([24, 50])}, r"weight_packed \[24, 12\] does not hold \[24, 50\]"),
+        ("w4a16", {"weight_scale": None}, "there is no weight_scale"),
+        ("nvfp4", {"weight_global_scale": None}, "there is no weight_global_scale"),
+        ("w8a8", {"weight_scale": None}, "stored in integers, and the checkpoint has no .*weight_scale"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(tmp_path, form, change, words):
+    write, quantization, _ = FORMS[form]
+    tensors = write(torch.randn(24, 96))[0] | change
+    stored = {f"model.up_proj.{name}": x.contiguous() for name, x in tensors.items() if x is not None}
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = SafetensorsWeights(tmp_path, torch.float32, CPU, progress=False, quantization=quantization)
+    assert "model.up_proj.weight" in weights and "model.down_proj.weight" not in weights
+    with pytest.raises(ValueError, match=words):
+        weights.load("model.up_proj.weight", (24, 96))
+
+
+def test_a_shape_that_the_file_does_not_say_is_named(tmp_path):
+    tensors = awq(torch.randn(24, 96))[0]
+    save_file({f"up.{name}": x.contiguous() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    weights = SafetensorsWeights(tmp_path, torch.float32, CPU, progress=False, quantization=FORMS["awq"][1])
+    with pytest.raises(ValueError, match=r"up.weight has shape \[24, 96\], config.json says \[24, 95\]"):
+        weights.load("up.weight", (24, 95))
