@@ -56,8 +56,9 @@ def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[
         kind = types[field.name]
         flags = ["--" + field.name.replace("_", "-"), *ALIASES.get(field.name, ())]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        if kind is bool:
-            parser.add_argument(*flags, action="store_true", **options)
+        if kind is bool:  # what is on by default gets a --no- flag as well
+            action = argparse.BooleanOptionalAction if field.default else "store_true"
+            parser.add_argument(*flags, action=action, **options)
         elif typing.get_origin(kind) is tuple:
             parser.add_argument(*flags, action="append", metavar=field.name.upper(), **options)
         else:
