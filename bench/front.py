@@ -3,10 +3,10 @@
     python -m bench.front [--quick]
 
 A request has 4,096 token ids, half of which all requests share, and generates one token; 64 are in flight at a time,
-and the caches are full. Tokens are those of 64 streams of 400 tokens. The worker makes a step every 5 ms. The client's
-CPU is not counted. The references, in the same run: a Starlette StreamingResponse that yields the same bytes token by
-token, and a ZMQ relay that sends one message per token. Before anything is timed, the streamed text is compared with
-the expected text, which is known for a fake worker.
+and the caches are full and evict. Tokens are those of 64 streams of 400 tokens. The worker makes a step every 5 ms. The
+client's CPU is not counted. The references, in the same run: a Starlette StreamingResponse that yields the same bytes
+token by token, and a ZMQ relay that sends one message per token. Before anything is timed, the streamed text is
+compared with the expected text, which is known for a fake worker.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ MXFP4_BYTES = 0.5 + 1 / BLOCK
 
 
 def in_mxfp4(experts: Experts) -> Experts:
-    """Experts of the same shape in MXFP4: random 4-bit values (with a standard deviation of 2.8) and one scale, chosen
+    """Experts of the same shape in MXFP4: random 4-bit values (standard deviation: about 2.9) and one scale, chosen
     so that results are about as large as those of `experts`."""
 
     def stacked(weight: torch.Tensor) -> PackedStack:
