@@ -1,4 +1,4 @@
-"""The command line, generated from the fields of `config`: a field `max_num_seqs` is the flag `--max-num-seqs`.
+"""Serves language models to agents.
 
 radixrt serve MODEL            start router, workers and HTTP front ends
 radixrt router|worker|frontend start only one of these, for setups of several machines
@@ -47,7 +47,8 @@ DEFAULT_URL = "tcp://127.0.0.1:5555"
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """Add a flag for each field of `config` that has a help text, unless the parser has that flag already."""
+    """Add a flag for each field of `config` that has a help text, unless the parser has that flag already: for a field
+    `max_num_seqs` the flag `--max-num-seqs`."""
     types = typing.get_type_hints(config)
     known = {action.dest for action in parser._actions}
     for field in dataclasses.fields(config):
@@ -56,9 +57,11 @@ def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[
         kind = types[field.name]
         flags = ["--" + field.name.replace("_", "-"), *ALIASES.get(field.name, ())]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        if kind is bool:  # what is on by default gets a --no- flag as well
-            action = argparse.BooleanOptionalAction if field.default else "store_true"
-            parser.add_argument(*flags, action=action, **options)
+        if kind is bool and field.default:  # with a flag --no-... as well
+            options["help"] += " (default: on)"
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        elif kind is bool:
+            parser.add_argument(*flags, action="store_true", **options)
         elif typing.get_origin(kind) is tuple:
             parser.add_argument(*flags, action="append", metavar=field.name.upper(), **options)
         else:

@@ -70,7 +70,7 @@ class WorkerConfig:
     served_model_name: str = setting("", "model name for clients (default: the folder's name)")
     router: str = setting("", "ZMQ address of the router's worker socket")
     name: str = setting("", "unique worker name (default: host, pid, four hex digits)", form=NAME)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N", form=DEVICE)
+    device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N", form=DEVICE)
     tensor_parallel_size: int = setting(
         1, "ranks (GPUs) of each worker, each with a part of every weight matrix", least=1, most=64
     )
@@ -92,7 +92,7 @@ class WorkerConfig:
     )
     max_num_batched_tokens: int = setting(
         0,
-        "most tokens in a step, which is also the prefill chunk (0: 8192 on a GPU, 512 on a CPU)",
+        "most tokens in a step, and so in a prefill chunk (0: 8192 on a GPU, 512 on a CPU)",
         least=0,
         most=1 << 24,
     )
@@ -100,9 +100,9 @@ class WorkerConfig:
     deterministic: bool = setting(
         False, "results are bitwise independent of the batch (slower; always so with FP8 pages on a CPU)"
     )
-    attention_backend: str = setting("auto", "auto; flashinfer or triton on a GPU; torch")
+    attention_backend: str = setting("auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch")
     tree_attention: str = setting(
-        "auto", "read prefixes that requests of a batch share only once: auto or on (where it pays off), off"
+        "auto", "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off"
     )
     jump_forward: bool = setting(
         True, "append text that a grammar forces instead of sampling it; JSON of a schema is then on one line"
@@ -113,11 +113,11 @@ class WorkerConfig:
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
     cpu_threads: int = setting(0, "compute threads of each rank on a CPU (0: torch's default)", least=0, most=1 << 12)
-    load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
+    load_format: str = setting("auto", "weights: auto (safetensors files), dummy (random, from config.json alone)")
     seed: int = setting(0, "seed of dummy weights", least=0, most=(1 << 63) - 1)
     check: bool = setting(False, "assert the page accounting after every step (slow)")
     fake: str = setting(
-        "", "simulate a model of this speed: PREFILL_TOKENS_PER_S,DECODE_STEP_S (seconds), e.g. 50000,0.01"
+        "", "simulate a model with so many prefill tokens per second, and seconds per decode step, e.g. 50000,0.01"
     )
 
 

@@ -760,7 +760,8 @@ PyGetSetDef tree_getset[] = {
     {"memory_bytes", tree_figure, nullptr, "Bytes of nodes, tokens and values; walks the tree.", figure(kMemory)},
     {}};
 PyMethodDef tree_methods[] = {
-    {"match", method(tree_match), kNamed, "match(namespace, tokens, limit=None) -> Match: the longest prefix in the tree; changes nothing."},
+    {"match", method(tree_match), kNamed,
+     "match(namespace, tokens, limit=None) -> Match: the longest prefix in the tree; changes nothing."},
     {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError if the match is out of date."},
     {"held_only_by", tree_held_only_by, METH_O,
      "held_only_by(leases) -> int: tokens that only these leases keep from being evictable."},
@@ -871,7 +872,8 @@ PyObject* resembling(PyObject*, PyObject* const* given, Py_ssize_t n) {
 }
 
 PyMethodDef functions[] = {
-    {"common_length", method(common_length), kFast, "common_length(one, other) -> int: length of the longest common prefix, in tokens."},
+    {"common_length", method(common_length), kFast,
+     "common_length(one, other) -> int: length of the longest common prefix, in tokens."},
     {"realigned", method(realigned), kFast,
      "realigned(one, other, at, to, span, anchor, least) -> (int, int) | None: positions in `one` and `other` from which "
      "on they are equal for at least `anchor` + `least` tokens, given that token `at` of `one` and `to` of `other` differ. "
