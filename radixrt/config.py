@@ -143,7 +143,7 @@ class RouterConfig:
     max_queued_requests: int = setting(
         4096,
         "most requests in flight, over all workers; more get status 429; with several tenants, the last eighth is for "
-        "those with less than an eighth in flight",
+        "those with at most an eighth in flight",
         least=1,
     )
     tokenizer_threads: int = setting(2, "threads for tokenization", least=1, most=1 << 10)
