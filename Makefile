@@ -1,6 +1,7 @@
-# make demo   environment, installation, a small agent on two CPU workers, the hit-rate report
-# make test   what the tests need, the linter, all tests, in two processes (one file: .venv/bin/python -m pytest FILE)
-# make bench  what runs without a GPU, each part beside a reference; JSON in bench/results
+# make demo   installs into .venv, runs a small agent on two CPU workers, prints the hit-rate report
+# make test   installs what tests need, runs the linter and all tests in two processes
+#             (a single file: .venv/bin/python -m pytest FILE)
+# make bench  runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp radixrt/worker/*.cpp)
@@ -14,7 +15,7 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
 
-# Tests start many processes of the same modules: these are compiled once, whatever the environment says.
+# Tests start many processes. Let Python cache the bytecode of modules, even if the environment forbids it.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/installed-test lint
@@ -27,7 +28,7 @@ test-ray: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	$(BIN)/python -m pytest tests/test_fleet.py
 
-# On a GPU host without a network: `make gpu-wheels` where there is one, then carry .gpu along.
+# For a GPU host without a network: run `make gpu-wheels` on another machine, and copy .gpu to the host.
 gpu-wheels:
 	python3 -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform any \
 	  --platform manylinux2014_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 --dest .gpu/whl $(GPU_WHEELS)
@@ -36,7 +37,7 @@ gpu-wheels:
 	python3 -m pip install --quiet --no-deps --no-index --target $@ .gpu/whl/*.whl
 	@touch $@
 
-# All families: make gpu-test MARKS='slow or not slow'. A GPU is seen by these tests alone.
+# With slow tests of all model families: make gpu-test MARKS='slow or not slow'. Other tests never use a GPU.
 gpu-test: MARKS ?= not slow
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace

@@ -1,13 +1,13 @@
-"""Which attention kernel for which phase: every way there is, on one layer of a model's shape.
+"""Attention kernels compared, by phase, for one layer of a model's shape.
 
     python -m bench.attention [--sweep] [--heads 16 8 256]
 
-Phases: decodes of B sequences with S cached tokens each; chunks of N new tokens after S cached ones. Ways: this
-project's Triton kernel over pages, FlashInfer's paged kernels (FA2), FlashInfer's FA3 over K and V that were gathered
-from the pages and widened first (the gather is in its time), and the same with long prefixes cut in parts. Limits:
-bytes over the copy bandwidth, FLOPs over the matrix rate, of the same run. The error is relative to float32 over the
-same pages. With --sweep, also every compilation of the Triton kernel that is worth a try. Other --heads (of queries, of
-KV, size) go into a file of their own.
+Phases: decodes of B sequences with S cached tokens each; chunks of N new tokens after S cached ones. Kernels: this
+project's Triton kernel over pages; FlashInfer's paged kernels (FA2); FlashInfer's FA3 over K and V that are first
+gathered from the pages and converted to bf16 (the gather is timed as well); and the same with long prefixes split.
+Limits: bytes over the copy bandwidth, or FLOPs over the rate of matrix products, both measured in the same run. The
+error is relative to float32 over the same pages. With --sweep, also many variants of the Triton kernel. Other --heads
+(query heads, KV heads, head size) have a result file of their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES
 
 HEADS = 32, 8, 128
-"""Of queries, of KV, size."""
+"""(query heads, KV heads, head size)."""
 DEVICE = torch.device("cuda")
 DECODES = [(1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 32768)]
 CHUNKS = [
@@ -51,7 +51,7 @@ CHUNKS = [
 
 
 def in_graph(run: Callable[[], object]) -> Callable[[], object]:
-    """Four calls of it as one graph, so that launches cost nothing."""
+    """Four calls as one CUDA graph, so that launches cost nothing."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -70,15 +70,17 @@ def drawn(*size: int) -> torch.Tensor:
 
 
 def limit_ms(shape: Shape, bytes_each: float, pairs: float, limits: dict[str, float]) -> float:
-    """Of `pairs` of a query and a key, and of keys of so many bytes an element together."""
+    """The limit of attention over `pairs` of a query and a key. `bytes_each`: bytes that the keys have per element of a
+    head, summed over tokens."""
     moved = 2 * bytes_each * shape.kv_heads * shape.head_dim
     flops = 4 * pairs * shape.heads * shape.head_dim
     return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
 
 
 class Forest:
-    """Decodes of sequences that share prefixes: a tree of (tokens, fan-out) levels over own tokens, on random pages.
-    With `least`, each has from so many to `own` tokens of its own."""
+    """Decodes of sequences that share prefixes, on random pages: a tree with levels of (tokens, fan-out), and `leaves`
+    sequences below each of its lowest nodes, each with `own` tokens of its own (with `least`: from `least` to
+    `own`)."""
 
     def __init__(
         self, shape: Shape, levels: list[tuple[int, int]], leaves: int, own: int, kv_dtype: str, least: int = 0
@@ -100,7 +102,7 @@ class Forest:
         owns = np.random.default_rng(0).integers(least or own, own + 1, self.batch)
         self.unique += int(owns.sum())
         pages = torch.randperm(self.unique, device=DEVICE).int()
-        # Rows as wide as a runner's: aligned.
+        # Rows of the page table are aligned as in a runner.
         width = -(-self.length // 16) * 16
         self.table = torch.empty((self.batch, width), dtype=torch.int32, device=DEVICE)
         taken: dict[int, tuple[int, int]] = {}
@@ -127,7 +129,7 @@ class Forest:
         return limit_ms(self.shape, self.unique * self.keys.element_size(), int(self.positions.sum()), limits)
 
     def error(self) -> float:
-        """Of the first and the last request."""
+        """The larger relative error of the first and the last request."""
         worst = 0.0
         for row in (0, self.batch - 1):
             slots = self.table[row, : self.positions[row] + 1].long()
@@ -139,7 +141,8 @@ class Forest:
         return worst
 
     def runner(self, many: Variant | None, flashinfer: FlashInfer | None = None) -> Callable[[], None]:
-        """By tree attention, large segments by FlashInfer if given, or plain without a variant for many queries."""
+        """Tree attention, with the variant `many` for segments that many queries share, and with FlashInfer for large
+        ones if given; without `many`, plain attention."""
         itemsize = self.keys.element_size()
         few = variants.decode_variant(self.shape, itemsize)
         wide = many or variants.shared_variant(self.shape, itemsize)
@@ -190,7 +193,7 @@ TAILS = {
 
 
 def tail_rows(shape: Shape, limits: dict[str, float], flashinfer: FlashInfer) -> list[dict[str, Any]]:
-    """Chunks that extend one trunk: each reading it alone, and all together."""
+    """Chunks after one shared prefix, which each reads alone, or all together."""
     rows = []
     for name, (batch, new, cached) in TAILS.items():
         case = Case(shape, batch, new, cached, "fp8_e4m3", shared=True)
@@ -246,7 +249,7 @@ def forest_rows(
 
 
 class Case:
-    """Sequences of one phase, on random pages."""
+    """`batch` sequences of `cached` tokens followed by `new` ones, on random pages."""
 
     def __init__(self, shape: Shape, batch: int, new: int, cached: int, kv_dtype: str, shared: bool = False) -> None:
         self.shape, page_size = shape, shape.page_size
@@ -273,7 +276,7 @@ class Case:
         return limit_ms(self.shape, unique, pairs, limits)
 
     def error(self) -> float:
-        """Of the last 16 queries of the first sequence."""
+        """The relative error of the last 16 queries of the first sequence."""
         length, last = self.cached + self.new, min(16, self.new)
         at = torch.arange(length, device=DEVICE)
         slots = self.table[0, at // self.page_size].long() * self.page_size + at % self.page_size

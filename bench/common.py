@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing by ratio, a table on the terminal, a JSON file in bench/results."""
+"""Shared by all benchmarks: timing, a table for the terminal, a JSON file in bench/results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and Python: what a figure depends on."""
+    """The processor, the number of its cores and Python's version."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
 
 
 def median_us(work: Callable[[Any], Any], items: Sequence[Any]) -> tuple[float, float]:
-    """(median, sum) in microseconds of work(item) over items, one timing an item."""
+    """Time work(item) for each item. Returns (median, sum) in microseconds."""
     clock = time.perf_counter
     times = []
     for item in items:
@@ -56,7 +56,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A cell."""
+    """The text of a cell."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,14 +1,14 @@
-"""How many steps recorded calls of agents take with drafted tokens: the scheduler and its drafts over answers that are
-known, one call after the other, in the order they were made.
+"""Number of steps that recorded calls of agents take with drafted tokens: the scheduler and its drafter, with a runner
+that returns the recorded answers, one call after the other, in their original order.
 
     python -m bench.drafts [--data FOLDER] [--calls 200]
 
-A step without a draft gains a token, one with a draft several. What a step costs on a GPU is measured by `python -m
-bench.worker --drafts`; with that file beside, `faster` says what the calls would gain where they decode alone. Every
-answer must come out as it was recorded. The tokenizer is a published one, not that of the models that spoke.
+A step without a draft adds one token, one with a draft up to several. The costs of steps on a GPU are measured by
+`python -m bench.worker --drafts`; if its file exists, `faster` is the speedup of decoding the calls one at a time.
+Every answer must be the recorded one. The tokenizer is a published one, not that of the models that were recorded.
 
-Then tool calls of tau-bench by the schema of their tools, each after its conversation: what that forces is not drawn,
-with drafts or without.
+Then tool calls of tau-bench with the schema of their tools as grammar, each after its conversation: tokens that the
+grammar forces are not sampled, with and without drafts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TRACES = {"mini-swe-agent": "miniswe", "Magentic-One": "magagent", "tau-bench": "taubench"}
 TOKENIZER = "tokenizers/phi-2/tokenizer.json.gz"
 LONGEST = 1 << 16
-"""Tokens of a call; longer ones are left out."""
+"""Calls with more tokens are left out."""
 MOST = 8
+"""The most draft tokens in a step."""
 
 
 class Said:
-    """A runner that says what was recorded; steps overlap, as on a GPU."""
+    """A runner that returns recorded answers. Steps overlap, as on a GPU."""
 
     def __init__(self) -> None:
         self.texts: dict[int, np.ndarray] = {}
@@ -65,7 +66,7 @@ class Said:
 
 
 def calls(data: Path, name: str, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, answer) of the first calls of a trace, by time."""
+    """The first `count` calls of a trace, by time, as (prompt, answer) in token ids."""
     with gzip.open(data / TOKENIZER, "rt") as file:
         tokenizer = Tokenizer.from_str(file.read())
     with gzip.open(data / "lmcache_agent_trace" / f"{name}.jsonl.gz", "rt") as file:
@@ -77,7 +78,7 @@ def calls(data: Path, name: str, count: int) -> Iterator[tuple[list[int], list[i
 
 
 def replay(found: list[tuple[list[int], list[int]]], drafter: Drafter | None) -> Said:
-    """All calls, each when the one before has ended. AssertionError if an answer is not the recorded one."""
+    """Run all calls, one after the other. Raises AssertionError if an answer is not the recorded one."""
     scheduler, runner = Scheduler(PageCache(4 * LONGEST, 1, 4, LONGEST), Limits(8192, 4), drafter), Said()
     for id, (prompt, answer) in enumerate(found):
         runner.texts[id] = np.array(prompt + answer)
@@ -96,7 +97,8 @@ def replay(found: list[tuple[list[int], list[int]]], drafter: Drafter | None) ->
 
 
 def costs() -> dict[int, float]:
-    """What a step with so many drafted tokens takes, one request alone, in steps without; empty if not measured."""
+    """The cost of a step of one request by its number of draft tokens, relative to a step without; empty if it was not
+    measured."""
     path = RESULTS / "worker_drafts.json"
     if not path.exists():
         return {}
@@ -105,7 +107,7 @@ def costs() -> dict[int, float]:
 
 
 def cost(known: dict[int, float], drafted: int) -> float:
-    """Between what was measured, in a straight line."""
+    """The cost of a step, interpolated linearly between measured ones."""
     sizes = sorted(known)
     return float(np.interp(drafted, sizes, [known[size] for size in sizes])) if drafted else 1.0
 
@@ -131,7 +133,7 @@ def row(name: str, found: list[tuple[list[int], list[int]]], known: dict[int, fl
 
 
 class Calls:
-    """A runner that says recorded calls, as the tokenizer spells what is left of each."""
+    """A runner that returns recorded calls: the next token of what is left of the text, as the tokenizer encodes it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.text = b""
@@ -152,12 +154,12 @@ class Calls:
         said = self.said(request, ahead)
         rest = self.text[len(said) :]
         if not self.text.startswith(said):
-            return EOS  # behind a draft that is wrong
+            return EOS  # after a wrong draft; the token is discarded
         return self._spelling._spell(rest.decode())[0] if rest else EOS
 
 
 def conversations(data: Path, count: int) -> tuple[str, list[tuple[str, str]]]:
-    """(the schema of a call of any tool, conversations and the calls that follow them, as JSON)."""
+    """Returns (the JSON schema of a call of any tool, (conversation, the call that follows) for each call, as JSON)."""
     tools = [tool["function"] for tool in json.loads((data / "tau_bench/airline_tools.json").read_text())]
     properties = {tool["name"]: tool["parameters"]["properties"] for tool in tools}
     shapes = [
@@ -183,7 +185,7 @@ def conversations(data: Path, count: int) -> tuple[str, list[tuple[str, str]]]:
 
 
 def by_schema(data: Path, count: int, folder: Path, drafter: Drafter | None) -> list[tuple[int, int]]:
-    """The steps of all calls; AssertionError if one is not what was recorded."""
+    """Run all calls. Returns their steps. Raises AssertionError if a call is not the recorded one."""
     vocabulary = read_vocabulary(folder, 131_072)
     grammars = Grammars("", len(vocabulary.tokens), frozenset({EOS}))
     grammars._vocabulary = vocabulary

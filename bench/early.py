@@ -1,5 +1,5 @@
-"""What it gains to launch kernels before those ahead have ended (`cuda.launching`): steps without and with it, by turns
-in one process, whose tokens must be the same.
+"""The gain of launching kernels before their predecessors have ended (`cuda.launching`): steps without and with it, in
+one process; both must sample the same tokens.
 
     python -m bench.early [SHAPE[:quantization=fp8] ...]
 """
@@ -31,7 +31,7 @@ TURNS = {"plain_ms": lambda: False, "early_ms": launching.launches_early}
 
 
 def steps_ms(bench: Bench, batch: int) -> tuple[float, list[Any]]:
-    """(Milliseconds of a step of so many decodes, what they drew)."""
+    """Run steps of `batch` decodes. Returns (milliseconds per step, sorted (request, tokens))."""
     bench._rng = np.random.default_rng(0)
     for _ in range(batch):
         bench.add(bench.ids(1024), 2 * STEPS)
@@ -52,7 +52,7 @@ def steps_ms(bench: Bench, batch: int) -> tuple[float, list[Any]]:
 
 
 def hit_ms(bench: Bench) -> float:
-    """Of 128 new tokens on 16,384 cached ones."""
+    """Median milliseconds for 128 new tokens after 16,384 cached ones."""
     times = []
     for _ in range(6):
         prefix = bench.ids(16384)

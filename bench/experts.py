@@ -1,11 +1,11 @@
-"""A layer's mixture of experts: this project's kernels, torch's grouped product between torch's sorts, and the limit.
+"""A layer's mixture of experts: this project's kernels, torch's sort and grouped products, and the limit.
 
     python -m bench.experts [--sweep] [--tokens N ...] [--kinds KIND ...]
 
-In the shapes of Qwen3 30B A3B and of Mixtral 8x7B, random weights in bfloat16 and in FP8, with scales of rows and of
-blocks, tokens that choose at random, each layer in turn one of several, under a graph. Limits: the bytes of the experts
-that are chosen over the copy bandwidth, FLOPs over the matrix rate, which is taken twice for FP8, both of the same run.
-The error is relative to float32, and of FP8 to `Experts.one_by_one`. With --sweep, every tile that is worth a try.
+In the shapes of Qwen3 30B A3B and Mixtral 8x7B, with random weights in bfloat16 and in FP8 (with scales per row and per
+block) and random routing; several layers in turn, in a CUDA graph. Limits: the bytes of the chosen experts over the
+copy bandwidth, or FLOPs over the rate of matrix products (twice that for FP8), both measured in the same run. The error
+is relative to float32, for FP8 to `Experts.one_by_one`. With --sweep, many tiles are timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
 
 SHAPES = {"Qwen3 30B A3B": (128, 8, 2048, 768), "Mixtral 8x7B": (8, 2, 4096, 14336)}
-"""Experts, those of a token, hidden size, intermediate size."""
+"""(experts, experts per token, hidden size, intermediate size)."""
 LAYERS = 4
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 
@@ -57,7 +57,7 @@ def in_fp8(experts: Experts, rounding: Rounding) -> Experts:
 
 
 def by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Sorted by torch, computed by its grouped product."""
+    """The reference: tokens are sorted by torch, and multiplied by its grouped product."""
     weights, chosen = experts.route(x)
     order = chosen.flatten().argsort(stable=True)
     count = torch.zeros(len(experts.down), dtype=torch.int32, device=x.device)
@@ -70,7 +70,7 @@ def by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
 
 
 def rows_by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """In FP8 with scales of rows: this project's sort, torch's grouped product."""
+    """The reference in FP8 with scales per row: this project's sort, torch's grouped product."""
     weights, chosen = routing.route(experts.router(x), experts.chosen, experts.normalized)
     order, known = routing.sort(chosen, len(experts.down), 0), quantize(x, Rounding.ROWS)
 
@@ -90,7 +90,7 @@ Way = Callable[[Experts, torch.Tensor, torch.Tensor], None]
 
 
 def layer_ms(way: Way, layers: list[Experts], x: torch.Tensor) -> float:
-    """Of one layer."""
+    """Milliseconds per layer."""
     residual = torch.zeros_like(x)
 
     def run() -> None:
@@ -106,7 +106,7 @@ def layer_ms(way: Way, layers: list[Experts], x: torch.Tensor) -> float:
 
 
 def limit_ms(experts: Experts, x: torch.Tensor, limits: dict[str, float], size: int = 2) -> float:
-    """`size`: bytes of a weight."""
+    """The limit of one layer. `size`: bytes per weight."""
     chosen = experts.route(x)[1]
     each = experts.gate_up[0].numel() + experts.down[0].numel()
     moved = size * each * len(chosen.unique())
@@ -114,13 +114,13 @@ def limit_ms(experts: Experts, x: torch.Tensor, limits: dict[str, float], size: 
 
 
 class Gated(TorchOps):
-    """The reference, whose inner activations round to FP8 as those of the kernels."""
+    """Operations of the reference in FP8: activations after the gate are rounded to FP8 as in the kernels."""
 
     gate = staticmethod(kernels.gate)
 
 
 def error(way: Way, experts: Experts, x: torch.Tensor) -> float:
-    """Of a few tokens."""
+    """The relative error of the first tokens."""
     found, exact = torch.zeros_like(x), torch.zeros_like(x[:8], dtype=torch.float32)
     way(experts, x, found)
     if experts.narrow:
@@ -145,7 +145,7 @@ def tiles() -> list[Tile]:
 
 
 def scaled_tiles(rounding: Rounding, rows: float) -> list[Tile]:
-    """Those that are worth a try for so many rows an expert."""
+    """Candidate tiles if an expert has `rows` tokens on average."""
     few = [Tile(r, c, d, 4, s) for r, c, d, s in product((16, 32), (64, 128), (128, 256), (3, 4, 6))]
     widths = (64, 4), (128, 4), (128, 8), (256, 8)
     many = [Tile(r, c, 128, w, s) for r, (c, w), s in product((64, 128), widths, (3, 4))]
@@ -154,7 +154,7 @@ def scaled_tiles(rounding: Rounding, rows: float) -> list[Tile]:
 
 
 def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
-    """The best tiles of each product."""
+    """The best tiles for each product, as lines of text."""
     experts = layers[0]
     gate_up, down = experts.gate_up, experts.down
     scaled = experts.narrow
@@ -190,7 +190,7 @@ def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
 
 
 def measure(layers: dict[str, list[Experts]], x: torch.Tensor, limits: dict[str, float]) -> dict[str, Any]:
-    """Milliseconds of one layer of each kind."""
+    """A row of the table: milliseconds per layer of each kind, and limits."""
     wide = layers["bf16"]
     row: dict[str, Any] = {"limit_ms": limit_ms(wide[0], x, limits)}
     ways: dict[str, tuple[Way, str]] = {"torch": (by_torch, "bf16"), "radixrt": (ours.add, "bf16")}

@@ -1,11 +1,12 @@
-"""CPU time of the way to a worker and back, over HTTP and ZMQ, all processes summed; the workers are fakes.
+"""CPU time of everything but the model, over HTTP and ZMQ: front end, router and a fake worker, all processes summed.
 
     python -m bench.front [--quick]
 
-A request: 4,096 token ids, half of them shared by all, one token back, 64 at a time, caches full and evicting. A token:
-64 streams of 400 tokens. The worker makes a step every 5 ms. The client's CPU is not counted. The references, in the
-same run: a Starlette StreamingResponse that yields the same bytes token by token, and a ZMQ relay that passes one
-message a token. Before anything is timed, streamed text is compared with what the worker's formula says.
+A request has 4,096 token ids, half of which all requests share, and generates one token; 64 are in flight at a time,
+and the caches are full and evict. Tokens are those of 64 streams of 400 tokens. The worker makes a step every 5 ms. The
+client's CPU is not counted. The references, in the same run: a Starlette StreamingResponse that yields the same bytes
+token by token, and a ZMQ relay that sends one message per token. Before anything is timed, the streamed text is
+compared with the expected text, which is known for a fake worker.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ LONG = 4096
 STEP = 0.005
 REQUESTS, REQUEST = 2048, f"a request of {LONG} ids"
 CACHE = 1 << 19
-"""Tokens that the worker and the report hold."""
+"""Tokens in the worker's pool and in the report's infinite cache."""
 
 
 class Load:
-    """The load generator's process."""
+    """The process of the load generator (`bench.load`)."""
 
     def __init__(self, kind: str, address: str) -> None:
         command = [sys.executable, "-m", "bench.load", kind, address]
@@ -60,14 +61,14 @@ class Load:
 
 
 def cpu_seconds(processes: dict[str, int]) -> dict[str, float]:
-    """User and system time so far, by role."""
+    """User plus system time so far, by role."""
     times = {role: psutil.Process(pid).cpu_times() for role, pid in processes.items()}
     return {role: t.user + t.system for role, t in times.items()}
 
 
 @contextmanager
 def stack(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """(HTTP address, ZMQ address, process ids by role) of a router, a fake worker and a front end."""
+    """Run a router, a fake worker and a front end. Yields (HTTP address, ZMQ address, process ids by role)."""
     addresses = {"client_address": free_tcp_address(), "worker_address": free_tcp_address()}
     router = RouterConfig(model=str(folder), report_tokens=CACHE, **addresses)
     worker = WorkerConfig(model=str(folder), fake=f"0,{STEP}", max_total_tokens=CACHE, max_num_batched_tokens=1 << 16)
@@ -79,7 +80,7 @@ def stack(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def expected_digest(folder: Path) -> str:
-    """Of the text of all streams, by the fake's formula and the tokenizer alone."""
+    """The digest of the text of all streams, computed from the fake worker's formula and the tokenizer."""
     tokenizer, texts = load_tokenizer(folder), []
     for number in range(STREAMS):
         last, ids = int(prompt_ids(number, PROMPT, VOCAB)[-1]), []
@@ -91,7 +92,7 @@ def expected_digest(folder: Path) -> str:
 
 
 def measure(load: Load, roles: dict[str, int], units: int, **work: Any) -> tuple[dict[str, Any], dict[str, float]]:
-    """(what the load saw, microseconds of CPU a unit, by role and in sum)."""
+    """Run a load. Returns (the load generator's result, CPU microseconds per unit by role, with their sum)."""
     before = cpu_seconds(roles)
     seen = load.run(**work)
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Chunks of latent attention by full heads, one layer, in the shapes of DeepSeek: what `bench.latent` has rows of."""
+"""Chunks of latent attention by full heads, for one layer in the shape of DeepSeek's; used by `bench.latent`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec_of(heads: int):
 
 
 class FullCase:
-    """`batch` sequences of `cached` tokens and `new` ones after them, on random pages."""
+    """`batch` sequences of `cached` tokens followed by `new` ones, on random pages."""
 
     def __init__(self, heads: int, batch: int, new: int, cached: int, kv_dtype: str) -> None:
         self.heads, self.batch, self.new, self.cached = heads, batch, new, cached
@@ -50,7 +50,7 @@ class FullCase:
 
     @property
     def flops(self) -> tuple[float, float]:
-        """Of attention, of what K and V are multiplied out by."""
+        """(FLOPs of attention, FLOPs of the products that compute K and V from latents)."""
         pairs = self.batch * (self.new * self.cached + self.new * (self.new + 1) / 2)
         keys = self.batch * (self.cached + self.new)
         return 2 * pairs * self.heads * (NOPE + ROPE + WIDTH), 2 * keys * self.heads * RANK * (NOPE + WIDTH)
@@ -59,7 +59,7 @@ class FullCase:
         return sum(self.flops) / tflops / 1e9
 
     def error(self) -> float:
-        """Of a few queries, relative to float32 over the same pages."""
+        """The largest error of a few queries, relative to float32 over the same pages."""
         worst = 0.0
         for at in sorted({0, self.new // 2, self.batch * self.new // 3, self.batch * self.new - 1}):
             row, position = at // self.new, self.cached + at % self.new
@@ -73,7 +73,7 @@ class FullCase:
         return worst
 
     def workspace(self, variant: Variant | None = None) -> FullHeads:
-        """With the variant that is found, or with this one."""
+        """The workspace, with `variant` or (None) the one that radixrt chooses."""
         tokens = self.batch * (self.cached + self.new + full_heads.ALIGN)
         found = find(self.spec, 1, self.keys.dtype, torch.bfloat16, DEVICE, tokens)
         assert found is not None
@@ -82,7 +82,7 @@ class FullCase:
         return found
 
     def runner(self, full: FullHeads) -> dict[str, Callable[[], None]]:
-        """All of it, and its parts, of the heads that are computed first."""
+        """What is timed: "ms", the whole computation, and its parts for the first group of heads."""
         rows = np.arange(self.batch, dtype=np.int32)
         sequences = Sequences(rows, 0 * rows + self.cached, 0 * rows + self.new, rows * self.new)
         packer = Packer(DEVICE)

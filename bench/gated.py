@@ -1,11 +1,12 @@
-"""The product of gate and up, and the gate: one kernel beside torch's product with a kernel for the gate.
+"""The product with gate and up, and the gate: one fused kernel, compared with torch's product and a kernel for the
+gate.
 
     python -m bench.gated
 
-In the shapes of several models, random weights in bfloat16. Sustained: turns of 400 ms, for the power cap slows the
-clock after some milliseconds of products, by as much as they need energy, and lets it rise again as slowly. Few rows of
-small models take as long as their launches, which steps leave to graphs. Results are compared before anything is timed:
-with float32, and one with the other, bit by bit.
+In the shapes of several models, with random weights in bfloat16. Each way runs for 400 ms at a time: after some
+milliseconds of products the power limit lowers the GPU's clock, depending on the energy that they need, and the clock
+rises again as slowly. For few rows of small models, times are those of launches, which real steps avoid by CUDA graphs.
+Results are compared before anything is timed: with float32, and with each other, bit by bit.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ SHAPES = {
     "Qwen2.5 14B": (13824, 5120),
     "Qwen3 32B": (25600, 5120),
 }
-"""Inner features and hidden size."""
+"""(intermediate size, hidden size)."""
 TOKENS = (512, 1024, 2048, 8192)
 ROUNDS, TURN_MS = 3, 400.0
 
 
 def milliseconds(run: Callable[[], object], times: int) -> float:
-    """Of each of so many calls, by events."""
+    """Milliseconds per call over `times` calls, by CUDA events."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(times):
@@ -47,12 +48,13 @@ def milliseconds(run: Callable[[], object], times: int) -> float:
 
 
 def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Microseconds of a call of each, medians of the second half of its turns."""
+    """Microseconds per call of each way. The ways take turns; only the second half of each turn is timed, and the
+    median over turns is returned."""
     times = {name: max(1, round(TURN_MS / milliseconds(run, 3))) for name, run in ways.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, run in ways.items():
-            milliseconds(run, times[name] // 2)  # the clock follows what runs
+            milliseconds(run, times[name] // 2)  # until the GPU's clock has settled
             found[name].append(1e3 * milliseconds(run, times[name] // 2 + 1))
     return {f"{name}_us": statistics.median(us) for name, us in found.items()}
 

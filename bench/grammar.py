@@ -1,14 +1,14 @@
-"""What following grammars costs the host: compiling, and the masks of a step.
+"""CPU time of grammars: compilation, and the masks of a step.
 
     python -m bench.grammar [--quick] [--folder CHECKPOINT]
 
-64 requests write JSON by one schema, each its own and at its own place; every step takes in a token of each, looks for
-text that is forced, and fills its mask. The vocabulary is made of 128,256 byte strings, or is a checkpoint's. Masks are
-compared with what the matcher accepts, token by token, before anything is timed. The reference is xgrammar alone: its
-masks in one call, no more.
+64 requests generate different JSON documents of one schema, each at another position in its document. In every step,
+each request accepts a token, looks for forced text, and fills its mask. The vocabulary has 128,256 made-up byte
+strings, or is that of a checkpoint. Before anything is timed, masks are compared with what the matcher accepts, token
+by token. The reference is xgrammar alone: all masks in one call.
 
-Then what jump-forward saves: the tool calls that a model made in tau-bench (../shared/data), as each tokenizer writes
-them, by the schemas of its tools.
+Then the savings of jump-forward: tool calls that a model made in tau-bench (../shared/data), by the schemas of its
+tools, for several tokenizers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ GRAMMARS = {
 
 
 def made_vocabulary(size: int = 128_256) -> Vocabulary:
-    """Three specials, all bytes, punctuation of JSON, and words with and without a space before them."""
+    """A made-up vocabulary: three special tokens, all bytes, JSON's punctuation, words with and without a leading
+    space."""
     rng = np.random.default_rng(0)
     signs = [a + b for a in '{}[]":, ' for b in '{}[]":, '] + ['": "', '", "', '"},', '": {"', '": [', "\n  ", "    "]
     syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "ion")]
@@ -79,7 +80,7 @@ def made_vocabulary(size: int = 128_256) -> Vocabulary:
 
 
 def encode(vocabulary: dict[bytes, int], text: bytes) -> list[int]:
-    """Longest token first."""
+    """Encode greedily, by the longest token."""
     ids, at = [], 0
     while at < len(text):
         size = next(n for n in range(24, 0, -1) if text[at : at + n] in vocabulary)
@@ -89,7 +90,7 @@ def encode(vocabulary: dict[bytes, int], text: bytes) -> list[int]:
 
 
 def document(name: str, rng: np.random.Generator) -> str:
-    """A text of the grammar."""
+    """A random text that matches the grammar."""
     word = lambda n: " ".join("".join(rng.choice(list("abcdefghiklmnoprstu"), 6)) for _ in range(n))  # noqa: E731
     person = {
         "name": word(2), "age": int(rng.integers(99)), "role": "teacher", "tags": [word(1) for _ in range(3)],
@@ -101,9 +102,9 @@ def document(name: str, rng: np.random.Generator) -> str:
 
 
 def requests_of(name: str, grammars: Grammars, by_bytes: dict[bytes, int], count: int) -> list[tuple[Request, list]]:
-    """Requests with matchers, each with the tokens that it is to write."""
+    """Requests with matchers, each with the tokens that it will generate."""
     rng, made = np.random.default_rng(1), []
-    # A spelling of no tokens: what is forced is looked for, and all the same drawn as the text has it.
+    # With an empty vocabulary for the spelling, forced text is searched for but never appended.
     compiled = dataclasses.replace(grammars.get(GRAMMARS[name]).result(), spelling=Spelling([]))
     for number in range(count):
         run = Run(id=number, namespace="", ids=array("i", [5]).tobytes(), prompt_len=1,
@@ -118,7 +119,8 @@ def requests_of(name: str, grammars: Grammars, by_bytes: dict[bytes, int], count
 
 
 def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
-    """A bit is set where the matcher accepts the token; specials and control characters are taken on trust."""
+    """Assert that a bit is set if and only if the matcher accepts the token. Special tokens and control characters are
+    not checked."""
     size = len(vocabulary.tokens)
     out = np.zeros((len(requests), -(-size // 32)), dtype=np.int32)
     assert not fill_masks([request for request, _ in requests], out)
@@ -133,8 +135,8 @@ def check(vocabulary: Vocabulary, requests: list[tuple[Request, list]]) -> None:
 
 
 def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tuple[float, float, float]:
-    """Medians over steps, microseconds a request: taking in a token and looking for text that is forced, as when a step
-    is applied; filling the mask, as before the draw; the latter by xgrammar alone."""
+    """Medians over steps, in microseconds per request, of: accepting a token and looking for forced text (when a step
+    is applied), filling the mask (before sampling), filling the mask by xgrammar alone."""
     import xgrammar
 
     alone = xgrammar.BatchGrammarMatcher(1)
@@ -158,7 +160,7 @@ def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tu
 
 
 def apply_us(size: int) -> float:
-    """Microseconds a request: masks on the logits of a batch, by torch on this CPU."""
+    """Microseconds per request to apply masks to logits, by torch on this CPU."""
     logits, bits = torch.zeros(BATCH, size), torch.zeros(BATCH, -(-size // 32), dtype=torch.int32)
     times = []
     for _ in range(5):
@@ -172,7 +174,7 @@ def apply_us(size: int) -> float:
 
 
 def tokenizer_folder(name: str, folder: Path) -> Path:
-    """A tokenizer of the data, unpacked into `folder`."""
+    """Unpack a tokenizer of the data into `folder`, which is returned."""
     for path in (DATA / "tokenizers" / name).iterdir():
         if path.is_file():
             content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -181,7 +183,7 @@ def tokenizer_folder(name: str, folder: Path) -> Path:
 
 
 def recorded_calls(count: int) -> tuple[dict[str, dict], list[tuple[str, dict]]]:
-    """(parameters of the tools by name, calls of them by an agent: name and arguments), of tau-bench's airline."""
+    """From tau-bench's airline domain: (parameters of the tools by name, an agent's calls as (name, arguments))."""
     tools = {
         t["function"]["name"]: t["function"] for t in json.loads((DATA / "tau_bench/airline_tools.json").read_text())
     }
@@ -201,7 +203,8 @@ def recorded_calls(count: int) -> tuple[dict[str, dict], list[tuple[str, dict]]]
 
 
 def forced_row(name: str, folder: Path) -> dict:
-    """Tokens that need not be drawn, of calls by the schema of all tools; a draw says the tokenizer's next token."""
+    """Tokens of calls that need not be sampled with the schema of all tools as grammar. Sampled tokens are those of the
+    tokenizer's own encoding."""
     vocabulary = read_vocabulary(folder, 131_072)
     grammars = Grammars("", len(vocabulary.tokens), frozenset({EOS}))
     grammars._vocabulary = vocabulary
@@ -256,7 +259,7 @@ def main() -> None:
     for name, grammar in GRAMMARS.items():
         grammars = Grammars("", size, frozenset({EOS}))
         grammars._vocabulary = vocabulary
-        grammars.get(Grammar("json_schema", '{"const": 0}')).result()  # imports xgrammar, spells the tokens
+        grammars.get(Grammar("json_schema", '{"const": 0}')).result()  # imports xgrammar, prepares the vocabulary
         began = time.perf_counter()
         compiled = grammars.get(grammar).result()
         seconds = time.perf_counter() - began

@@ -1,17 +1,18 @@
-"""CPU time that the DSL adds to a branch: a program of 5 x 5 x 5 branches, and the same requests by the client alone.
-And what a step costs of a program that has said much, on state and with everything sent every time.
+"""CPU time that the DSL adds per branch: a program of 5 x 5 x 5 branches, and the same requests by the client alone.
+And the cost of a step of a program with a long history: with a state at the server, and with everything sent every
+time.
 
     python -m bench.lang [--quick]
 
 Each of the 156 branches appends a text and generates 8 tokens; the workers are fakes, in threads of this process, over
-ZMQ. What counts is the CPU time of the client's thread: neither worker nor router is in it. The reference, in the same
-run, makes the very same requests with AsyncClient.generate, a task a branch, parts put together by hand. With roles,
-the reference sends chat messages, which the DSL has rendered first so as to keep the ids that were generated. Before
-anything is timed, both must have got the same texts, from prompts of the same length.
+ZMQ. Only the CPU time of the client's thread counts, not that of workers and router. The reference, in the same run,
+sends the same requests by AsyncClient.generate, with one task per branch, and builds the prompts itself. With roles, it
+sends chat messages, while the DSL has the server render them first, to keep generated ids. Before anything is timed,
+both must have got the same texts, from prompts of the same lengths.
 
-A step at 40,000 tokens of history appends a line and generates 8 tokens. The reference, in the same run, asks the same
-with all parts of the prompt, as a client without states must. Bytes are those of its messages to the router; CPU time
-is that of the client's thread, and of client, router and worker together. Prompts must have the same length.
+A step after a history of 40,000 tokens appends a line and generates 8 tokens. The reference, in the same run, sends all
+parts of the prompt, as a client without states must. Bytes are those of messages to the router; CPU time is that of the
+client's thread, and that of client, router and worker together. Prompts must have the same length.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ BRANCHES = sum(FAN**depth for depth in range(DEPTH + 1))
 SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 OPENING = "Consider the question again, and then go on: "
 LIMIT = 300.0
-"""Microseconds a branch that the DSL may add."""
+"""The most microseconds per branch that the DSL may add."""
 
 Answers = dict[str, tuple[str, int]]
 """Text and prompt tokens, by branch path."""
 
 
 def line(path: str) -> str:
-    """What a branch says."""
+    """The text that a branch appends."""
     return f" branch {path} says: " if path else OPENING
 
 
@@ -125,7 +126,7 @@ async def _below(node: Callable[..., Awaitable[None]], said: list[Any], path: st
 
 
 async def check(client: AsyncClient) -> None:
-    """What is timed does the same work."""
+    """Assert that the program and the reference do the same work."""
     bare = await bare_text(client)
     assert len(bare) == BRANCHES
     assert await text_tree(client) == bare and await budget_tree(client) == bare
@@ -134,7 +135,7 @@ async def check(client: AsyncClient) -> None:
 
 
 async def cpu_us(work: Callable[[], Awaitable[Any]]) -> float:
-    """CPU microseconds of this thread, a branch."""
+    """CPU microseconds of this thread per branch."""
     gc.collect()
     began = time.thread_time()
     await work()
@@ -177,13 +178,13 @@ STEP = " Then the agent looked at file {}, and said: "
 
 
 async def history_text(client: AsyncClient) -> str:
-    """About so many tokens of text that is not all the same."""
+    """A text of about HISTORY_TOKENS tokens."""
     lines = "".join(f"Line {n}: the tool found {n * 7919 % 1000} of {n * 104729 % 9973}. " for n in range(200))
     return lines * round(HISTORY_TOKENS / len(await client.tokenize(lines)))
 
 
 class Meter:
-    """What a step costs: bytes of the client's messages, CPU time of its thread and of the process."""
+    """Measures the cost of steps: bytes of the client's messages, CPU time of its thread and of the process."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._sent = 0
@@ -195,7 +196,7 @@ class Meter:
         return self._send(payload)
 
     async def step(self, work: Callable[[], Awaitable[int]]) -> tuple[int, int, float, float]:
-        """(prompt tokens, bytes, client us, all us) of one step."""
+        """Run a step. Returns (prompt tokens, bytes, CPU us of the client's thread, CPU us of the process)."""
         before = self._sent, time.thread_time(), time.process_time()
         tokens = await work()
         after = self._sent, time.thread_time(), time.process_time()
@@ -204,7 +205,7 @@ class Meter:
 
 
 async def measure_steps(running: LocalStack, rounds: int) -> list[dict[str, Any]]:
-    """One step after another, on state and with everything sent, in turns."""
+    """Measure steps, alternating between a state at the server and everything sent."""
     async with await AsyncClient.connect(running.address) as client:
         text, meter = await history_text(client), Meter(client)
         parts: list[Any] = [TextPrompt(text)]

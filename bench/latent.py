@@ -1,11 +1,11 @@
-"""Latent attention, one layer: decodes and chunks of 16 and 128 heads, bf16 and FP8 pages. Chunks in both forms:
-absorbed, over pages, and by full heads, with what keys and values are multiplied out by.
+"""Latent attention, for one layer: decodes and chunks with 16 and 128 heads, bf16 and FP8 pages. Chunks in both forms:
+absorbed, over pages; and with full heads, including the products that compute keys and values from latents.
 
     python -m bench.latent [--sweep]
 
-Limits: the pages' bytes over the copy bandwidth, or the products' FLOPs over the matrix rate, of the same run,
-whichever takes longer. The error is that of a few queries, relative to float32 over the same pages; what is not near
-is not timed. With --sweep, every compilation that is worth a try.
+Limits: the pages' bytes over the copy bandwidth, or FLOPs over the rate of matrix products, both measured in the same
+run, whichever takes longer. The error is that of a few queries, relative to float32 over the same pages; nothing is
+timed whose error is too large. With --sweep, many variants of the kernel are timed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEVICE = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Load:
-    """`batch` sequences of `cached` tokens, `new` ones after them."""
+    """`batch` sequences of `cached` tokens followed by `new` ones."""
 
     heads: int
     batch: int
@@ -62,7 +62,7 @@ SWEEP = [Load(16, 64, 1, 1023), Load(16, 64, 1, 4095), Load(16, 1, 8192, 0), Loa
 
 
 class Case:
-    """A load on random pages."""
+    """The tensors of a load, on random pages."""
 
     def __init__(self, load: Load, kv_dtype: str) -> None:
         self.load = load
@@ -87,7 +87,7 @@ class Case:
         return max(self.keys.nbytes / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
 
     def error(self) -> float:
-        """Of the first, the last and some other queries."""
+        """The largest relative error of the first, the last and some other queries."""
         load, worst = self.load, 0.0
         for at in sorted({0, load.new // 2, load.batch * load.new // 3, load.batch * load.new - 1}):
             row, position = at // load.new, load.cached + at % load.new
@@ -127,7 +127,7 @@ def chosen(case: Case) -> Variant:
 
 
 def worth_a_try(case: Case) -> list[Variant]:
-    """Worth a try."""
+    """Candidate variants of the kernel."""
     wide = [Variant(64, 64, 8, stages) for stages in (1, 2, 3)]
     if case.load.new == 1 and case.load.heads == 16:
         return wide + [Variant(16, *tile) for tile in ((64, 4, 2), (64, 4, 3), (64, 8, 2), (32, 4, 3), (128, 8, 2))]
@@ -146,7 +146,7 @@ def measure(case: Case, variant: Variant, limits: dict[str, float]) -> dict[str,
 
 
 def measure_full(load: Load, kv_dtype: str, limits: dict[str, float]) -> dict[str, Any]:
-    """By full heads."""
+    """A row of the table for full heads."""
     case = FullCase(load.heads, load.batch, load.new, load.cached, kv_dtype)
     full = case.workspace()
     run = case.runner(full)

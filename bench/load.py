@@ -1,8 +1,8 @@
-"""A load generator in a process of its own, so that its CPU is not counted: raw sockets, one loop.
+"""A load generator in a process of its own, so that its CPU time is not counted; raw sockets on one event loop.
 
     python -m bench.load http|zmq ADDRESS  < a line of JSON: {"streams": n, "tokens": n} or {"requests": n, ...}
 
-Prints a line of JSON: seconds, tokens seen, CPU seconds of its own, and a digest of the text for the check.
+Prints a line of JSON: seconds, tokens received, its own CPU seconds, and a digest of the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _reply = wire.Decoder(ClientReply)
 
 
 def prompt_ids(number: int, tokens: int, vocab_size: int) -> np.ndarray:
-    """A prompt of which the first half is the same for all."""
+    """The token ids of a prompt, the first half of which is the same for all prompts."""
     shared = np.random.default_rng(0).integers(3, vocab_size, tokens // 2, dtype=np.int32)
     own = np.random.default_rng(number + 1).integers(3, vocab_size, tokens - len(shared), dtype=np.int32)
     return np.concatenate([shared, own])
@@ -35,7 +35,7 @@ def prompt_ids(number: int, tokens: int, vocab_size: int) -> np.ndarray:
 
 
 async def http_request(host: str, port: int, body: bytes) -> bytes:
-    """The bytes of one answer, headers and all, on a connection of its own."""
+    """Send one request on a new connection. Returns the bytes of the response, with headers."""
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
@@ -45,7 +45,7 @@ async def http_request(host: str, port: int, body: bytes) -> bytes:
 
 
 async def http_requests(host: str, port: int, bodies: list[bytes]) -> int:
-    """Requests one after the other on one connection that is kept alive; how many were answered with 200."""
+    """Send requests one after the other on a persistent connection. Returns how many had status 200."""
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     fine = 0
     for body in bodies:

@@ -1,10 +1,10 @@
-"""A layer of gpt-oss' experts: kept in MXFP4, multiplied out to bfloat16, and the limits of both.
+"""A layer of gpt-oss' experts: kept in MXFP4, or dequantized to bfloat16, with the limits of both.
 
     python -m bench.packed_experts [--sweep] [--tokens N ...]
 
-In the shapes of gpt-oss 20b and 120b, random weights, tokens that choose at random, each layer in turn one of several,
-under a graph. Limits: the bytes of the experts that are chosen over the copy bandwidth, FLOPs over the matrix rate, of
-the same run. The error is relative to float32. With --sweep, every tile that is worth a try.
+In the shapes of gpt-oss 20b and 120b, with random weights and random routing; several layers in turn, in a CUDA graph.
+Limits: the bytes of the chosen experts over the copy bandwidth, or FLOPs over the rate of matrix products, both
+measured in the same run. The error is relative to float32. With --sweep, all tiles in ROWS are timed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.mxfp4 import BLOCK, WIDTH, PackedStack
 
 SHAPES = {"gpt-oss 20b": (32, 4, 2880, 2880), "gpt-oss 120b": (128, 4, 2880, 2880)}
-"""Experts, those of a token, hidden size, intermediate size."""
+"""(experts, experts per token, hidden size, intermediate size)."""
 LAYERS = {32: 4, 128: 2}
+"""Number of layers that take turns, by number of experts."""
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 MXFP4_BYTES = 0.5 + 1 / BLOCK
-"""Of a weight."""
+"""Bytes per weight."""
 
 
 def in_mxfp4(experts: Experts) -> Experts:
-    """Any 4 bits, which deviate by 2.8, and one scale, so that results are as large as those of `experts`."""
+    """Experts of the same shape in MXFP4: random 4-bit values (standard deviation: about 2.9) and one scale, chosen
+    so that results are about as large as those of `experts`."""
 
     def stacked(weight: torch.Tensor) -> PackedStack:
         count, rows, columns = weight.shape
@@ -48,7 +50,7 @@ def in_mxfp4(experts: Experts) -> Experts:
 
 
 def error(experts: Experts, x: torch.Tensor) -> float:
-    """Of a few tokens."""
+    """The error of the first tokens, relative to float32."""
     found, exact = torch.zeros_like(x), torch.zeros_like(x[:8], dtype=torch.float32)
     ours.add(experts, x, found)
     experts.one_by_one(x[:8], exact, TorchOps())
@@ -64,16 +66,16 @@ ROWS = {
     128: ([(128, 8, 2), (128, 8, 3), (64, 4, 3)], [(128, 8, 3), (128, 8, 2), (128, 4, 3)]),
     256: ([(64, 8, 2)], [(128, 8, 2)]),
 }
-"""Columns, warps and stages that are worth a try, for gate and up, and for down, by rows."""
+"""Candidate tiles by number of rows: (columns, warps, stages), for gate and up, and for down."""
 
 
 def worth(rows: float) -> list[int]:
-    """Rows of a tile, for so many an expert on average."""
+    """Candidate numbers of rows of a tile, if an expert has `rows` tokens on average."""
     return [tile for tile in ROWS if tile <= max(16, 4 * rows) and tile >= min(64, rows / 4)]
 
 
 def swept(layers: list[Experts], x: torch.Tensor) -> dict[str, list[tuple[float, Tile]]]:
-    """The best tiles of each product: milliseconds of a layer."""
+    """The best tiles for each product, with the milliseconds per layer."""
     experts = layers[0]
     count = len(experts.down)
     chosen = experts.route(x)[1].int()
@@ -99,7 +101,7 @@ def swept(layers: list[Experts], x: torch.Tensor) -> dict[str, list[tuple[float,
 
 
 def measure(wide: list[Experts], packed: list[Experts], x: torch.Tensor, limits: dict[str, float]) -> dict[str, Any]:
-    """Milliseconds of one layer."""
+    """A row of the table: milliseconds per layer, limits and the error."""
     wrong = error(packed[0], x)
     assert wrong < 2e-2, wrong
     row = {"bf16_ms": layer_ms(ours.add, wide, x), "mxfp4_ms": layer_ms(ours.add, packed, x)}

@@ -1,13 +1,13 @@
-"""The sum over the GPUs of a tensor-parallel group onto the residual stream: `Peers` beside NCCL and torch's own.
+"""All-reduce over the GPUs of a tensor-parallel group, added to the residual stream: `Peers`, NCCL and torch's own.
 
     python -m bench.peers [--sweep] [--hidden 4096,8192] [--rows 1,8,64,256,1024,8192]
 
-Starts one process a GPU, for 2, 4 and 8 GPUs as far as this host has them, checks sums before it times them, and
-prints microseconds of one sum, inside a CUDA graph of 20: the slowest rank's, the best of some replays. `nccl` is an
-all-reduce and the addition to the residual stream, `one shot` and `two shot` are torch's all-reduces over symmetric
-memory, with that addition; `at once` and `by shares` are the two ways of `Peers.add`. With the norm that follows:
-`nccl, norm`, `add, norm` and `add_norm`. `limit` is what a rank must read from others
-over the rate of NVLink, 450 GB/s.
+Starts one process per GPU, for 2, 4 and 8 GPUs as far as this host has them, checks sums before timing them, and prints
+microseconds per sum in a CUDA graph of 20 sums: of the slowest rank, the best of some replays. `nccl` is an all-reduce
+and the addition to the residual stream; `one shot` and `two shot` are torch's all-reduces over symmetric memory, with
+that addition; `at once` and `by shares` are the two ways of `Peers.add`. With the norm that follows: `nccl, norm`,
+`add, norm` and `add_norm`. `limit` is the bytes that a rank must read from others over the bandwidth of NVLink, 450
+GB/s.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from radixrt.worker.cuda.peers import FEW_TILE, MANY_TILE, MOST_BYTES, PROGRAMS,
 from radixrt.worker.model.scaled import Rounding
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""Multicast over NVLink can put GPUs out of service that others use too."""
+"""Turns off multicast over NVLink, which can make GPUs unusable, also for others on the same host."""
 
 CALLS, REPLAYS = 20, 5
 LINK_GBS = 450.0
 EPS = 1e-5
 
 
-# ---------------------------------------------------------------- one process a GPU
+# ---------------------------------------------------------------- one process per GPU
 
 
 def on_every_gpu(ranks: int, work: Callable[..., Any], *args: Any, seconds: float = 60) -> Any:
-    """What work(group, *args) gives on rank 0, run on so many GPUs; when one rank fails, all end."""
+    """Run work(group, *args) on `ranks` GPUs, for at most `seconds`. Returns the result of rank 0. If one rank fails,
+    all are killed."""
     if not 2 <= ranks <= torch.cuda.device_count():
         raise RuntimeError(f"{ranks} ranks on {torch.cuda.device_count()} GPUs")
     os.environ.update(ENVIRONMENT)
@@ -79,7 +80,7 @@ def _rank(rank: int, ranks: int, folder: str, found: Any, work: Callable[..., An
 
 
 def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """[ranks, *x.shape] of every rank's x."""
+    """`x` of all ranks: [ranks, *x.shape]."""
     everything = x.new_empty((group.size(), *x.shape))
     dist.all_gather_into_tensor(everything, x.contiguous(), group=group)
     return everything
@@ -89,7 +90,7 @@ def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def added(residual: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """What a sum of parts[ranks, rows, hidden] is to be."""
+    """The expected sum of residual[rows, hidden] and parts[ranks, rows, hidden]."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -97,7 +98,8 @@ def added(residual: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def check(group: Any, hidden: int = 4096, most_rows: int = 1030) -> str:
-    """Sums are those of float32 rounded once, everywhere the same bits, however late a rank comes."""
+    """Assert that sums equal those in float32, rounded once, with the same bits on all ranks, even if a rank is
+    late."""
     rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
     peers = Peers.meet(group, hidden, most_rows, torch.bfloat16, device)
     torch.manual_seed(rank)
@@ -137,7 +139,7 @@ def check(group: Any, hidden: int = 4096, most_rows: int = 1030) -> str:
             check_graph(group, peers, rows, ways, 200 // 3)
 
     rows = 16
-    for k in range(300):  # as a rank that is late, or early, in any place
+    for k in range(300):  # a random rank is delayed, at a random place
         rows = same.choice((1, 16, 200)) if k % 10 == 0 else rows
         part, residual, expected = inputs(rows)
         who, where = same.randrange(group.size()), same.randrange(3)
@@ -157,13 +159,13 @@ def vars_of(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_graph(group: Any, peers: Peers, rows: int, ways: str, replays: int) -> None:
-    """A graph of CALLS sums in a row with other numbers at each replay."""
+    """Assert the same for a CUDA graph of CALLS sums in a row, with new inputs for each replay."""
     device, hidden = torch.device("cuda", torch.cuda.current_device()), peers.hidden
     parts = torch.zeros(CALLS, rows, hidden, device=device).bfloat16()
     residual = torch.zeros(rows, hidden, device=device).bfloat16()
 
     def run() -> None:
-        for i in range(CALLS):  # an even number: the next call's turn is the same after it as before
+        for i in range(CALLS):  # even, so that each replay begins with the same one of the two buffers
             turn = 1 - peers._last
             peers.buffer(turn, rows).copy_(parts[i])
             peers._add(turn, rows, residual, ways == "by shares" or (ways == "both" and i % 3 == 1))
@@ -192,7 +194,7 @@ def check_graph(group: Any, peers: Peers, rows: int, ways: str, replays: int) ->
 
 
 def graph_us(run: Callable[[int], object], group: Any) -> float:
-    """Microseconds of run(i)."""
+    """Microseconds per run(i) of the slowest rank."""
     for i in range(CALLS):
         run(i)
     torch.cuda.synchronize()
@@ -206,7 +208,7 @@ def graph_us(run: Callable[[int], object], group: Any) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.barrier()
         torch.cuda.synchronize()
-        graph.replay()  # all ranks are at work when the clock starts
+        graph.replay()  # so that all ranks are running when timing starts
         begin.record()
         graph.replay()
         end.record()

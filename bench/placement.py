@@ -1,12 +1,12 @@
-"""Where requests go, in virtual time: the router's state machine and whole workers on a clock of their own, whose steps
-take what those of an 8B model take on an H200, about. No sockets; what is measured does not depend on the machine.
+"""Placement in simulated time: the router's state machine and complete workers with a fake runner, whose steps take
+about as long as those of an 8B model on an H200. There are no sockets, and results do not depend on the machine.
 
     python -m bench.placement [--seeds 2] [--quick]
 
-Loads arrive by themselves, unevenly, as often as four workers can bear: they compute for 70 to 100% of the time, in
-bursts for half of it. But agents ask again as soon as they have their answer. Beside the router's choice: most hits,
-unless that worker has half as many requests again as the mean has (as cache-aware routers do), fewest requests, and
-each in turn. `infinite`: the hits of one cache without an end.
+Requests arrive at random times, at a rate that keeps four workers busy for 70 to 100% of the time (bursts: for half of
+it); only agents send their next request as soon as they have an answer. The router's choice is compared with: most
+hits, unless that worker has 1.5 times as many requests as the mean (as cache-aware routers do); fewest requests; and
+round robin. `infinite` is the hit rate of one cache of unlimited size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ THINK_SECONDS = 2.0
 
 
 class Clock:
-    """In place of `time`, for all workers: the one that runs moves it on."""
+    """Simulated time, in place of the module `time`. It is advanced by events, and by the steps of workers."""
 
     now = 0.0
 
@@ -59,8 +59,8 @@ class Clock:
         self.now += seconds
 
 
-class Box:
-    """A worker's link: messages as they are."""
+class FakeLink:
+    """A worker's link to the router, with messages as objects."""
 
     def __init__(self) -> None:
         self.inbox: list[Any] = []
@@ -80,21 +80,23 @@ class Box:
 
 @dataclass
 class Asked:
-    """A request, and what became of it."""
+    """A request and its results. Times are in seconds of simulated time."""
 
     ids: np.ndarray
     begun: float
     infinite: int
+    """Its hit in a cache of unlimited size."""
     first: float | None = None
+    """When the first token arrived."""
     ended: float = 0.0
     cached: int = 0
-    said: list[bytes] = field(default_factory=list)
+    generated: list[bytes] = field(default_factory=list)
     then: Callable[[np.ndarray], None] | None = None
-    """Told the prompt and the answer."""
+    """Called with the prompt followed by the answer."""
 
 
 class Fleet:
-    """Workers under one router, events in order of time."""
+    """A router with its workers; a simulation of discrete events."""
 
     def __init__(self, clock: Clock, seed: int) -> None:
         self.clock, self.asked, self.rng = clock, {}, np.random.default_rng(seed)
@@ -117,16 +119,18 @@ class Fleet:
             decode_each=EACH_SECONDS,
             overlaps=True,
         )
-        worker = Worker(runner, Identity(name, "m"), Box, limits=Limits(BUDGET, ROWS), max_model_len=60_000)
-        worker._link = Box()
+        worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, ROWS), max_model_len=60_000)
+        worker._link = FakeLink()
         self.core.register(worker._registration, 0.0)
         worker._joined = True
         return worker
 
     def at(self, when: float, work: Callable[[], None]) -> None:
+        """Schedule an event."""
         heapq.heappush(self._events, (when, next(self._numbers), work))
 
     def run(self) -> None:
+        """Run all events, in order of time."""
         while self._events:
             when, _, work = heapq.heappop(self._events)
             self.clock.now = when
@@ -151,16 +155,16 @@ class Fleet:
             else:
                 assert isinstance(effect.message, Deltas), effect.message
                 for delta in effect.message.items:
-                    self._hear(delta)
+                    self._take(delta)
 
-    def _hear(self, delta: Any) -> None:
+    def _take(self, delta: Any) -> None:
         asked = self.asked[delta.id]
-        asked.said.append(delta.ids)
+        asked.generated.append(delta.ids)
         if delta.ids and asked.first is None:
             asked.first = self.clock.now
         if delta.finish:
             asked.cached, asked.ended = delta.usage.cached_tokens, self.clock.now
-            whole = np.concatenate([asked.ids, np.frombuffer(b"".join(asked.said), np.int32)])
+            whole = np.concatenate([asked.ids, np.frombuffer(b"".join(asked.generated), np.int32)])
             self._all.insert("", whole[:-1], whole[:-1])
             if asked.then is not None:
                 asked.then(whole)
@@ -171,7 +175,7 @@ class Fleet:
             self._turn(name)
 
     def _turn(self, name: str) -> None:
-        """One turn of a worker's loop, which moves the clock to its end."""
+        """Run one iteration of a worker's loop, which advances the clock to its end."""
         worker, link = self._workers[name], self._workers[name]._link
         self._busy[name] = True
         worker._receive()
@@ -182,10 +186,11 @@ class Fleet:
             then = self.clock.now + LINK_SECONDS
             self.at(then, lambda m=message: self._perform(self.core.step(name, m, self.clock.now)))
         link.outbox.clear()
-        self.at(self.clock.now, lambda: self._go_on(name))
+        self.at(self.clock.now, lambda: self._end_turn(name))
 
-    def _go_on(self, name: str) -> None:
-        """The worker's turn has ended: only now does it take what was delivered meanwhile."""
+    def _end_turn(self, name: str) -> None:
+        """End a worker's iteration, and begin the next one if there is work. Only now does it receive messages that
+        were delivered meanwhile."""
         worker = self._workers[name]
         self._busy[name] = bool(worker.scheduler.has_work or worker._flight or worker._link.inbox)
         if self._busy[name]:
@@ -201,7 +206,7 @@ def tokens(fleet: Fleet, low: int, high: int | None = None) -> np.ndarray:
 
 
 def chats(fleet: Fleet) -> Callable[[], None]:
-    """Conversations of ten turns, more of them than all caches hold."""
+    """Conversations of ten turns; more of them than fit in all caches."""
 
     def turn(history: np.ndarray, left: int) -> None:
         def then(whole: np.ndarray) -> None:
@@ -216,7 +221,7 @@ def chats(fleet: Fleet) -> Callable[[], None]:
 
 
 def tenants(fleet: Fleet) -> Callable[[], None]:
-    """Twenty system prompts of 2,000 to 10,000 tokens, some much more in use than others."""
+    """Twenty system prompts of 2,000 to 10,000 tokens, some of which are used much more often than others."""
     prompts = [tokens(fleet, 2000, 10_000) for _ in range(20)]
     weights = 1 / np.arange(1, 21) ** 1.1
 
@@ -228,7 +233,7 @@ def tenants(fleet: Fleet) -> Callable[[], None]:
 
 
 def trunk(fleet: Fleet) -> Callable[[], None]:
-    """16,000 tokens that everybody shares, with short tails and long ones."""
+    """Prompts that share 16,000 tokens, followed by few or many of their own."""
     shared = tokens(fleet, 16_000)
 
     def one() -> None:
@@ -239,7 +244,7 @@ def trunk(fleet: Fleet) -> Callable[[], None]:
 
 
 def trees(fleet: Fleet) -> Callable[[], None]:
-    """Eight branches at once from 6,000 tokens, three levels deep."""
+    """Trees of thought on a prompt of 6,000 tokens: eight branches at once, three levels deep."""
 
     def fork(prefix: np.ndarray, depth: int) -> None:
         ended: list[np.ndarray] = []
@@ -256,7 +261,7 @@ def trees(fleet: Fleet) -> Callable[[], None]:
 
 
 def documents(fleet: Fleet) -> Callable[[], None]:
-    """Two of 500 documents of 2,000 tokens behind one instruction."""
+    """An instruction, followed by two of 500 documents of 2,000 tokens."""
     instruction, known = tokens(fleet, 500), [tokens(fleet, 2000) for _ in range(500)]
 
     def one() -> None:
@@ -268,7 +273,7 @@ def documents(fleet: Fleet) -> Callable[[], None]:
 
 
 def bursts(fleet: Fleet) -> Callable[[], None]:
-    """Sixty-four requests at once that share 8,000 tokens which nobody has seen."""
+    """Sixty-four requests at once that share 8,000 new tokens."""
 
     def burst() -> None:
         shared = tokens(fleet, 8000)
@@ -279,8 +284,8 @@ def bursts(fleet: Fleet) -> Callable[[], None]:
 
 
 def agents(fleet: Fleet, apart: bool = False) -> Callable[[], None]:
-    """Agents of six kinds, each of eight turns that go on at once: an answer and what a tool gives are appended. Each
-    kind is a tenant's if they are `apart`."""
+    """Agents with one of six system prompts, each of eight turns without pauses: each appends the answer and a tool's
+    result. If `apart`, each system prompt belongs to another tenant."""
     kinds = [tokens(fleet, 6000) for _ in range(TENANTS)]
     numbers = itertools.count()
 
@@ -297,7 +302,8 @@ def agents(fleet: Fleet, apart: bool = False) -> Callable[[], None]:
 
 
 def askers(fleet: Fleet) -> Callable[[], None]:
-    """Who asks five things of one trunk of 16,000 tokens, one after the other, and gets long answers."""
+    """Clients that each ask five questions, one after the other, after a shared prefix of 16,000 tokens, and get long
+    answers."""
     shared = tokens(fleet, 16_000)
 
     def one(left: int) -> None:
@@ -308,7 +314,7 @@ def askers(fleet: Fleet) -> Callable[[], None]:
 
 
 def strangers(fleet: Fleet) -> Callable[[], None]:
-    """Prompts of 3,000 tokens that nobody will see again, as fast as they can come."""
+    """Prompts of about 3,000 tokens that share nothing, at a rate beyond what the workers can serve."""
     return lambda: fleet.ask(tokens(fleet, 2000, 4000), 200)
 
 
@@ -326,13 +332,13 @@ LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
     "strangers": (strangers, 2400, 2400.0),
     "64 askers": (askers, 64, 128.0),
 }
-"""By name: what arrives, how many times, how often a second."""
+"""By name: (what arrives, how many times, how often per second)."""
 
 
 # ---------------------------------------------------------------- choices
 
 Choice = Callable[..., tuple[Candidate, float]]
-"""As `placement.place`."""
+"""A function with the signature of `placement.place`."""
 
 
 def fewest(_tokens: int, workers: list[Candidate], *_: Any) -> tuple[Candidate, float]:
@@ -361,7 +367,7 @@ CHOICES: dict[str, Callable[[], Choice]] = {
 
 
 def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]:
-    """Of the last three quarters of a load's requests."""
+    """Run a load. Returns results of the last three quarters of its requests."""
     clock, (make, times, rate) = Clock(), LOADS[load]
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
@@ -381,7 +387,7 @@ def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]
     assert all(asked.first is not None for asked in found), "a request was not answered"
     warm = found[len(found) // 4 :]
     prompts, waits = sum(len(a.ids) for a in warm), np.array([a.first - a.begun for a in warm]) * 1e3
-    answers = sum(len(ids) for a in found for ids in a.said) // 4
+    answers = sum(len(ids) for a in found for ids in a.generated) // 4
     return {
         "hits": sum(a.cached for a in warm) / prompts,
         "infinite": sum(a.infinite for a in warm) / prompts,
@@ -394,7 +400,7 @@ def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2, help="of each load, whose means are told")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each load, over which results are averaged")
     parser.add_argument("--quick", action="store_true", help="little of each load, to see that it runs")
     args = parser.parse_args()
     rows = []

@@ -1,4 +1,4 @@
-"""The references of bench.front: the same streams made the plain way.   python -m bench.plain_front http|zmq ADDRESS"""
+"""The reference servers of bench.front, with the same streams.   python -m bench.plain_front http|zmq ADDRESS"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Products of a layer, of few rows and of many: those of radixrt beside torch's, and the limit.
+"""Matrix products of a layer, with few and with many rows: radixrt's, torch's, and the limit.
 
     python -m bench.products [--shapes] [--sweep]
 
-The norms, the gate and the products of a layer of Llama 3.1 8B, one after the other as in a step, attention left out,
-in bfloat16 and in FP8 with scales of rows and of blocks; of several layers, whose weights lie in the cache of no chip,
-under a CUDA graph. Rows are tokens. `torch` are the same with torch's products alone. The limit is the weights' bytes
-over the bandwidth, or the operations over the rate of products, both of the same run. Each product is compared with
-float32 before it is timed. With --shapes also a norm and a product of many other sizes; with --sweep other tiles, one
-product after the other, in place of those that are chosen.
+The norms, the gate and the products of a layer of Llama 3.1 8B in the order of a step, without attention, in bfloat16
+and in FP8 with scales per row and per block; several layers in turn, whose weights together do not fit in the GPU's L2
+cache, in a CUDA graph. Rows are tokens. `torch` is the same with torch's products only. The limit is the weights' bytes
+over the copy bandwidth, or FLOPs over the rate of matrix products, both measured in the same run. Each product is
+compared with float32 before it is timed. With --shapes, also a norm and a product of many other sizes; with --sweep,
+also other tiles, for one product at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENS = (1, 16, 32, 64, 128, 256, 1024, 8192)
 KINDS: dict[str, Rounding | None] = {"bfloat16": None, "fp8_rows": Rounding.ROWS, "fp8_blocks": Rounding.BLOCKS}
 LAYERS = 4
 CACHE = 400_000_000
-"""Bytes of copies of a weight that take turns, beside a layer's."""
+"""Bytes of the copies of a weight that take turns in `shape_row`, so that they do not stay in the L2 cache."""
 COLUMNS, DEPTHS = (512, 1024, 2048, 3072, 5120, 8192, 14336, 28672, 128256), (2048, 4096, 8192, 14336)
 
 Weight = torch.Tensor | Scaled
@@ -45,7 +45,7 @@ def drawn(*size: int) -> torch.Tensor:
 
 
 def graph_us(run: Callable[[], object], parts: int, times: int = 25) -> float:
-    """Microseconds of each of so many parts of a run, the median of some replays."""
+    """Microseconds per part of a run that has `parts` of them; the median of `times` replays."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -76,14 +76,14 @@ def weight_of(rounding: Rounding | None, columns: int, depth: int) -> Weight:
 
 
 def chosen(x: Inputs, weight: Weight) -> Tile | None:
-    """The tile that radixrt takes; None: torch's product."""
+    """The tile that radixrt uses; None for torch's product."""
     if isinstance(weight, Scaled):
         return scaled.tile_for(len(x), weight)
     return products.tile_for(len(x), *weight.shape, weight.device)
 
 
 def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, add: bool = False) -> None:
-    """By torch without a tile."""
+    """Write x @ weight.T to `out`, or with `add` add it; by torch if `tile` is None."""
     if isinstance(weight, Scaled):
         if tile is not None:
             scaled.product(x, weight, None, out, tile, add)
@@ -109,7 +109,7 @@ def check(x: Inputs, weight: Weight, tile: Tile | None) -> None:
 
 
 class Layers:
-    """Some layers of one kind."""
+    """Several layers with weights of one kind."""
 
     def __init__(self, rounding: Rounding | None) -> None:
         self.rounding = rounding
@@ -166,7 +166,7 @@ def sweep(name: str, layers: Layers, tokens: int) -> None:
 
 
 def shape_row(name: str, tokens: int, columns: int, depth: int, limits: dict[str, float]) -> dict[str, Any]:
-    """A norm and a product."""
+    """A row of the table for a norm and a product."""
     rounding = KINDS[name]
     copies = max(2, min(24, CACHE // (columns * depth * (2 if rounding is None else 1))))
     weights = [weight_of(rounding, columns, depth) for _ in range(copies)]

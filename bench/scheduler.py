@@ -2,8 +2,8 @@
 
     python -m bench.scheduler [--quick]
 
-256 requests run with histories of 16,384 tokens and gain a token a step. The reference is a step of the same size in
-plain Python: one loop over the requests that looks up a page, writes it, and appends the token.
+256 requests with 16,384 tokens each decode one token per step. The reference is a minimal step in plain Python: one
+loop over the requests that takes a page, records it, and appends the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = 400
 
 
 class NullLink:
-    """Takes what the worker sends; gives it nothing."""
+    """A link that discards what the worker sends, and receives nothing."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -44,7 +44,7 @@ class NullLink:
 
 
 def make_worker(requests: int, history: int, page_size: int, shared: int) -> Worker:
-    """A worker whose requests have all been prefilled."""
+    """A worker with requests that all decode already."""
     pages = requests * (history + 2 * STEPS) // page_size + 8
     runner = FakeRunner(pages, page_size)
     worker = Worker(
@@ -64,7 +64,7 @@ def make_worker(requests: int, history: int, page_size: int, shared: int) -> Wor
 
 
 def step_us(worker: Worker) -> dict[str, float]:
-    """Medians over STEPS steps, microseconds of this thread's CPU, by part."""
+    """CPU microseconds of this thread by part of a step; medians over STEPS steps."""
     clock = time.thread_time_ns
     times = np.zeros((STEPS, 4))
     for step in range(STEPS):
@@ -89,7 +89,7 @@ def step_us(worker: Worker) -> dict[str, float]:
 
 
 def plain_step_us(requests: int, history: int) -> float:
-    """The reference: the same bookkeeping as one Python loop."""
+    """The reference: a step's bookkeeping as one Python loop."""
     tables = [list(range(history)) for _ in range(requests)]
     tokens = [array("i", range(history)) for _ in range(requests)]
     free, times = list(range(requests * STEPS)), []

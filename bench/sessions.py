@@ -2,10 +2,10 @@
 
     python -m bench.sessions [--quick]
 
-Each session is a chat of 30 turns, sent one after the other as a client would, all messages every time; timed is its
-last turn, from the first byte sent to the first chunk read. The references, in the same run: the same with sessions
-off (--session-tokens 0), and the same chat sent to a server that has never seen it, which encodes it whole. Before the
-figures count, every turn must have hit all of the turn before it and of its answer, to the last token computed.
+Each session is a chat of 30 turns, each of which sends all messages. The last turn is timed, from the first byte sent
+to the first chunk received. The references, in the same run: the same with sessions off (--session-tokens 0), and the
+same chat sent to a server that has never seen it, which has to encode all of it. Each turn must hit all of the turn
+before it and of its answer, up to the last token whose KV was computed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TURNS, ANSWER = 30, 64
 WORDS = "the quick dog thinks about the question again and then it jumps over the answer of the fox ".split()
 WORDS_A_TURN = 480
 LIMIT_MS = 5.0
-"""That turn 30 may take, at the median."""
+"""The most that turn 30 may take, at the median."""
 
 
 class Talk:
-    """One chat on one connection."""
+    """A chat on a connection of its own."""
 
     def __init__(self, port: int, number: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -43,13 +43,13 @@ class Talk:
         self.messages: list[dict[str, str]] = []
 
     def say(self) -> None:
-        """The next message of the user, like no other's."""
+        """Append a message of the user, which no other chat has."""
         turn = len(self.messages)
         words = [WORDS[(i * (turn + 3) + self._number) % len(WORDS)] for i in range(WORDS_A_TURN)]
         self.messages.append({"role": "user", "content": f"{self._number}.{turn} " + " ".join(words)})
 
     def ask(self) -> tuple[float, dict[str, Any]]:
-        """(seconds to the first chunk, usage); the answer is the next message."""
+        """Send the chat, and append the answer. Returns (seconds to the first chunk, usage)."""
         fields = {"max_tokens": ANSWER, "stream": True, "stream_options": {"include_usage": True}}
         body = json.dumps({"messages": self.messages, "temperature": 0} | fields).encode()
         began = time.perf_counter()
@@ -70,7 +70,7 @@ class Talk:
 
 @contextmanager
 def stack(folder: Path, session_tokens: int, cache: int) -> Iterator[int]:
-    """The HTTP port of a router, a fake worker and a front end."""
+    """Run a router, a fake worker and a front end. Yields the HTTP port."""
     addresses = {"client_address": free_tcp_address(), "worker_address": free_tcp_address()}
     router = RouterConfig(model=str(folder), report_tokens=cache, **addresses)
     worker = WorkerConfig(model=str(folder), fake="0,0", max_total_tokens=cache, max_num_batched_tokens=1 << 16)
@@ -100,7 +100,7 @@ def measure(port: int, sessions: int, *, hits: bool) -> tuple[list[float], list[
 
 
 def measure_unseen(port: int, talks: list[Talk]) -> list[float]:
-    """Seconds of the last turn of chats that a server sees for the first time."""
+    """Times of the last turns of chats, in seconds, at a server that sees them for the first time."""
     times = []
     for number, seen in enumerate(talks):
         talk = Talk(port, number)

@@ -1,8 +1,8 @@
-"""Where the time of a load goes: the loads of `bench.serve` in a worker alone, no router, no HTTP, step by step.
+"""Durations of a worker's steps under the loads of `bench.serve`, without router and HTTP.
 
     python -m bench.steps [--loads sessions,tot] [--quick]
 
-Steps are put in kinds by the new prompt tokens in them. Random weights in the shape of Llama 3.1 8B.
+Steps are grouped by their number of new prompt tokens. Random weights in the shape of Llama 3.1 8B.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = {
 
 
 class Watch:
-    """Notes of each step of a runner: decodes, chunks, their tokens, seconds on the GPU, seconds to launch it."""
+    """Records the steps of a runner: (decodes, chunks, tokens of chunks, seconds on the GPU, seconds of the launch)."""
 
     def __init__(self, runner: Runner) -> None:
         self.steps: list[tuple[float, ...]] = []
@@ -72,7 +72,7 @@ class Watch:
 
 
 def run(bench: Bench, load: Load, repetition: int) -> tuple[int, float]:
-    """(Tokens, seconds) of a load: a request starts when the one that it waits for has ended."""
+    """Run a load; a request starts when the one that it waits for has ended. Returns (generated tokens, seconds)."""
     vocab = bench.worker.runner.vocab_size
     parts: dict[int, np.ndarray] = {}
 

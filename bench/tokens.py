@@ -1,12 +1,12 @@
-"""Time to encode a long history with one new message, of which only the message is new.
+"""Time to encode a long history with one new message, if only that message has not been encoded before.
 
     python -m bench.tokens [--quick] [--data FOLDER]
 
-For each tokenizer: a history of 40,000 tokens (transcripts of software agents), encoded whole by the library, and then
-through radixrt with a new message each time; ids are compared before anything is timed. `chat` rows: the 30th turn of a
-session of 40,000 tokens through `Sessions.encode_chat`, template included, answers spelled as generated; the reference
-renders the template and encodes its text whole. Without FOLDER (real tokenizers and transcripts, as the tests
-read them) a small tokenizer and made-up text are used.
+For each tokenizer, a history of 40,000 tokens (transcripts of software agents) followed by a new message is encoded by
+the tokenizer library, as a whole, and by radixrt; ids are compared before anything is timed. `chat` rows are the 30th
+turn of a session of 40,000 tokens by `Sessions.encode_chat`, with the template, and with answers that keep their
+generated ids; the reference renders the template and encodes its text as a whole. Without FOLDER (with the tokenizers
+and transcripts that tests also use), a small tokenizer and made-up text are used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def load(folder: Path, source: Path | None) -> Tokenizer:
-    """The tokenizer of a stored fixture, unpacked into `folder`, or a small one."""
+    """Load the tokenizer at `source`, which is unpacked into `folder`; without `source`, a small one."""
     if source is None:
         return load_tokenizer(make_tokenizer(folder))
     folder.mkdir()
@@ -76,7 +76,7 @@ def load(folder: Path, source: Path | None) -> Tokenizer:
 
 
 def transcript(data: Path) -> str:
-    """Messages of software agents, one after the other."""
+    """Concatenated messages of software agents."""
     return "".join(_messages(data / "swe_agent" / "trajectories.jsonl.gz")) + made_up()
 
 
@@ -93,7 +93,8 @@ def made_up() -> str:
 
 
 def text_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians in ms: the whole history by the library, the same with one new message by us, the new message alone."""
+    """Medians in ms: history and new message encoded by the library as a whole, by radixrt, and by radixrt again
+    (`seen_before_ms`)."""
     text = cut(tokenizer, text, tokens)
     whole = tokenizer._backend.encode
     news = [text + MESSAGE.format(n, n + 1) for n in range(repeats)]
@@ -113,7 +114,7 @@ def text_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict
 
 
 def chat_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians in ms of the last turn of a session, by the library alone and by us."""
+    """Medians in ms of the last turn of a session, by the library as a whole and by radixrt."""
     text = cut(tokenizer, text, tokens)
     sessions, messages = Sessions(tokenizer), []
     size = len(text) // (2 * TURNS)
@@ -149,7 +150,7 @@ def chat_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict
 
 
 def cut(tokenizer: Tokenizer, text: str, tokens: int) -> str:
-    """The first `tokens` tokens of a text, or somewhat more or less."""
+    """About the first `tokens` tokens of a text."""
     ids = tokenizer._backend.encode(text, False)
     assert len(ids) >= tokens
     return text[: len(text) * tokens // len(ids)]

@@ -1,4 +1,4 @@
-"""The radix tree against a plain Python one and the price of comparing memory, on five workloads.
+"""The radix tree compared with one in plain Python, and with the cost of comparing memory, on five workloads.
 
 W1  10,000 requests: 4,096 shared tokens and 64 to 512 of their own
 W2  64 sessions of 40 turns of 200 to 1,500 tokens on 3 system prompts of 6,000; each turn matches its whole history
@@ -8,8 +8,8 @@ W5  one sequence of a million tokens, matched at 100 depths
 
     python -m bench.tree [--quick]
 
-The floor is one `bytes ==` over the cached part of each query (fresh copies of both sides). Answers of both trees are
-compared before anything is timed.
+The floor is one `bytes ==` over the cached part of each query, on new copies. Results of both trees are compared before
+anything is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VOCAB = 128_000
 
 
 def make_workloads(scale: float) -> dict[str, list[np.ndarray]]:
-    """Queries by workload, in order of arrival, int32."""
+    """Token ids (int32) of queries, in order, by workload."""
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> np.ndarray:
@@ -75,7 +75,7 @@ class Node:
 
 
 class PythonTree:
-    """A compressed radix tree of dicts and numpy arrays, matching and inserting only."""
+    """A compressed radix tree of dicts and numpy arrays that can only match and insert."""
 
     def __init__(self) -> None:
         self.root = Node(np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -116,7 +116,7 @@ def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def check_answers(queries: list[np.ndarray]) -> list[int]:
-    """Both trees give the same hits on the whole workload: the hits, in tokens."""
+    """Assert that both trees give the same hits for all queries. Returns the hits, in tokens."""
     fast, plain, hits = RadixTree(), PythonTree(), []
     for ids in queries:
         hit = fast.match("", ids).length
@@ -154,7 +154,7 @@ def run_workload(name: str, queries: list[np.ndarray]) -> dict[str, object]:
 def interleave(
     queries: list[np.ndarray], match: Callable[[np.ndarray], object], insert: Callable[[np.ndarray], object]
 ) -> Iterator[tuple[float, float]]:
-    """(match, insert) in microseconds, query by query."""
+    """Match and insert each query. Yields (match, insert) in microseconds."""
     for query in queries:
         yield median_us(match, [query])[0], median_us(insert, [query])[0]
 
@@ -167,12 +167,12 @@ def run_python(queries: list[np.ndarray], values: np.ndarray) -> tuple[float, fl
 
 
 def lease_and_release(tree: RadixTree, queries: list[np.ndarray]) -> float:
-    """Median of lease + release of a path that is there whole (so that nothing is split)."""
+    """Median microseconds of a lease and its release, for paths that are wholly in the tree (so no node is split)."""
     return float(np.median([median_us(lambda m: tree.lease(m).release(), [tree.match("", q)])[0] for q in queries]))
 
 
 def grows_faster_than_the_work(scale: float) -> list[dict[str, object]]:
-    """Probes: each line should be flat."""
+    """Operations on trees of growing size, whose cost should not grow."""
     rng = np.random.default_rng(1)
     rows = []
     for leaves in (5_000, 20_000, 80_000, 200_000):

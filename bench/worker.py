@@ -1,14 +1,14 @@
-"""What a worker does alone on a GPU: scheduler and runner in one process, no router, no HTTP.
+"""A worker alone on a GPU: scheduler and runner in one process, without router and HTTP.
 
     python -m bench.worker [--shape qwen3-30b | --model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
 
-Random weights in the shape of Llama 3.1 8B unless another shape or a folder with a config.json is given. Each decode
-row is beside its limit: the KV bytes of a step, less what windows hide, over the copy bandwidth of the same run, and a
-GEMM pass of the same batch under a graph; experts are counted by the bytes of those that so many tokens choose, if they
-choose at random, and products in FP8 (--quantization fp8) by their bytes, or at twice the rate of bfloat16.
-Each prefill row is beside what its products and what its attention take, each by FLOPs over the matrix rate or by its
-bytes over the bandwidth (weights, experts likewise; cached pages), whichever is more. GPU idle is the share of the time
-of a decode run in which no kernel ran, from a trace of every kernel.
+Random weights in the shape of Llama 3.1 8B, unless another shape or a folder with a config.json is given. The limit of
+a decode row is the sum of: the KV bytes that a step reads (within windows) over the copy bandwidth; the time of all
+matrix products of that batch in a CUDA graph; the bytes of the experts that the batch chooses, with random routing,
+over the bandwidth; and for products in FP8 (--quantization fp8) their weights' bytes over the bandwidth, or their FLOPs
+over twice the rate of bfloat16. The limit of a prefill row is that of its products plus that of attention, each by
+FLOPs or by bytes (of weights and chosen experts; of cached pages), whichever takes longer. Bandwidth and rate are
+measured in the same run. GPU idle is the share of time in which no kernel ran, by a trace of all kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STEPS = 48
 
 
 class NullLink:
-    """Takes what the worker sends; gives it nothing."""
+    """A link that discards what the worker sends, and receives nothing."""
 
     def send(self, payload: bytes) -> None: ...
 
@@ -67,7 +67,7 @@ class NullLink:
 
 
 def median_ms(run: Callable[[], object], repeat: int = 20) -> float:
-    """Milliseconds of one call, by events, warm."""
+    """Median milliseconds per call, by CUDA events, after a warm-up."""
     for _ in range(3):
         run()
     times = []
@@ -82,7 +82,7 @@ def median_ms(run: Callable[[], object], repeat: int = 20) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Copy bandwidth (read plus written) in GB/s, bf16 matrix product in TFLOP/s."""
+    """Measure the copy bandwidth (reads plus writes) in GB/s, and the rate of a bf16 matrix product in TFLOP/s."""
     a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
     copy = 2 * a.numel() / median_ms(lambda: b.copy_(a)) / 1e6
@@ -91,7 +91,7 @@ def ceilings() -> dict[str, float]:
 
 
 def dense(layer: Layer) -> list[Product]:
-    """The matrices of a layer that every token is multiplied by."""
+    """The products of a layer that are computed for every token."""
     mlp = layer.mlp
     products = [mlp.experts.router] if isinstance(mlp, Mixture) else [mlp.gate_up, mlp.down.product]
     if isinstance(mlp, Mixture) and mlp.shared:
@@ -100,12 +100,12 @@ def dense(layer: Layer) -> list[Product]:
 
 
 def of_heads(layer: Layer) -> list[HeadLinear]:
-    """The products of each head around a latent."""
+    """The products per head before and after latent attention."""
     return [layer.heads.ups.k, layer.heads.ups.v] if isinstance(layer.heads, Latent) else []
 
 
 def experts_bytes(model: Decoder, batch: int) -> float:
-    """Of the experts that so many tokens choose in all layers, if each chooses at random."""
+    """Expected bytes of the experts that `batch` tokens choose in all layers, with random routing."""
     total = 0.0
     for layer in model._layers:
         if isinstance(layer.mlp, Mixture):
@@ -116,7 +116,7 @@ def experts_bytes(model: Decoder, batch: int) -> float:
 
 
 def weight_bytes(model: Decoder, batch: int) -> float:
-    """Of the matrices that so many tokens are multiplied with, in all layers."""
+    """Bytes of all weights that a step of `batch` tokens reads, in all layers."""
     return experts_bytes(model, batch) + sum(
         sum(values(x).nbytes for x in dense(layer)) + sum(x.weight.nbytes for x in of_heads(layer))
         for layer in model._layers
@@ -124,12 +124,12 @@ def weight_bytes(model: Decoder, batch: int) -> float:
 
 
 def values(linear: Product) -> torch.Tensor:
-    """Of its weight, in whatever dtype."""
+    """The values of a product's weight, in their stored dtype."""
     return linear.weight.values if isinstance(linear, ScaledLinear) else linear.weight
 
 
 def gemm_ms(runner: Runner, batch: int) -> float:
-    """All matrix products of one step of so many tokens but those of experts and in FP8, by torch, under a graph."""
+    """Milliseconds of all matrix products of a step of `batch` tokens, except experts and FP8, by torch in a graph."""
     model = runner._model
     inputs: dict[object, torch.Tensor] = {}
 
@@ -162,14 +162,15 @@ def gemm_ms(runner: Runner, batch: int) -> float:
 
 
 def scaled_ms(model: Decoder, batch: int, limits: dict[str, float]) -> float:
-    """What products in FP8 of so many tokens take at least: the weights' bytes, or twice the rate of bfloat16."""
+    """The limit of a step's products in FP8, in milliseconds: the weights' bytes over the bandwidth, or FLOPs over
+    twice the rate of bfloat16."""
     weights = [values(x) for layer in model._layers for x in dense(layer) if isinstance(x, ScaledLinear)]
     times = (max(w.nbytes / limits["copy_gbs"] / 1e6, batch * w.numel() / limits["tflops"] / 1e9) for w in weights)
     return sum(times, 0.0)
 
 
 class Bench:
-    """A worker without its loop."""
+    """A worker whose steps are run one by one."""
 
     def __init__(self, runner: Runner, rows: int, budget: int, max_model_len: int) -> None:
         self.worker = Worker(
@@ -183,7 +184,7 @@ class Bench:
         return self._rng.integers(1000, self.worker.runner.vocab_size - 300, count, dtype=np.int32)
 
     def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None, **sampling: float) -> int:
-        """Greedy, unless `sampling` says otherwise."""
+        """Add a request that generates `tokens` tokens, greedily by default. Returns its id."""
         self._next += 1
         fields = {"temperature": 0.0, "stop_token_ids": (EOS,) if grammar else ()} | sampling
         sampling = Sampling(max_tokens=tokens, ignore_eos=True, grammar=grammar, **fields)
@@ -192,17 +193,19 @@ class Bench:
         return self._next
 
     def step(self) -> int:
+        """Run one step. Returns the number of generated tokens."""
         outputs = self.worker._step()
         self.worker._reply(outputs)
         return sum(len(output.tokens) for output in outputs)
 
     def settle(self) -> None:
-        """Until every request decodes."""
+        """Run steps until all requests decode."""
         scheduler = self.worker.scheduler
         while scheduler.num_waiting or scheduler.running.behind:
             self.step()
 
     def finish(self) -> int:
+        """Run steps until all requests have ended. Returns the number of generated tokens."""
         tokens = 0
         while self.worker.scheduler.has_work or self.worker._flight:
             tokens += self.step()
@@ -210,7 +213,7 @@ class Bench:
 
 
 def keys_read(model: Decoder, context: float) -> float:
-    """That a decode reads in a layer, on average: some have windows."""
+    """Keys that a decode reads per layer, averaged over layers, as some may have sliding windows."""
     windows = model.spec.windows
     return sum(context if window is None else min(context, window) for window in windows) / len(windows)
 
@@ -251,7 +254,8 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
 
 
 def idle_share(run: Callable[[], object], times: int = 1) -> float:
-    """Of the time between the first and the last kernel of some runs, the share in which none ran. Prints kernels."""
+    """The share of time, between the first and the last kernel of `times` runs, in which no kernel ran. Prints the
+    kernels that take most time."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -273,8 +277,8 @@ def idle_share(run: Callable[[], object], times: int = 1) -> float:
 
 
 def attention_flops(model: Decoder, pairs: float, cached: int) -> float:
-    """Of so many pairs of a query and a key, all layers; of latent attention in the form that takes fewer: absorbed, or
-    with heads' keys and values multiplied out, those of `cached` tokens as well."""
+    """FLOPs of attention for `pairs` of a query and a key, summed over layers. For latent attention, those of the
+    cheaper form: absorbed, or with full heads, whose keys and values must be computed also for `cached` tokens."""
     spec = model.spec
     absorbed = 2 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim)
     if spec.latent is None:
@@ -325,8 +329,8 @@ def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[
 
 
 def grammar_rows(bench: Bench) -> list[dict[str, Any]]:
-    """64 decodes, free and by a JSON schema over a made vocabulary, every token drawn; nothing where xgrammar is
-    missing."""
+    """64 decodes without and with grammars, over a made-up vocabulary; all tokens are sampled. No rows without
+    xgrammar."""
     if importlib.util.find_spec("xgrammar") is None:
         print("no xgrammar: decodes by a grammar are left out")
         return []
@@ -366,8 +370,8 @@ KINDS: dict[str, dict[str, float]] = {
 
 
 def sampling_rows(bench: Bench) -> list[dict[str, Any]]:
-    """Decodes by what their tokens are drawn by: on the device, and by torch, which sorts the vocabulary and takes
-    penalties one request after the other."""
+    """Decodes by sampling parameters: with the sampler for GPUs, and with torch's, which sorts the vocabulary and
+    applies penalties to one request after the other."""
     rows: list[dict[str, Any]] = []
     runner: Any = bench.worker.runner
     ways = {"ms": runner._sampler, "torch_ms": TorchSampler()}
@@ -397,7 +401,7 @@ def sampling_rows(bench: Bench) -> list[dict[str, Any]]:
 
 
 class Guesses(Drafter):
-    """Drafts of `size` tokens that are hardly ever right."""
+    """A drafter whose drafts, of `size` tokens, are almost always wrong."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, overlaps=True)
@@ -410,9 +414,9 @@ class Guesses(Drafter):
 
 
 def draft_rows(bench: Bench) -> list[dict[str, Any]]:
-    """A step of decodes whose drafts are all wrong, beside one without drafts: what they cost at most. Then drafts as a
-    server makes them: of random prompts, where nothing repeats but what the model itself falls into, and of the same
-    prompts asked again."""
+    """Steps of decodes without drafts, and with drafts that are all wrong, which is the most that drafts cost. Then
+    with the real drafter: for random prompts ("new"), where only the model's own output repeats, and for the same
+    prompts again."""
     rows: list[dict[str, Any]] = []
     scheduler = bench.worker.scheduler
     for batch in (1, 4, 16, 32):
@@ -443,7 +447,7 @@ def draft_rows(bench: Bench) -> list[dict[str, Any]]:
 
 
 def plain_row(bench: Bench) -> dict[str, Any]:
-    """256 requests at once, 1,024 in, 256 out: the load that `bench.serve` calls plain, without the way there."""
+    """The load `plain` of `bench.serve` without router and HTTP: 256 requests at once, 1,024 tokens in, 256 out."""
     for _ in range(256):
         bench.add(bench.ids(1024), 256)
     began = time.perf_counter()
@@ -457,20 +461,22 @@ def plain_row(bench: Bench) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
-    parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="another's go into a file of its own")
+    parser.add_argument(
+        "--shape", default="llama-8b", choices=SHAPES, help="each but the default has a result file of its own"
+    )
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument(
         "--quantization",
         default="auto",
         choices=("auto", "fp8", "none"),
-        help="fp8 and none go into files of their own",
+        help="fp8 and none have result files of their own",
     )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="more than 1 goes into a file of its own")
-    parser.add_argument("--deterministic", action="store_true", help="what it costs; into a file of its own")
-    parser.add_argument("--grammars", action="store_true", help="what a grammar costs; into a file of its own")
-    parser.add_argument("--sampling", action="store_true", help="what draws and penalties cost; likewise")
-    parser.add_argument("--drafts", action="store_true", help="what drafted tokens cost and gain; likewise")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="more than 1 has a result file of its own")
+    parser.add_argument("--deterministic", action="store_true", help="its cost; has a result file of its own")
+    parser.add_argument("--grammars", action="store_true", help="the cost of grammars; has a result file of its own")
+    parser.add_argument("--sampling", action="store_true", help="the cost of sampling and penalties; likewise")
+    parser.add_argument("--drafts", action="store_true", help="cost and gain of drafted tokens; likewise")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     limits = ceilings()

@@ -1,4 +1,4 @@
-"""Several attempts at once, each checked by running it; the first that passes wins and the others stop.
+"""Several attempts at once, each checked by running it; the first that passes wins, and the others are cancelled.
 radixrt run examples/best_of_n.py"""
 
 import ast
@@ -16,7 +16,7 @@ ALLOWED |= set("BinOp Add Sub UnaryOp USub IfExp Compare Lt LtE Gt GtE BoolOp An
 
 
 def verify(expression: str) -> bool:
-    """It is an expression of few kinds, and right for all examples."""
+    """Whether it is an expression of allowed node types that is right for all examples."""
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         if any(type(node).__name__ not in ALLOWED for node in ast.walk(tree)):

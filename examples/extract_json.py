@@ -1,4 +1,4 @@
-"""Objects of a Python type out of texts, by its JSON schema.   radixrt run examples/extract_json.py"""
+"""Extracts objects of a dataclass from texts, by its JSON schema.   radixrt run examples/extract_json.py"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -31,7 +31,7 @@ async def extract_json(s: Branch, mails: list[str]) -> list[Ticket | None]:
         branch += user(mail)
         branch += assistant(gen("ticket", schema=Ticket, max_tokens=160, temperature=0))
     values = [await branch.value("ticket") for branch in branches]
-    return [value.parse() if value.finish == "stop" else None for value in values]  # None: it was cut off
+    return [value.parse() if value.finish == "stop" else None for value in values]  # None: max_tokens was reached
 
 
 if __name__ == "__main__":

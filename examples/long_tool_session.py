@@ -1,4 +1,4 @@
-"""A chat of many turns with tool calls by schema: every turn hits what the last has computed.
+"""A chat of many turns, with tool calls by a JSON schema: each turn reuses all that earlier turns have computed.
 radixrt run examples/long_tool_session.py"""
 
 import asyncio
@@ -22,7 +22,7 @@ class Call:
 
 
 async def warehouse(stock: dict[str, int], call: Call) -> dict[str, int]:
-    """The tool: slow, as tools are."""
+    """A tool, which takes some time."""
     await asyncio.sleep(0.002)
     stock[call.item] += {"look": 0, "add": call.amount, "take": -call.amount}[call.tool]
     return {call.item: stock[call.item]}

@@ -1,4 +1,4 @@
-"""Agents that talk, each with its own view of the conversation.   radixrt run examples/multi_agent_chat.py"""
+"""Agents that talk, each with its own branch of the conversation.   radixrt run examples/multi_agent_chat.py"""
 
 from radixrt import Branch, assistant, gen, program, select, system, user
 
@@ -24,7 +24,7 @@ async def multi_agent_chat(s: Branch, topic: str, rounds: int = 2) -> tuple[list
             view += user(f"{news}\n{name}, it is your turn.".lstrip())
             view += assistant(gen("said", max_tokens=48, temperature=0.7, seed=len(spoken), stop="\n"))
             spoken.append(f"{name}: {await view['said']}")
-            heard[name] = len(spoken)  # its own words are in its view already
+            heard[name] = len(spoken)  # its own message is in its view already
     s += user("\n".join([topic, *spoken, "What do they agree on?"]))
     s += assistant(select("agreed", ["memory", "disk", "nothing"]))
     return spoken, await s["agreed"]

@@ -1,4 +1,4 @@
-"""Reason and act, with tools; each turn extends the prompt of the last.   radixrt run examples/react_agent.py"""
+"""ReAct: reasoning and tool calls in turns; each extends the prompt before it.   radixrt run examples/react_agent.py"""
 
 import ast
 import operator
@@ -47,7 +47,7 @@ async def react_agent(s: Branch, turns: int = 4) -> str:
         s += gen("input", max_tokens=16, temperature=0, stop=("]", "\n"))
         try:
             seen = await s.tool(TOOLS[await s["action"]], await s["input"], timeout=5)
-        except ProgramError as error:  # what the model wrote was no expression: let it know
+        except ProgramError as error:  # the tool has failed, for example on an invalid expression: tell the model
             seen = f"error: {type(error.problem).__name__}"
         s += f"]\nObservation {turn}: {seen}\n"
     s += "\nAnswer:"

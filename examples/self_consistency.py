@@ -1,4 +1,4 @@
-"""Many chains of thought from one question; the answer most of them give.   radixrt run examples/self_consistency.py"""
+"""Many chains of thought for one question; a majority vote decides.   radixrt run examples/self_consistency.py"""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The points of an answer first, then all of them at once.   radixrt run examples/skeleton_of_thought.py"""
+"""Writes the outline of an answer, then all points in parallel.   radixrt run examples/skeleton_of_thought.py"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Game of 24: fork, propose a step, score all, keep the best.   radixrt run examples/tree_of_thought.py"""
+"""Game of 24: fork, propose steps, score all, keep the best.   radixrt run examples/tree_of_thought.py"""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ STEP = r"[0-9]{1,3} [-+*/] [0-9]{1,3} = [0-9]{1,3} \(left: [0-9]{1,3}( [0-9]{1,3
 
 
 def left_after(numbers: list[int], step: str) -> list[int] | None:
-    """What is left of the numbers by a step; None if it is wrong."""
+    """The numbers that are left after a step; None if the step is wrong."""
     a, operation, b, result = re.match(r"(\d+) (.) (\d+) = (\d+)", step).groups()
     rest = list(numbers)
     for number in (int(a), int(b)):
@@ -35,7 +35,9 @@ async def tree_of_thought(s: Branch, puzzle: tuple[int, ...], width: int = 4, ke
         thoughts = [(child, numbers) for branch, numbers in frontier for child in branch.fork(width)]
         for number, (thought, _) in enumerate(thoughts):
             thought += gen("step", regex=STEP, max_tokens=40, temperature=1.0, seed=100 * depth + number)
-        judges = [thought.fork(1)[0] for thought, _ in thoughts]  # what judges say stays out of the thoughts
+        judges = [
+            thought.fork(1)[0] for thought, _ in thoughts
+        ]  # judged in a fork, so that the judgement does not become part of the thought
         for judge in judges:
             judge += "Can 24 be reached from what is left? "
             judge += select("likely", ["sure", "impossible"])

@@ -1,4 +1,4 @@
-"""Processes that another one starts, and that end with it."""
+"""Child processes, which end when their parent does."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import msgspec
 log = logging.getLogger("radixrt.launch")
 
 STOP_SECONDS = 10.0
-"""Time that a child has to leave after it was told to, before it is killed."""
+"""A child that has not exited this long after SIGTERM is killed."""
 
 
 class Process(Protocol):
-    """What is used of subprocess.Popen; see there. A process may run on another machine (`fleet`)."""
+    """The part of subprocess.Popen's interface that is used. The process may run on another machine (`fleet`)."""
 
     stdin: IO[bytes] | None
 
     @property
     def pid(self) -> int | None:
-        """On its machine; None while it has none."""
+        """The process id on its machine; None if it has not started yet."""
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs, as far as `poll` and `wait` have seen."""
+        """The exit code; None while the process runs. Updated by `poll` and `wait`."""
 
     def poll(self) -> int | None: ...
 
@@ -43,6 +43,8 @@ class Process(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Child:
+    """A child process, with its role ("router", "worker", "frontend") and name."""
+
     role: str
     name: str
     process: Process
@@ -53,8 +55,8 @@ class Child:
 
 
 def start_child(role: str, name: str, config: Any, log_level: str = "info", *, pipe: int | None = None) -> Child:
-    """A process `radixrt ROLE`, which reads its configuration from stdin and leaves when that closes. It has the file
-    descriptor `pipe`, too, under the same number."""
+    """Start a process `radixrt ROLE`, which reads its configuration from stdin, and exits when stdin closes. It
+    inherits the file descriptor `pipe`, under the same number."""
     process = subprocess.Popen(
         [sys.executable, "-m", "radixrt", "--log-level", log_level, role, "--config-from-stdin"],
         stdin=subprocess.PIPE,
@@ -71,7 +73,7 @@ def start_child(role: str, name: str, config: Any, log_level: str = "info", *, p
 
 
 def stop_children(children: Iterable[Child], seconds: float = STOP_SECONDS) -> None:
-    """Tell all of them, wait for all of them, kill those that stay."""
+    """Terminate all children, wait for them up to `seconds`, and kill those that are left."""
     children = list(children)
     for child in children:
         if child.alive:
@@ -89,7 +91,8 @@ def stop_children(children: Iterable[Child], seconds: float = STOP_SECONDS) -> N
 
 
 def tell_parent(pipe: int | None, port: int = 0) -> None:
-    """That this process listens, and on which port for HTTP (0: none), if there is a parent that wants to know."""
+    """Write to the file descriptor `pipe` (None: nothing to do) that this process listens now: its HTTP port (0: none)
+    and a line feed."""
     if pipe is not None:
         with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as parent:
             parent.write(b"%d\n" % port)

@@ -1,10 +1,10 @@
-"""The command line, generated from the fields of `config`: a field `max_num_seqs` is the flag `--max-num-seqs`.
+"""Serves language models to agents.
 
-radixrt serve MODEL            router, workers and HTTP front ends on this machine
-radixrt router|worker|frontend one of these processes, for setups of several machines
-radixrt report                 the hit-rate report of a running stack
-radixrt run PROGRAM.py         an agent program against a running stack
-radixrt keygen FILE            a CURVE key, for ZMQ beyond loopback
+radixrt serve MODEL            start router, workers and HTTP front ends
+radixrt router|worker|frontend start only one of these, for setups of several machines
+radixrt report                 print the hit-rate report of a running stack
+radixrt run PROGRAM.py         run an agent program against a running stack
+radixrt keygen FILE            make a CURVE key, for ZMQ beyond loopback
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ DEFAULT_URL = "tcp://127.0.0.1:5555"
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """A flag for each field of `config` with a help text, unless the parser has it already."""
+    """Add a flag for each field of `config` that has a help text, unless the parser has that flag already: for a field
+    `max_num_seqs` the flag `--max-num-seqs`."""
     types = typing.get_type_hints(config)
     known = {action.dest for action in parser._actions}
     for field in dataclasses.fields(config):
@@ -56,7 +57,10 @@ def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[
         kind = types[field.name]
         flags = ["--" + field.name.replace("_", "-"), *ALIASES.get(field.name, ())]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        if kind is bool:
+        if kind is bool and field.default:  # with a flag --no-... as well
+            options["help"] += " (default: on)"
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        elif kind is bool:
             parser.add_argument(*flags, action="store_true", **options)
         elif typing.get_origin(kind) is tuple:
             parser.add_argument(*flags, action="append", metavar=field.name.upper(), **options)
@@ -66,20 +70,21 @@ def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[
 
 
 def from_args(config: type, args: argparse.Namespace) -> Any:
-    """`config` with the flags that were given; the others keep their defaults."""
+    """Make a `config` from the flags that were given; other fields keep their defaults."""
     given = vars(args)
     changes = {f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()})
 
 
 def read_keys(args: argparse.Namespace) -> None:
-    """Put the lines of a file in the place of each `--api-key @FILE`: what is on a command line anybody can see."""
+    """Replace each `--api-key @FILE` by the keys in the file. (Every user of a machine can see command lines.)"""
     if "api_key" in args:
         args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
 
 
 def read_key(given: str) -> str:
-    """A client's key. A file in its place may be the one that `serve` reads, if it has one key."""
+    """The key of a client, from `KEY` or `@FILE`. The file may be one for `serve`, with TENANT:KEY, if it has only one
+    key."""
     if given[:1] != "@":
         return given
     keys = _keys_in(given[1:])
@@ -108,8 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start everything on this machine")
-    serve.add_argument("model", metavar="MODEL", help="checkpoint folder, hub name, or nano: a small one that is there")
+    serve = commands.add_parser("serve", help="start router, workers and HTTP front ends")
+    serve.add_argument(
+        "model", metavar="MODEL", help="checkpoint folder, hub name, or nano, a small model that is included"
+    )
     for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
         add_fields(serve, config, leave_out=INTERNAL)
     serve.set_defaults(run=_serve)
@@ -151,7 +158,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _check_here(check: Callable[[str], None], name: str) -> None:
-    """`check` the files of a checkpoint, before anything is started that would read them, if they are here already."""
+    """Call `check` for a checkpoint folder before any process is started. Does nothing if the folder does not exist, as
+    for a hub name."""
     if name and Path(folder := model_folder(name)).is_dir():
         check(folder)
 
@@ -221,7 +229,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_from(program: str, error: Exception) -> None:
-    """The traceback from the program's own lines on, as Python would print it without us."""
+    """Print a traceback as Python would if it had run the program: without our own frames at its start."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != program:
         frames = frames.tb_next
@@ -229,13 +237,13 @@ def _print_from(program: str, error: Exception) -> None:
 
 
 def _print_causes(error: BaseException) -> None:
-    """The lines of others than us, a tool's or an attempt's, in which the causes of an error were raised."""
+    """Print where the causes of an error were raised, for example in a tool, without frames of this package."""
     seen = {id(error)}
     while (error := error.__cause__) is not None and id(error) not in seen:
         seen.add(id(error))
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
-        print(*traceback.format_list(own), sep="", end="", file=sys.stderr)
+        users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
+        print(*traceback.format_list(users), sep="", end="", file=sys.stderr)
 
 
 def _keygen(args: argparse.Namespace) -> int:
@@ -247,7 +255,7 @@ def _keygen(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `radixrt`. Returns its exit code: 0 done, 1 it failed while running, 2 it could not begin."""
+    """The command `radixrt`. Returns its exit code: 0 success, 1 it failed while running, 2 it could not start."""
     args = build_parser().parse_args(arguments)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr

@@ -1,10 +1,10 @@
-"""One client over ZMQ, HTTP and in-process, async (`AsyncClient`) and plain (`Client`).
+"""The client, over ZMQ, HTTP or in-process: asynchronous (`AsyncClient`) and synchronous (`Client`).
 
     AsyncClient.connect("tcp://127.0.0.1:5555")     a router's ZMQ socket (or ipc://, inproc://)
     AsyncClient.connect("http://127.0.0.1:8000")    an HTTP front end
     AsyncClient.connect("local:FOLDER")             a router and a worker in threads of this process
 
-All three carry the same messages; what differs is the `Transport`.
+The messages are the same in all cases; only the `Transport` differs.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TELL_SECONDS = 1.0
-"""A client that is closed waits so long for the server to read what it was told last."""
+"""`close` waits this long for the server to reply to the last messages of `tell`."""
 
 
 # ---------------------------------------------------------------- the async client
 
 
 async def _entered(stack: LocalStack) -> LocalStack:
-    """`stack`, entered in a thread, which cannot be stopped: if the task is cancelled, the stack ends as soon as it has
-    begun."""
+    """Enter `stack` in a thread, which cannot be interrupted: if this task is cancelled, the stack is stopped as soon
+    as it has started."""
 
     def leave(entering: concurrent.futures.Future[LocalStack]) -> None:
         if not entering.cancelled() and not entering.exception():
             stack.__exit__()
 
-    threads = concurrent.futures.ThreadPoolExecutor(1)
-    entering = threads.submit(stack.__enter__)
-    threads.shutdown(wait=False)
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    entering = executor.submit(stack.__enter__)
+    executor.shutdown(wait=False)
     try:
         return await asyncio.wrap_future(entering)
     except asyncio.CancelledError:
@@ -72,31 +72,31 @@ async def _entered(stack: LocalStack) -> LocalStack:
 
 
 class AsyncClient:
-    """What a program asks of radixrt. Every method raises ServerError when the server refuses, fails or is not there,
-    and RuntimeError on another event loop, or in another process, than it was first used on.
+    """An asynchronous client. Methods raise ServerError if the server refuses or fails a request, or cannot be reached,
+    and RuntimeError on another event loop or in another process than the client was first used on.
 
-    A task that is cancelled while it waits cancels its request: the worker stops and frees its pages.
+    Cancelling a task that waits for a request cancels the request: the worker stops it and frees its pages.
     """
 
     def __init__(
         self, transport: Transport, api_key: str = "", *, timeout: float = CONNECT_SECONDS, local: Any = None
     ) -> None:
-        """`timeout` is how many seconds the server has to answer questions about itself."""
+        """`timeout`: seconds to wait for replies to `health`, `models`, `report` and `metrics`."""
         self._transport = transport
         self._api_key = api_key
         self._timeout = timeout
         self._local = local
         self._closed = False
-        self._tells: set[asyncio.Future[None]] = set()
-        """Of what was told, until it is answered."""
+        self._unanswered: set[asyncio.Future[None]] = set()
+        """Futures of messages of `tell` that the server has not replied to yet."""
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> Self:
-        """Connect and wait until somebody answers there; ConnectionError after `timeout` seconds without. Later on a
-        request waits as long for a router (ZMQ) that has gone; for an answer it waits as long as that takes.
+        """Connect, and wait up to `timeout` seconds for the server to answer. Over ZMQ, a later request waits as long
+        for a router that is disconnected. The time until a request is answered is not limited.
 
-        ValueError for an address of no known kind, or a folder that holds no model; ServerError (401) for a key that
-        the server does not know."""
+        Raises ConnectionError if the server does not answer, ValueError for an invalid address or a folder without a
+        model, and ServerError (401) for an unknown API key."""
         if url.startswith("local:"):
             from radixrt.local import local_stack
 
@@ -114,7 +114,7 @@ class AsyncClient:
         return client
 
     async def close(self) -> None:
-        """Disconnect; requests in flight fail, and what was told has `TELL_SECONDS` to arrive. Stops the router and
+        """Disconnect. Requests in flight fail; messages of `tell` have TELL_SECONDS to arrive. Stops the router and
         worker of a `local:` client. Idempotent."""
         self._transport.check()
         try:
@@ -129,15 +129,15 @@ class AsyncClient:
                     await asyncio.to_thread(local.__exit__)
 
     async def _deliver(self) -> None:
-        """Return when what was told is answered, and what is told then, or when the time for it is over."""
+        """Wait until all messages of `tell` are answered, also those sent meanwhile, for up to TELL_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
-                while self._tells:
-                    await asyncio.wait(self._tells)
+                while self._unanswered:
+                    await asyncio.wait(self._unanswered)
 
     def check(self) -> None:
-        """RuntimeError where requests are not taken: on a client that is closed, and on another event loop, or in
-        another process, than it was first used on."""
+        """Raise RuntimeError if the client is closed, or this is another event loop or process than it was first used
+        on."""
         if self._closed:
             raise RuntimeError("the client is closed")
         self._transport.check()
@@ -151,7 +151,7 @@ class AsyncClient:
     # ------------------------------------------------------------ generation
 
     async def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
-        """One continuation of a prompt (text, token ids or chat messages). Options as of `generate_n`."""
+        """One continuation of a prompt (text, token ids or chat messages). Options as for `generate_n`."""
         return (await self.generate_n(prompt, 1, sampling, **options))[0]
 
     async def generate_n(
@@ -164,9 +164,9 @@ class AsyncClient:
         origin: Origin = Origin(),
         cache_salt: str = "",
     ) -> list[Completion]:
-        """`n` continuations of one prompt, which is computed once; choice i draws with seed + i."""
+        """`n` continuations of one prompt, which is computed once. Choice i is sampled with seed + i."""
         request = self._generate(prompt, n, sampling, False, model=model, origin=origin, cache_salt=cache_salt)
-        completions: list[Completion | None] = [None] * max(n, 1)  # of less than one choice the answer is an error
+        completions: list[Completion | None] = [None] * max(n, 1)  # the reply to n < 1 is an error
         async with self._answers(request) as answers:
             while None in completions:
                 delta = _expect(Delta, await answers.get())
@@ -185,7 +185,8 @@ class AsyncClient:
         origin: Origin = Origin(),
         cache_salt: str = "",
     ) -> AsyncIterator[Delta]:
-        """Deltas as they come; the last one of a choice has `finish` and `usage`. Closing the iterator cancels."""
+        """Deltas as they arrive; the last one of a choice has `finish` and `usage`. Closing the iterator cancels the
+        request."""
         open_choices = max(n, 1)  # see generate_n
         request = self._generate(prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt)
         async with self._answers(request) as answers:
@@ -207,7 +208,7 @@ class AsyncClient:
         origin: Origin = Origin(),
         cache_salt: str = "",
     ) -> Scored:
-        """Natural log-probability of every token of each choice as a continuation of the prompt, in one round trip."""
+        """Natural log-probabilities of the tokens of each choice as a continuation of the prompt, in one round trip."""
         request = Score(
             id=0,
             prompt=as_prompt(prompt),
@@ -222,73 +223,73 @@ class AsyncClient:
     # ------------------------------------------------------------ states
 
     def tell(self, message: Fork | Pause | Forget) -> asyncio.Future[None]:
-        """Send a message now, whose answer does not matter. The future, which never fails, is done when the server will
-        read it before what is sent next: at once where messages arrive in order, over HTTP when it is answered."""
+        """Send a message whose reply is ignored. The future is done, and never fails, once the server is certain to
+        read the message before later ones: at once over a transport that keeps the order, over HTTP when it replies."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         message.api_key = self._api_key
         try:
             if not self._closed:
                 self._transport.submit(message, lambda _: answered.done() or answered.set_result(None))
-                self._tells.add(answered)
-                answered.add_done_callback(self._tells.discard)
+                self._unanswered.add(answered)
+                answered.add_done_callback(self._unanswered.discard)
                 if not self._transport.ordered:
                     return answered
-        except ServerError:  # it does not read: nor will it what is sent next
+        except ServerError:  # the server does not read; later requests will report that
             pass
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        told.set_result(None)
-        return told
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
-    # ------------------------------------------------------------ tokens and the server itself
+    # ------------------------------------------------------------ tokens, and the state of the server
 
     async def tokenize(self, prompt: PromptLike) -> list[int]:
-        """Token ids that the server would compute for a prompt."""
+        """The token ids of a prompt, as the server encodes it."""
         request = Tokenize(id=0, prompt=as_prompt(prompt), api_key=self._api_key)
         return token_list((await self._ask_for(Tokens, request)).ids)
 
     async def render(self, prompt: ChatPrompt) -> str:
-        """The text that the model's chat template makes of messages; nothing is encoded for it."""
+        """The text of a chat as the model's chat template renders it. Nothing is encoded, so this is cheap."""
         request = Tokenize(id=0, prompt=prompt, render_only=True, api_key=self._api_key)
         return (await self._ask_for(Tokens, request)).text
 
     async def detokenize(self, ids: Sequence[int] | bytes) -> str:
-        """The text of token ids, all at once, without special tokens. `bytes` are int32, little-endian."""
+        """The text of token ids, without special tokens. `bytes` are little-endian int32."""
         request = Detokenize(id=0, ids=token_bytes(ids), api_key=self._api_key)
         return (await self._ask_for(Tokens, request)).text
 
     async def health(self) -> dict[str, Any]:
-        """`serving`, `max_model_len`, `workers`, counters."""
-        return await self._about("health")
+        """The router's health: `serving`, `max_model_len`, `workers`, counters."""
+        return await self._query("health")
 
     async def models(self) -> list[dict[str, Any]]:
-        """Models that are served now: `id` and `max_model_len` in tokens."""
-        return await self._about("models")
+        """Models that are served now: `id`, and `max_model_len` in tokens."""
+        return await self._query("models")
 
     async def report(self) -> dict[str, Any]:
-        """The cache-hit-rate report; its shape is that of `radixrt.report.Report.to_json`."""
-        return await self._about("report")
+        """The cache-hit-rate report, as `radixrt.report.Report.to_json` describes it."""
+        return await self._query("report")
 
     async def metrics(self) -> str:
-        """Figures in Prometheus' text format."""
-        return await self._about("metrics")
+        """Metrics in Prometheus' text format."""
+        return await self._query("metrics")
 
-    async def _about(self, what: str) -> Any:
-        question = Ask(id=0, what=what, api_key=self._api_key)
+    async def _query(self, what: str) -> Any:
+        request = Ask(id=0, what=what, api_key=self._api_key)
         try:
             async with asyncio.timeout(self._timeout):
-                return (await self._ask_for(Info, question)).data
+                return (await self._ask_for(Info, request)).data
         except TimeoutError:
             raise ServerError(503, "the router does not answer", retry_after=1.0) from None
 
     async def _ask_for(self, kind: type[T], request: ClientRequest) -> T:
+        """Send a request that has one reply, of type `kind`."""
         async with self._answers(request) as answers:
             return _expect(kind, await answers.get())
 
     @contextlib.asynccontextmanager
     async def _answers(self, request: ClientRequest) -> AsyncIterator[asyncio.Queue[Answer]]:
-        """A queue of a request's answers; the request is cancelled when it is left before the last one.
-
-        RuntimeError as of `check`."""
+        """Send a request; in the context there is a queue of its replies. Leaving it before the last reply cancels the
+        request. Raises RuntimeError as `check` does."""
         self.check()
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         request_id = self._transport.submit(request, answers.put_nowait)
@@ -299,6 +300,7 @@ class AsyncClient:
 
 
 def _expect(kind: type[T], answer: Answer) -> T:
+    """`answer`, if it has type `kind`. Raises ServerError otherwise."""
     if isinstance(answer, Error):
         raise ServerError(answer.code, answer.message, answer.field, answer.retry_after)
     if not isinstance(answer, kind):
@@ -306,7 +308,7 @@ def _expect(kind: type[T], answer: Answer) -> T:
     return answer
 
 
-# ---------------------------------------------------------------- the plain face
+# ---------------------------------------------------------------- the synchronous client
 
 
 async def _await(work: Awaitable[T]) -> T:
@@ -314,7 +316,7 @@ async def _await(work: Awaitable[T]) -> T:
 
 
 class Client:
-    """`AsyncClient` without async: the same methods, which wait. It may be used by several threads."""
+    """The synchronous client: the methods of `AsyncClient`, blocking. Thread-safe."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> None:
         self._portal = Portal()
@@ -335,7 +337,7 @@ class Client:
         return self._portal.call(self.aio.generate_n, prompt, n, sampling, **options)
 
     def stream(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Iterator[Delta]:
-        """See AsyncClient.stream. Leaving the loop early cancels."""
+        """See AsyncClient.stream. Leaving the loop early cancels the request."""
         return self._portal.iterate(self.aio.stream(prompt, sampling, **options))
 
     def score(self, prompt: PromptLike, choices: Sequence[Any], **options: Any) -> Scored:
@@ -376,10 +378,10 @@ class Client:
             return self._portal.call(_await, work)
         finally:
             if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # it has not begun
+                work.close()  # never awaited, so without this Python would warn
 
     def close(self) -> None:
-        """See AsyncClient.close. Any thread may call it, several at once."""
+        """See AsyncClient.close. Several threads may call it at once."""
         self._portal.close(self.aio.close)
 
     def __enter__(self) -> Self:

@@ -1,8 +1,9 @@
-"""All settings, frozen, each with the name that users know from vLLM and SGLang where it means
-the same. `resolve` is the only place where a default that depends on something is decided, but for
-those that only the loaded checkpoint and its device tell (dtype, KV dtype, pool, context), which the
-worker's loader decides; the command line is generated from these fields (see `radixrt/cli.py`), and
-the environment is read nowhere else."""
+"""All settings, as frozen dataclasses. Settings that mean the same as in vLLM or SGLang have the same names.
+
+The command line is generated from the fields (see `radixrt/cli.py`). `resolve` decides all defaults that depend on the
+machine or on other settings; only those that depend on the loaded checkpoint and its device (dtypes, pool size, context
+length) are decided by the worker's loader. No other module reads environment variables.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class Form(NamedTuple):
-    """What a text may be, and how that is said."""
+    """A condition on the value of a text setting, and its description for error messages."""
 
     holds: Callable[[str], object]
     words: str
@@ -27,11 +28,12 @@ class Form(NamedTuple):
 
 DEVICE = Form(re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch, "auto, cpu, cuda or cuda:N")
 NAME = Form(
-    lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,  # ZMQ takes 255, with what follows
+    # ZMQ allows identities of 255 bytes, and a suffix is added to the name.
+    lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
 )
 MOST = 1 << 40
-"""Of any number: what no machine has so many of."""
+"""The largest value of a number setting for which no smaller limit is given."""
 MOST_TOKENS = (1 << 31) - 1
 MOST_SECONDS = 604_800.0
 MOST_PORT = 65_535
@@ -40,8 +42,8 @@ MOST_PORT = 65_535
 def setting(
     default: Any, help: str, *, least: float | None = None, most: float = MOST, form: Form | None = None
 ) -> Any:
-    """A field with its one line of help, which is also its docstring on the command line, and what it may be: a number
-    from `least` to `most`, a text of a `form` (see `check`)."""
+    """A dataclass field with its help text for the command line, and the values that `check` allows: numbers from
+    `least` to `most`, or texts of a `form`."""
     metadata = {"help": help, "least": least, "most": most, "form": form}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -49,188 +51,217 @@ def setting(
 
 
 SESSION_TOKENS = (
-    "generated tokens that a process remembers, so that answers sent back as text keep their ids (0: none); an answer "
-    "counts for 32 at least; the router remembers what it served over ZMQ, a front end what it served itself, and what "
-    "others did of the chats that come to it, where several share (--shared-bytes)"
+    "most generated tokens whose ids a process keeps, so that answers that clients send back as text are encoded by "
+    "the same ids (0: none); each answer counts as at least 32; the router keeps answers served over ZMQ, a front end "
+    "those that it has served, and those of other front ends that it has needed (--shared-bytes)"
 )
 RESPONSE_BYTES = (
-    "memory of a front end for responses that previous_response_id may name (0: none); when it is full, the tenant "
-    "that holds most gives; where several front ends share, the router keeps them for all, in --shared-bytes instead"
+    "memory of a front end for responses that previous_response_id can refer to (0: none); when it is full, responses "
+    "of the tenant that has most are dropped; several front ends keep them in the router (--shared-bytes) instead"
 )
-KEEP_THINKING = "thinking that the chat template drops from earlier answers stays in the prompt"
+KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker: one model on one device, or on several that share it."""
+    """One worker: a model on one device, or with its weights split over several GPUs."""
 
     model: str = setting("", "checkpoint folder, hub name, or nano")
-    served_model_name: str = setting("", "name clients use (default: the folder's name)")
+    served_model_name: str = setting("", "model name for clients (default: the folder's name)")
     router: str = setting("", "ZMQ address of the router's worker socket")
     name: str = setting("", "unique worker name (default: host, pid, four hex digits)", form=NAME)
-    device: str = setting("auto", "auto, cpu or cuda[:n]", form=DEVICE)
+    device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N", form=DEVICE)
     tensor_parallel_size: int = setting(
-        1, "ranks of a worker: GPUs side by side, each with a part of every matrix", least=1, most=64
+        1, "ranks (GPUs) of each worker, each with a part of every weight matrix", least=1, most=64
     )
-    dtype: str = setting("auto", "weights and activations: auto, float32, bfloat16, float16")
+    dtype: str = setting("auto", "dtype of weights and activations: auto, float32, bfloat16, float16")
     quantization: str = setting(
-        "auto", "matrix products in FP8 on a GPU: auto (of weights that are stored so), fp8 (of others too), none"
+        "auto",
+        "FP8 matrix products on a GPU: auto (for weights that are stored in FP8), fp8 (for others as well), none",
     )
-    kv_cache_dtype: str = setting("auto", "KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
-    kv_scales: str = setting("auto", "of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")
-    page_size: int = setting(1, "tokens in a KV page", least=1, most=1 << 16)
-    max_total_tokens: int = setting(0, "token slots in the KV pool (0: from memory)", least=0, most=MOST_TOKENS)
-    max_model_len: int = setting(0, "longest prompt plus output, tokens (0: the model's)", least=0, most=MOST_TOKENS)
+    kv_cache_dtype: str = setting("auto", "dtype of KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
+    kv_scales: str = setting("auto", "scales of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")
+    page_size: int = setting(1, "tokens per KV page", least=1, most=1 << 16)
+    max_total_tokens: int = setting(0, "token slots in the KV pool (0: what fits in memory)", least=0, most=MOST_TOKENS)
+    max_model_len: int = setting(
+        0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS
+    )
     max_num_seqs: int = setting(256, "most requests running at once", least=1, most=1 << 16)
     max_pinned_share: float = setting(
-        0.25, "share of the pool for a tenant's pinned prefixes (cache_control)", least=0.0, most=1.0
+        0.25, "share of the KV pool that pinned prefixes (cache_control) of a tenant may use", least=0.0, most=1.0
     )
     max_num_batched_tokens: int = setting(
-        0, "token budget of a step, the prefill chunk (0: 8192 on a GPU, 512 on a CPU)", least=0, most=1 << 24
+        0,
+        "most tokens in a step, and so in a prefill chunk (0: 8192 on a GPU, 512 on a CPU)",
+        least=0,
+        most=1 << 24,
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", least=0.01, most=1.0)
     deterministic: bool = setting(
-        False, "results do not depend on the batch, to the last bit (always so with FP8 pages on a CPU; slower)"
+        False, "results are bitwise independent of the batch (slower; always so with FP8 pages on a CPU)"
     )
-    attention_backend: str = setting("auto", "auto, flashinfer or triton (GPUs), torch")
-    tree_attention: str = setting("auto", "requests read what they share once: auto or on (where it pays), off")
+    attention_backend: str = setting("auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch")
+    tree_attention: str = setting(
+        "auto", "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off"
+    )
     jump_forward: bool = setting(
-        True, "text that a grammar forces is appended, not drawn, and JSON of a schema is on one line"
+        True, "append text that a grammar forces instead of sampling it; JSON of a schema is then on one line"
     )
     speculative_algorithm: str = setting(
-        "auto", "drafts, verified several tokens at a time: ngram (by what stood before), none, auto (ngram on a GPU)"
+        "auto", "drafting of tokens: ngram (prompt lookup), none, auto (ngram on a GPU, none on a CPU)"
     )
-    speculative_num_draft_tokens: int = setting(
-        8, "most tokens that are drafted for a request in a step", least=1, most=1 << 10
-    )
-    enforce_eager: bool = setting(False, "no CUDA graphs")
-    cpu_threads: int = setting(
-        0, "threads that compute on a CPU, of each rank (0: torch's default)", least=0, most=1 << 12
-    )
-    load_format: str = setting("auto", "auto: safetensors; dummy: random weights from config.json")
+    speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
+    enforce_eager: bool = setting(False, "do not use CUDA graphs")
+    cpu_threads: int = setting(0, "compute threads of each rank on a CPU (0: torch's default)", least=0, most=1 << 12)
+    load_format: str = setting("auto", "weights: auto (safetensors files), dummy (random, from config.json alone)")
     seed: int = setting(0, "seed of dummy weights", least=0, most=(1 << 63) - 1)
     check: bool = setting(False, "assert the page accounting after every step (slow)")
-    fake: str = setting("", "no model: PREFILL_TOKENS_PER_S,DECODE_STEP_S time model, e.g. 50000,0.01")
+    fake: str = setting(
+        "", "simulate a model with so many prefill tokens per second, and seconds per decode step, e.g. 50000,0.01"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """The router: clients on one ZMQ socket, workers on another."""
+    """The router: serves clients on one ZMQ socket, and workers on another."""
 
-    model: str = setting("", "checkpoint folder, or nano, whose tokenizer and template serve text")
-    served_model_name: str = setting("", "name clients use (default: the folder's name)")
-    tokenizer: str = setting("", "tokenizer folder (default: the model's; 'none' serves ids only)")
-    chat_template: str = setting("", "file with a Jinja chat template in place of the checkpoint's")
+    model: str = setting("", "checkpoint folder with tokenizer and chat template, or nano")
+    served_model_name: str = setting("", "model name for clients (default: the folder's name)")
+    tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")
+    chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
     client_address: str = setting("tcp://127.0.0.1:5555", "ZMQ address for clients")
     worker_address: str = setting("tcp://127.0.0.1:5556", "ZMQ address for workers")
     api_key: tuple[str, ...] = setting(
-        (), "TENANT:KEY, or @FILE with one a line, repeatable; without any, all are tenant 'default'"
+        (), "TENANT:KEY, or @FILE with one per line; repeatable; without keys, all requests are of tenant 'default'"
     )
     worker_timeout: float = setting(
-        5.0, "seconds of silence after which a worker is lost (each speaks once a second)", least=2.0, most=MOST_SECONDS
+        5.0,
+        "a worker is lost after so many seconds without a message (it sends one per second)",
+        least=2.0,
+        most=MOST_SECONDS,
     )
     max_queued_requests: int = setting(
         4096,
-        "requests in flight, all workers; more get 429; the last eighth is for tenants that have less than that",
+        "most requests in flight, over all workers; more get status 429; with several tenants, the last eighth is for "
+        "those with at most an eighth in flight",
         least=1,
     )
-    tokenizer_threads: int = setting(2, "threads that tokenize", least=1, most=1 << 10)
-    report_tokens: int = setting(16_000_000, "tokens remembered for the infinite-cache bound, 5 bytes each", least=0)
+    tokenizer_threads: int = setting(2, "threads for tokenization", least=1, most=1 << 10)
+    report_tokens: int = setting(
+        16_000_000, "most tokens in the report's infinite cache, of about 5 bytes each", least=0
+    )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
     state_bytes: int = setting(
-        256 << 20, "memory of the router for what programs have said (0: they send it every time)", least=0
+        256 << 20,
+        "memory of the router for states of programs (0: programs send their whole history each time)",
+        least=0,
     )
     shared_bytes: int = setting(
-        256 << 20, "memory of the router for what several front ends share: ids of answers, stored responses", least=0
+        256 << 20,
+        "memory of the router for what several front ends share: token ids of answers, stored responses",
+        least=0,
     )
     pause_seconds: float = setting(
-        60.0, "longest time that the cache keeps a program for a tool that runs", least=0.0, most=MOST_SECONDS
+        60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MOST_SECONDS
     )
-    curve_secret_key: str = setting("", "file with a CURVE secret key; needed beyond loopback")
+    curve_secret_key: str = setting("", "file with a CURVE secret key; required to listen beyond loopback")
     http: FrontendConfig | None = None
-    """A front end on the router's own event loop."""
+    """An HTTP front end that runs on the router's event loop, if any."""
     tells: int | None = None
-    """Of a pipe to the process that started this one: it is told once the router listens (`children.tell_parent`)."""
+    """File descriptor of a pipe to the parent process, to which the router writes once it listens
+    (`children.tell_parent`)."""
     near_address: str = ""
-    """Where workers that the same parent starts reach it, beside `worker_address`."""
+    """A second address of the worker socket, for workers that the same parent has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
     """One HTTP front-end process."""
 
-    model: str = setting("", "checkpoint folder, or nano, whose tokenizer and template serve text")
-    served_model_name: str = setting("", "name clients use (default: the folder's name)")
-    tokenizer: str = setting("", "tokenizer folder (default: the model's; 'none' serves ids only)")
-    chat_template: str = setting("", "file with a Jinja chat template in place of the checkpoint's")
+    model: str = setting("", "checkpoint folder with tokenizer and chat template, or nano")
+    served_model_name: str = setting("", "model name for clients (default: the folder's name)")
+    tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")
+    chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
     router: str = setting("tcp://127.0.0.1:5555", "ZMQ address of the router's client socket")
-    host: str = setting("127.0.0.1", "address to listen on; beyond loopback API keys are needed")
+    host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
     port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MOST_PORT)
-    api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one a line, repeatable")
-    allowed_origins: tuple[str, ...] = setting((), "origin whose web pages may call (CORS), repeatable; * for all")
-    max_body_bytes: int = setting(32 << 20, "largest request body", least=1)
-    max_model_len: int = setting(
-        0, "longest prompt plus output, tokens (0: what the router says)", least=0, most=MOST_TOKENS
+    api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one per line; repeatable")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origin whose web pages may send requests (CORS); repeatable; * for all"
     )
-    tokenizer_threads: int = setting(2, "threads that tokenize", least=1, most=1 << 10)
+    max_body_bytes: int = setting(32 << 20, "most bytes in a request body", least=1)
+    max_model_len: int = setting(
+        0, "most tokens of prompt and output together (0: the router's limit)", least=0, most=MOST_TOKENS
+    )
+    tokenizer_threads: int = setting(2, "threads for tokenization", least=1, most=1 << 10)
     tool_call_parser: str = setting(
         "auto",
-        "how the model writes tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
+        "format of the model's tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
         "deepseek_v31, kimi_k2, glm45, glm47, minimax_m2, seed_oss, granite, phi4_mini_json, nemotron_json, "
         "openai (gpt-oss' channels)",
     )
     reasoning_parser: str = setting(
         "auto",
-        "how it marks its thoughts: auto, none, deepseek_r1, qwen3, glm45, minimax_m2, mistral, seed_oss, "
+        "format of the model's thinking: auto, none, deepseek_r1, qwen3, glm45, minimax_m2, mistral, seed_oss, "
         "openai_gptoss",
     )
-    generation_config: str = setting("auto", "sampling defaults: auto (the model's generation_config.json), none")
+    generation_config: str = setting(
+        "auto", "sampling defaults: auto (the model's generation_config.json), none (OpenAI's defaults)"
+    )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
     response_bytes: int = setting(256 << 20, RESPONSE_BYTES, least=0)
     share_sessions: bool = setting(
-        False, "sessions and stored responses are shared with the router's other front ends (serve sees to it)"
+        False, "share sessions and stored responses with the router's other front ends (set by serve if there are any)"
     )
-    shares_port: bool = setting(False, "other front ends listen on the port, too (serve sees to it)")
+    shares_port: bool = setting(False, "other front ends listen on the same port (set by serve)")
 
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """Everything that `radixrt serve` starts. `worker` is the pattern of all workers."""
+    """Everything that `radixrt serve` starts. All workers are configured as `worker`."""
 
     router: RouterConfig
     worker: WorkerConfig
     frontend: FrontendConfig
-    workers: int = setting(1, "workers, each with a copy of the model (data parallel)", least=1, most=1 << 12)
+    workers: int = setting(
+        1, "number of workers, each with a copy of the model (data parallelism)", least=1, most=1 << 12
+    )
     api_server_count: int = setting(
-        1, "HTTP front ends: 1 lives in the router's process, more in their own; 0: ZMQ only", least=0, most=1 << 10
+        1,
+        "number of HTTP front ends: a single one runs in the router's process, several in processes of their own; "
+        "0: ZMQ only",
+        least=0,
+        most=1 << 10,
     )
     data_parallel_backend: str = setting(
-        "mp", "where workers run: mp (processes of this machine), ray (wherever the Ray cluster has room)"
+        "mp", "where workers run: mp (on this machine), ray (on the machines of a Ray cluster)"
     )
-    ray_address: str = setting("auto", "of the Ray cluster: HOST:PORT, auto (the one that this machine is part of)")
-    ready_timeout: float = setting(600.0, "seconds until every worker must serve", least=0.0, most=MOST_SECONDS)
+    ray_address: str = setting("auto", "Ray cluster: HOST:PORT, auto (the one that this machine belongs to)")
+    ready_timeout: float = setting(
+        600.0, "give up if not all workers serve after so many seconds", least=0.0, most=MOST_SECONDS
+    )
     log_level: str = "info"
-    """Of the processes that are started."""
+    """Log level of the child processes."""
 
 
 AnyConfig = TypeVar("AnyConfig", WorkerConfig, RouterConfig, FrontendConfig)
 
 
 def check(config: Any) -> None:
-    """ValueError, in one line, names the flag of a setting that is not what it may be."""
+    """Raise ValueError, with a one-line message that names the flag, if a setting has a value that is not allowed."""
     for one in dataclasses.fields(config):
         value, form = getattr(config, one.name), one.metadata.get("form")
         least, most = one.metadata.get("least"), one.metadata.get("most")
         if form is not None and not form.holds(value):
             raise ValueError(f"{flag(one.name)} {reprlib.repr(value)}: expected {form.words}")
-        if least is not None and not least <= value <= most:  # what is no number (nan) is not either
+        if least is not None and not least <= value <= most:  # also true for NaN
             raise ValueError(f"{flag(one.name)} {value}: expected a number from {least:g} to {most:.15g}")
 
 
 def flag(name: str) -> str:
-    """Of a field, on the command line."""
+    """The command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -239,16 +270,16 @@ def http_url(host: str, port: int) -> str:
 
 
 NANO = Path(__file__).parent / "assets" / "nano"
-"""The small model that comes along; its README.md says what it can do."""
+"""The small model that is included; its README.md says what it can do."""
 
 
 def model_folder(name: str) -> str:
-    """`nano` is the model of this package, unless the current directory has a folder of that name; else `name`."""
+    """`name`, but for `nano` the folder of the included model, unless the current directory has a folder `nano`."""
     return str(NANO) if name == NANO.name and not os.path.isdir(name) else name
 
 
 def resolve(config: AnyConfig) -> AnyConfig:
-    """`config` with every default decided that the machine alone tells. Resolving twice changes nothing."""
+    """Fill in all defaults that depend on the machine or on other settings. Idempotent."""
     changes: dict[str, Any] = {"model": model_folder(config.model)}
     if not config.served_model_name:
         changes["served_model_name"] = os.path.basename(os.path.normpath(config.model)) if config.model else ""
@@ -268,7 +299,7 @@ def resolve(config: AnyConfig) -> AnyConfig:
 
 
 def gpu_count() -> int:
-    """NVIDIA GPUs that this process may use, without importing torch."""
+    """The number of NVIDIA GPUs that this process may use, found without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])

@@ -1,5 +1,5 @@
-"""Workers on the machines of a Ray cluster. Ray says where there is room, and notices when a machine is gone; workers
-join the router over ZMQ, as those of this machine do. radixrt, and the model's files, must be on each machine.
+"""Workers on the machines of a Ray cluster. Ray chooses the machines and notices when one is lost; the workers join the
+router over ZMQ, as workers on this machine do. radixrt and the model's files must be on each machine.
 
     this machine             another one
     Stack --- Ray actor ---> Host --stdin pipe--> worker
@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class Host:
-    """The actor: the parent of one worker, on the worker's machine. The worker ends with it."""
+    """A Ray actor: the parent process of one worker, on the worker's machine. The worker ends when its actor does."""
 
     def __init__(self, config: WorkerConfig, log_level: str) -> None:
         self._process = start_child("worker", config.name, config, log_level).process
@@ -34,7 +34,7 @@ class Host:
         return self._process.pid
 
     def ended(self) -> int:
-        """The exit code, once there is one."""
+        """Wait until the worker ends. Returns its exit code."""
         return self._process.wait()
 
     def terminate(self) -> None:
@@ -42,7 +42,7 @@ class Host:
 
 
 class Remote:
-    """A worker as a `children.Process`; while Ray finds no room for it, it counts as one that runs."""
+    """A worker that Ray places, as a `children.Process`. While it waits for free resources, it counts as running."""
 
     stdin: IO[bytes] | None = None
 
@@ -76,20 +76,20 @@ class Remote:
             ready, _ = self._ray.wait([self._ended], timeout=seconds)
             if ready:
                 self.returncode = self._code(ready[0])
-                self._ray.kill(self._actor)  # it has done its work, and holds GPUs
+                self._ray.kill(self._actor)  # otherwise it would keep its GPUs reserved
         return self.returncode
 
     def _code(self, ended: Any) -> int:
         try:
             return self._ray.get(ended)
-        except self._ray.exceptions.RayError as error:  # the actor, or its machine, is gone
+        except self._ray.exceptions.RayError as error:  # the actor or its machine was lost
             log.error("%s: %s", self._name, str(error).strip().splitlines()[0])
             return 1
 
     def terminate(self) -> None:
         if self.pid is not None:
             self._actor.terminate.remote()
-        elif self.returncode is None:  # it waits for room
+        elif self.returncode is None:  # the actor was not placed yet
             self.kill()
             self.returncode = 0
 
@@ -98,7 +98,8 @@ class Remote:
 
 
 class Fleet:
-    """What a Ray cluster has room for. ValueError where it has not, or where there is no Ray, or no cluster."""
+    """Starts workers on a Ray cluster. Raises ValueError if Ray is not installed, if there is no cluster, or if it has
+    too few GPUs."""
 
     def __init__(self, config: StackConfig) -> None:
         self._ray = ray = _import_ray()
@@ -120,19 +121,19 @@ class Fleet:
             raise
 
     def configs(self, workers: int) -> list[WorkerConfig]:
-        """Of the workers; what depends on their machines is decided there."""
+        """The configurations of the workers. They are not resolved: defaults depend on the worker's machine."""
         names = (f"worker-{number}" for number in range(workers))
         return [replace(self._pattern, name=name, router=self.worker_address) for name in names]
 
     def start(self, config: WorkerConfig) -> Child:
-        """A worker where there is room for it, or as soon as there is. Ray shows it the GPUs that it may use."""
+        """Start a worker on any machine with free resources, as soon as there is one. Ray sets CUDA_VISIBLE_DEVICES."""
         ray = self._ray
         room = {"num_gpus": self._gpus, "num_cpus": 1 if self._gpus else config.cpu_threads or 1}
         host = ray.remote(Host).options(**room, max_concurrency=3, scheduling_strategy="SPREAD", name=None)
         return Child("worker", config.name, Remote(ray, config.name, host.remote(config, self._log_level)))
 
     def close(self) -> None:
-        """Leave the cluster; what still runs of ours there ends."""
+        """Disconnect from the cluster, which ends the remaining actors."""
         self._ray.shutdown()
 
 
@@ -145,7 +146,8 @@ def _import_ray() -> Any:
 
 
 def _gpus(pattern: WorkerConfig, workers: int, resources: dict[str, float]) -> int:
-    """That a worker has: those of its ranks, if it computes on GPUs."""
+    """The number of GPUs of each worker: one for each rank, or 0 on CPUs. Raises ValueError if the cluster has too
+    few."""
     have, each = int(resources.get("GPU", 0)), pattern.tensor_parallel_size
     if pattern.fake or pattern.device == "cpu" or (pattern.device == "auto" and not have):
         return 0
@@ -155,7 +157,8 @@ def _gpus(pattern: WorkerConfig, workers: int, resources: dict[str, float]) -> i
 
 
 def _worker_address(router: RouterConfig, ray: Any) -> str:
-    """How machines of the cluster reach the router's worker socket, with its key. ValueError if they cannot."""
+    """The address, with the public key, at which machines of the cluster connect to the router's worker socket. Raises
+    ValueError if they cannot."""
     address, here = router.worker_address, ray.util.get_node_ip_address()
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if is_loopback(address) and machines != {here}:

@@ -1,4 +1,4 @@
-"""How Python's cyclic garbage collector, and the C library's heap, run in a process that serves."""
+"""Settings of Python's cyclic garbage collector and of the C library's heap for serving processes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Options of `mallopt`, from glibc's malloc.h."""
 MOST_ON_HEAP = 32 << 20
-"""Bytes of a block that is not mapped on its own: glibc takes no more."""
+"""Blocks of up to this many bytes are allocated on the heap, larger ones by mmap. This is the most that glibc
+allows."""
 YOUNG_OBJECTS = 20_000
-"""That may be alive, since a collection, before the next one looks at them. Requests in flight are some hundred objects
-each and leave no cycles: with Python's default of 700 they are looked at again and again, for nothing."""
+"""The number of new objects that starts a collection of the youngest generation. A request in flight has some hundred
+objects without cycles; with Python's default of 700, they would be traversed again and again for nothing."""
 
 
 def settle() -> None:
-    """All that lives now will live as long as the process: leave it out of all collections from now on.
+    """Exclude all objects that exist now from all later collections. To be called once, when everything is loaded.
 
-    A full collection looks at every object. Those of the modules, the tokenizer and the tables that a server loads are
-    some 100,000: each time all requests would wait for a tenth of a second. Call it once, when all is loaded.
+    A full collection traverses every object. Modules, the tokenizer and tables are some 100,000 objects: each time, all
+    requests would wait for a tenth of a second.
     """
     gc.collect()
     gc.freeze()
@@ -30,9 +31,9 @@ def settle() -> None:
 
 
 def keep_heap() -> None:
-    """What a step or a request frees at the end of the heap stays for the next one, up to twice MOST_ON_HEAP: given
-    back, as it is at first, it comes again as page faults. glibc does so by itself once it has freed a block as large;
-    other C libraries have no such setting."""
+    """Keep up to twice MOST_ON_HEAP of free memory at the end of the heap for the next step or request. By default
+    glibc returns it to the system, so that it has to be faulted in again, until it has freed a mapped block of that
+    size. Does nothing with other C libraries."""
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, MOST_ON_HEAP)
@@ -41,8 +42,8 @@ def keep_heap() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """What is garbage goes before the body; what becomes garbage in it goes later. To capture CUDA graphs: one of a
-    closed runner's that is collected meanwhile, as cycles are at any moment, breaks the capture."""
+    """Collect garbage now, but not within the context. For the capture of CUDA graphs: a capture fails if the graph of
+    a closed runner is destroyed meanwhile, which a collection, at any moment, could do."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

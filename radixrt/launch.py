@@ -1,11 +1,11 @@
-"""Starts the processes of one machine and stops them in order.
+"""Starts the processes of `radixrt serve`, restarts them, and stops them in order.
 
-    parent --stdin pipe--> router (with the front end, if there is one), workers, front ends
+    parent --stdin pipe--> router (with the front end, if there is a single one), workers, front ends
 
-A child reads its configuration (one line of JSON, so that keys are in no argument list) from the pipe and leaves
-when the pipe closes, however its parent ended. The router tells by another pipe when it listens; the others start then.
-Children have a session of their own: Ctrl-C reaches the parent alone, which stops front ends, then workers, then the
-router, and kills what has not left in time.
+A child reads its configuration from the pipe (one line of JSON, so that API keys are in no argument list), and exits
+when the pipe closes, however its parent has ended. The router writes to another pipe once it listens; only then are the
+other children started. Children are in sessions of their own, so Ctrl-C reaches only the parent. It stops front ends,
+then workers, then the router, and kills those that do not exit in time.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ log = logging.getLogger("radixrt.launch")
 
 POLL_SECONDS = 0.1
 RESTART_SECONDS = 1.0
-"""After which a worker or a front end is started again that ended by itself while another one serves; twice as long
-each time that it did not last STEADY_SECONDS, up to MOST_SECONDS."""
+"""A worker or front end that has failed while another one serves is restarted after this long. The delay doubles each
+time that it did not run for STEADY_SECONDS, up to MOST_SECONDS."""
 STEADY_SECONDS = 600.0
 MOST_SECONDS = 60.0
 
@@ -59,11 +59,11 @@ _client_reply = wire.Decoder(ClientReply)
 
 
 class StartError(RuntimeError):
-    """The stack cannot serve: a process ended, or was not ready in time."""
+    """The stack could not be started: a process ended, or was not ready in time."""
 
 
 def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
-    """What the router says of itself; None if it does not answer within `seconds`."""
+    """The router's health (see `AsyncClient.health`); None if it does not reply within `seconds`."""
     link.drain()
     link.send(wire.encode(Ask(id=0, what="health")))
     payload = link.recv(seconds)
@@ -75,19 +75,21 @@ def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class Life:
-    """Of a worker or a front end: how it is started, when it was, and what it waits for when it has ended."""
+    """How a worker or a front end is started, and when it is to be restarted."""
 
     name: str
     start: Callable[[], Child]
     began: float
+    """When it was last started."""
     delay: float = RESTART_SECONDS / 2
+    """Delay of the last restart, in seconds."""
     due: float | None = None
-    """When it is started again."""
+    """When it is to be restarted; None while it runs."""
 
 
 class Stack:
-    """The processes of `radixrt serve`. `start` returns when all serve; `watch` when something ends it. ValueError
-    names a setting that cannot be."""
+    """The processes of `radixrt serve`. `start` returns when all serve, `watch` when the stack is to be stopped. Raises
+    ValueError for invalid settings."""
 
     def __init__(self, config: StackConfig) -> None:
         check_stack(config)
@@ -100,30 +102,30 @@ class Stack:
         self._lives: dict[str, Life] = {}
         self._stopping = threading.Event()
         self._port = config.frontend.port
-        self._kept: socket.socket | None = None
-        """Keeps the port for front ends that share it."""
+        self._port_holder: socket.socket | None = None
+        """A bound socket that reserves the port for several front ends."""
         self._fleet: Fleet | None = None
 
     def request_stop(self, *_signal: int | FrameType | None) -> None:
-        """Make `start` or `watch` end soon; safe in a signal handler."""
+        """Make `start` or `watch` return soon. May be called in a signal handler."""
         self._stopping.set()
 
     def start(self) -> None:
-        """Start everything and wait until every worker serves. StartError says what went wrong."""
+        """Start all processes, and wait until every worker and the front ends serve. Raises StartError."""
         config, began = self._config, time.monotonic()
         deadline = began + config.ready_timeout
         workers = self._worker_configs()
         frontend = self._frontend_config()
-        # One front end lives with the router: a request has two processes less to pass.
+        # A single front end runs in the router's process, which saves each request two hops between processes.
         http = resolve(frontend) if config.api_server_count == 1 else None
         self._start_router(http, deadline)
         if self._stopping.is_set():
             return
         for worker in workers:
-            self._begin(worker.name, functools.partial(self._start_worker, worker))
+            self._launch(worker.name, functools.partial(self._start_worker, worker))
         for number in range(config.api_server_count if http is None else 0):
             name = f"frontend-{number}"
-            self._begin(name, functools.partial(start_child, "frontend", name, frontend, config.log_level))
+            self._launch(name, functools.partial(start_child, "frontend", name, frontend, config.log_level))
         self._wait(deadline)
         if not self._stopping.is_set():
             places = [f"ZMQ {self._client_address.partition('#')[0]}"]
@@ -132,7 +134,7 @@ class Stack:
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
 
     def _frontend_config(self) -> FrontendConfig:
-        """Of the front end, or of each of several. Where these share a port, nobody else has it."""
+        """The configuration of each front end. If there are several, this reserves the port that they share."""
         config = self._config
         several = config.api_server_count > 1
         frontend = dataclasses.replace(
@@ -142,15 +144,15 @@ class Stack:
             shares_port=several,
         )
         if several:
-            self._kept = keep_port(frontend.host, frontend.port)
-            self._port = self._kept.getsockname()[1]
+            self._port_holder = keep_port(frontend.host, frontend.port)
+            self._port = self._port_holder.getsockname()[1]
         return dataclasses.replace(frontend, port=self._port)
 
     def _start_router(self, http: FrontendConfig | None, deadline: float) -> None:
-        """Start it and wait until it listens: workers that come before might join the router of another stack, if that
-        has the address, and take its workers' names over."""
+        """Start the router and wait until it listens. Workers must not start earlier: if the router of another stack
+        has the address, they would join that, and replace its workers of the same names."""
         ours, theirs = os.pipe()
-        with open(ours, "rb") as said:
+        with open(ours, "rb") as ready:
             try:
                 config = dataclasses.replace(self._config.router, http=http, tells=theirs)
                 child = start_child("router", "router", config, self._config.log_level, pipe=theirs)
@@ -158,18 +160,19 @@ class Stack:
                 os.close(theirs)
             self._children.append(child)
             poll = select.poll()
-            poll.register(said, select.POLLIN)
+            poll.register(ready, select.POLLIN)
             while not self._stopping.is_set():
                 if time.monotonic() > deadline:
                     raise StartError("the router did not listen in time")
                 if poll.poll(POLL_SECONDS * 1000):
-                    if line := said.readline():
+                    if line := ready.readline():
                         self._port = int(line) or self._port
                         return
                     stop_children([child])
                     raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
 
-    def _begin(self, name: str, start: Callable[[], Child]) -> None:
+    def _launch(self, name: str, start: Callable[[], Child]) -> None:
+        """Start a worker or a front end for the first time."""
         self._lives[name] = Life(name, start, time.monotonic())
         self._children.append(start())
 
@@ -190,6 +193,8 @@ class Stack:
         return start_child("worker", config.name, config, self._config.log_level)
 
     def _wait(self, deadline: float) -> None:
+        """Wait until all workers and the front ends serve. Raises StartError if a process ends before, or after
+        `deadline`."""
         serving = 0
         with wire.Link(self._client_address) as link:
             while not self._stopping.is_set():
@@ -205,6 +210,7 @@ class Stack:
                 self._stopping.wait(POLL_SECONDS)
 
     def _listens(self) -> bool:
+        """Whether HTTP connections are accepted; True without front ends."""
         if not self._config.api_server_count:
             return True
         host = self._config.frontend.host
@@ -216,8 +222,8 @@ class Stack:
         return True
 
     def watch(self) -> int:
-        """Run until asked to stop (0), or until the router, all workers or all front ends have ended (1). A worker or a
-        front end that fails while another one serves is started again."""
+        """Restart workers and front ends that fail while another one serves. Returns an exit code: 0 when asked to
+        stop, 1 when the router, all workers or all front ends have ended."""
         while not self._stopping.wait(POLL_SECONDS):
             ended = [child for child in self._children if not child.alive]
             for child in ended:
@@ -234,6 +240,7 @@ class Stack:
         return 0
 
     def _bury(self, child: Child) -> None:
+        """Remove a child that has ended. For a worker, tell the router, as it may have died without a Leave."""
         log.error("%s (pid %s) ended with code %s", child.name, child.process.pid, child.process.returncode)
         self._children.remove(child)
         stop_children([child])
@@ -241,7 +248,7 @@ class Stack:
             say_leave(self._worker_address, child.name, f"exit code {child.process.returncode}", child.process.pid)
 
     def _expect(self, child: Child, now: float) -> None:
-        """Something has ended while others serve: say when it is started again, unless it was told to leave."""
+        """Schedule the restart of a child that has ended, unless its exit code is 0: it was told to stop then."""
         if child.process.returncode:
             life = self._lives[child.name]
             life.delay = RESTART_SECONDS if now - life.began > STEADY_SECONDS else min(2 * life.delay, MOST_SECONDS)
@@ -249,22 +256,23 @@ class Stack:
             log.warning("%s is started again in %.0f s", life.name, life.delay)
 
     def _revive(self, now: float) -> None:
+        """Restart what is due."""
         for life in self._lives.values():
             if life.due is not None and now >= life.due:
                 life.began, life.due = now, None
                 self._children.append(life.start())
 
     def stop(self) -> None:
-        """Stop what runs: front ends, workers, the router. Returns when none is left."""
+        """Stop front ends, then workers, then the router. Returns when all have exited."""
         for role in ("frontend", "worker", "router"):
             stop_children(child for child in self._children if child.role == role)
         self._children.clear()
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        if self._port_holder is not None:
+            self._port_holder.close()
+            self._port_holder = None
 
     def __enter__(self) -> Self:
         return self
@@ -274,7 +282,7 @@ class Stack:
 
 
 def check_stack(config: StackConfig) -> None:
-    """ValueError, in one line, names a setting that cannot be."""
+    """Raise ValueError, with a message of one line, if a setting is invalid."""
     for part in (config, config.router, config.worker, config.frontend):
         check(part)
     check_address("client_address", config.router.client_address)
@@ -282,7 +290,8 @@ def check_stack(config: StackConfig) -> None:
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
-    """How processes of this machine reach the router's clients' and workers' socket, with its keys."""
+    """The addresses, with public keys, at which processes of this machine connect to the router: (client socket, worker
+    socket)."""
     path = router.curve_secret_key
     addresses = []
     for address, role in ((router.client_address, "clients"), (router.worker_address, "workers")):
@@ -294,8 +303,9 @@ def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
 
 
 def near_address(address: str) -> str:
-    """How processes of this machine reach a router that listens on a TCP `address`, with its key, at less cost: by a
-    Unix socket of a name of its own, which is no file; "" where there are none."""
+    """An ipc address on which the router also listens, as Unix sockets cost less than TCP on the same machine; with the
+    public key of `address`. The socket is in Linux' abstract namespace, so it is not a file. Returns "" if there are no
+    such sockets, or `address` is not TCP."""
     scheme, _, rest = address.partition("://")
     if scheme != "tcp" or sys.platform != "linux":
         return ""
@@ -310,7 +320,8 @@ def near_address(address: str) -> str:
 
 
 def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:
-    """One configuration a worker: its name, the router's address, and its share of the machine: a GPU, or threads."""
+    """The configuration of each worker on this machine: with its name, the router's address, and its GPU or its share
+    of the CPU's threads. Raises ValueError if there are too few GPUs."""
     pattern = config.worker
     gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
     ranks = config.workers * pattern.tensor_parallel_size
@@ -330,8 +341,8 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
 
 
 def run_stack(config: StackConfig) -> int:
-    """`radixrt serve`: start, watch, stop. The exit code: 0 when asked to stop, 1 when something failed, 2 when it
-    could not begin."""
+    """`radixrt serve`: start, watch, stop. Returns the exit code: 0 when asked to stop, 1 when something failed, 2 when
+    it could not start."""
     with Stack(config) as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stack.request_stop)

@@ -1,4 +1,4 @@
-"""A router and workers as threads of this process."""
+"""Runs a router and workers as threads of this process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class LocalStack:
-    """A router and workers as threads of this process, for programs and tests that want no other process.
+    """A context manager that runs a router and workers as threads of this process.
 
-    A context manager: inside, `address` is the ZMQ address for clients: inproc, so for threads of this process, unless
-    one is given. ValueError or OSError where the configuration cannot be served.
+    `address` is the ZMQ address for clients; by default it is inproc, so only threads of this process can connect.
+    Raises ValueError or OSError if the configuration cannot be served.
     """
 
     def __init__(self, config: StackConfig, *, client_address: str = "") -> None:
@@ -66,13 +66,13 @@ class LocalStack:
     def __exit__(self, *_exc: object) -> None:
         for worker in self._workers:
             worker.stop()
-        self._router_thread.stop_workers()  # who has no work looks up when a message comes
+        self._router_thread.stop_workers()  # an idle worker notices `stop` only when a message arrives
         for thread in self._threads:
             thread.join()
         self._router_thread.stop()
 
 
 def local_stack(model: str, **worker: Any) -> LocalStack:
-    """A LocalStack of one worker on the checkpoint folder `model`; further fields of WorkerConfig by keyword."""
+    """A LocalStack with one worker for the checkpoint folder `model`. Keywords are fields of WorkerConfig."""
     router = resolve(RouterConfig(model=model))
     return LocalStack(StackConfig(router, WorkerConfig(model=model, **worker), FrontendConfig()))

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none."""
+"""Runs coroutines for synchronous callers, on an event loop in a background thread."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CANCEL_SECONDS = 2.0
-"""An interrupted wait (Ctrl-C) is given this long to cancel at the server what it waited for."""
+"""After an interrupt (Ctrl-C), a call has this long to cancel its request at the server."""
 FORKED = "a Client does not go along into another process: make one there"
 ON_THE_LOOP = "a plain Client cannot wait inside its own async code: await the AsyncClient, or the program"
 
 
 class Portal:
-    """An event loop in a thread of its own, for callers that have none."""
+    """An event loop in a background thread, for callers without one. Thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._process = os.getpid()
-        self._coming = threading.Lock()
-        """Held by who hands the loop a call, which nobody does while the loop is closed."""
+        self._handover = threading.Lock()
+        """Held while a call is handed to the loop, and while the loop is closed."""
         self._closing = threading.RLock()
+        """Held by the thread that closes the portal."""
         self._thread = threading.Thread(target=self._run, name="radixrt-client", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         self._loop.run_forever()
-        with self._coming:
-            self._loop.run_until_complete(_cancel_others())  # calls that came after those that `close` has cancelled
+        with self._handover:
+            self._loop.run_until_complete(_cancel_others())  # calls that came after `close` has cancelled all
             self._loop.close()
 
     @property
     def closed(self) -> bool:
-        """It was closed, or its thread has stayed behind in the process that made it."""
+        """Whether it was closed, or this is a forked process, which does not have its thread."""
         return self._loop.is_closed() or self._process != os.getpid()
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Await `function(*args, **kwargs)` there. An interrupted wait (Ctrl-C) cancels it, and gives it
-        `CANCEL_SECONDS` to end.
+        """Await `function(*args, **kwargs)` on the loop, and return its result. An interrupt (Ctrl-C) cancels it, and
+        gives it CANCEL_SECONDS to end.
 
-        RuntimeError once the portal is closed, in a process that was forked off, and on the loop itself, which would
-        wait for itself for ever."""
+        Raises RuntimeError if the portal is closed, in a forked process, and on the loop's own thread, where it would
+        wait for itself."""
         if self.closed or self._is_here():
             raise RuntimeError(self._refusal())
         call = _Call(functools.partial(function, *args, **kwargs))
         try:
-            with self._coming:
-                if self.closed:  # meanwhile
+            with self._handover:
+                if self.closed:  # by another thread, since the check above
                     call.outcome.set_exception(RuntimeError(self._refusal()))
                 else:
                     self._loop.call_soon_threadsafe(call.begin)
@@ -73,7 +74,7 @@ class Portal:
         return threading.current_thread() is self._thread
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """Items of an async iterator, pulled one by one; closing the generator closes it."""
+        """Iterate over an async iterator on the loop, one call per item. Closing this generator closes the iterator."""
         try:
             while True:
                 try:
@@ -81,13 +82,14 @@ class Portal:
                 except StopAsyncIteration:
                     return
         finally:
-            # An iterator that was dropped may be collected late (closing the portal has closed it) and anywhere.
+            # A generator that was not exhausted is closed by the garbage collector: at any time, on any thread. If the
+            # portal was closed before, so was the iterator.
             if not self.closed and not self._is_here():
                 self.call(items.aclose)
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Await `last()` there, then end the loop and its thread; what others wait for there is cancelled. Idempotent,
-        also where several threads close it: they return when it is closed. RuntimeError on the loop itself."""
+        """Await `last()` on the loop, cancel all other calls, and end the loop and its thread. Idempotent; if several
+        threads call it, each returns once it is closed. Raises RuntimeError on the loop's own thread."""
         if self.closed:
             return
         if self._is_here():
@@ -115,8 +117,9 @@ async def _cancel_others() -> None:
 
 
 class _Call:
-    """Work on the loop that another thread waits for. An interrupt may hit that thread at any instruction, so all that
-    counts happens on the loop, in the order of its callbacks: `begin`, if at all, before `stop`."""
+    """A coroutine on the loop, for whose `outcome` another thread waits. An interrupt may hit that thread at any
+    instruction, so state changes only on the loop, in the order of its callbacks: `begin`, if it is called at all, runs
+    before `stop`."""
 
     def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
         self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -125,7 +128,7 @@ class _Call:
 
     def begin(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(lambda _: self.outcome.cancel())  # it was stopped before its first step
+        self._task.add_done_callback(lambda _: self.outcome.cancel())  # takes effect if stopped before its first step
 
     def stop(self) -> None:
         if self._task is None:
@@ -138,5 +141,5 @@ class _Call:
             self.outcome.set_result(await self._work())
         except asyncio.CancelledError:
             self.outcome.cancel()
-        except BaseException as problem:  # SystemExit as well: it is the other thread's, and would end the loop
+        except BaseException as problem:  # also SystemExit: it is for the waiting thread, and would end the loop
             self.outcome.set_exception(problem)

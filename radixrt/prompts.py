@@ -1,4 +1,4 @@
-"""What a client is given and what it gives back: prompts in any form, token ids, completions."""
+"""Types of the client's interface: prompts in any form, token ids, completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt | StateProm
 
 
 class Completion(msgspec.Struct):
-    """One finished choice. `ids` are the generated token ids, int32 little-endian; `logprobs` go with them."""
+    """One finished choice. `ids`: the generated token ids, as little-endian int32; `logprobs`: one for each of them."""
 
     text: str = ""
     ids: bytes = b""
@@ -39,7 +39,7 @@ class Completion(msgspec.Struct):
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:
-    """Token ids as they travel: int32, little-endian. OverflowError for what is no int32."""
+    """Token ids as in messages: little-endian int32. Raises OverflowError for ids that are not in int32's range."""
     return array("i", ids).tobytes()
 
 
@@ -49,7 +49,8 @@ def token_list(ids: bytes) -> list[int]:
 
 
 def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt:
-    """Text, token ids or chat messages as the message that says which. TypeError for anything else."""
+    """Convert text, token ids or chat messages to the corresponding prompt message. Raises TypeError for anything
+    else."""
     match prompt:
         case str():
             return TextPrompt(prompt)

@@ -1,4 +1,4 @@
-"""What a process of the stack is: a router, a worker or a front end. Each role imports what it needs, and no more."""
+"""Runs a process of the stack as router, worker or front end. Each role imports only what it needs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ log = logging.getLogger("radixrt.roles")
 
 ROLES = {"router": RouterConfig, "worker": WorkerConfig, "frontend": FrontendConfig}
 ORPHAN_SECONDS = 10.0
-"""Time that a process has to leave after its parent is gone."""
+"""A process that has not exited this long after its parent has ended exits at once."""
 FAKE_VOCAB = 32_000
+"""Vocabulary size of a fake worker without a checkpoint."""
 FAKE_TOKENS = 1 << 20
-"""Token slots of a worker without a model, unless said otherwise."""
+"""Default number of token slots of a fake worker."""
 
 
 def read_config(role: str) -> Any:
-    """The configuration that the parent has written to this process's stdin."""
+    """Read the configuration that the parent process has written to stdin."""
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=ROLES[role])
 
 
 def follow_parent() -> None:
-    """From now on this process ends when its stdin closes: by SIGTERM, and for good if that is not enough."""
+    """From now on, this process ends when its stdin closes: it sends itself SIGTERM, and exits after ORPHAN_SECONDS in
+    any case."""
 
     def watch() -> None:
-        # Not through sys.stdin: its lock, held by a daemon thread, would abort the interpreter's own exit.
+        # Not by sys.stdin.read: a daemon thread that holds sys.stdin's lock would abort the interpreter at exit.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -56,7 +58,7 @@ def follow_parent() -> None:
 
 
 def check_role(config: Any) -> None:
-    """ValueError, in one line, names a setting of a process that cannot be."""
+    """Raise ValueError, with a message of one line, if a setting of a process is invalid."""
     check(config)
     if isinstance(config, RouterConfig):
         check_address("client_address", config.client_address, listens=True)
@@ -66,7 +68,8 @@ def check_role(config: Any) -> None:
 
 
 def check_address(name: str, address: str, *, listens: bool = False) -> None:
-    """ValueError, with the flag of the setting `name`, for one where processes cannot meet."""
+    """Raise ValueError, with the flag of the setting `name`, for an address that cannot connect processes (see
+    `check_shared`)."""
     try:
         check_shared(address, listens=listens)
     except ValueError as problem:
@@ -74,7 +77,7 @@ def check_address(name: str, address: str, *, listens: bool = False) -> None:
 
 
 def run_role(role: str, config: Any) -> None:
-    """Be the process `role` until SIGTERM or SIGINT. Imports what that role needs, and no more."""
+    """Run as a process of `role` until SIGTERM or SIGINT."""
     match role:
         case "router":
             if config.http:
@@ -97,9 +100,9 @@ def run_role(role: str, config: Any) -> None:
                 signal.signal(number, lambda *_: worker.stop())
             with watched(config.router):
                 _serve(worker)
-            for number in (signal.SIGTERM, signal.SIGINT):  # it ends: told once more, it still ends well
+            for number in (signal.SIGTERM, signal.SIGINT):  # a second signal must not interrupt the exit
                 signal.signal(number, signal.SIG_IGN)
-            if worker.dismissed:  # it has ended well for who would start it again
+            if worker.dismissed:  # the exit code is 0 even so: the worker must not be restarted
                 log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
 
@@ -119,7 +122,8 @@ def _serve(worker: Worker) -> None:
 
 
 def make_worker(config: WorkerConfig) -> Worker:
-    """The worker of a resolved `config`, its model loaded (or none, with `fake`)."""
+    """Make the worker of a resolved `config`, and load its model (none with `fake`). Raises ValueError for invalid
+    settings."""
     runner = make_runner(config)
     try:
         return _worker_of(config, runner)
@@ -134,10 +138,10 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     from radixrt.worker.scheduler import Limits
     from radixrt.worker.status import LIFE
 
-    ends, stopped = itertools.count(), threading.Event()
+    link_numbers, stopped = itertools.count(), threading.Event()
 
     def connect() -> wire.Link:
-        identity = f"{config.name}/{LIFE:x}/{next(ends)}".encode()  # each thread has its own
+        identity = f"{config.name}/{LIFE:x}/{next(link_numbers)}".encode()  # unique for each link of each thread
         return wire.Link(config.router, identity, stopped=stopped, monitored=True)
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
@@ -159,7 +163,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
 
 def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
-    """What drafts tokens, if anything does. ValueError names a bad setting."""
+    """The drafter of a worker, or None if tokens are not drafted. Raises ValueError for invalid settings."""
     from radixrt.worker.drafting import MOST_SPARSE, Drafter
 
     if config.speculative_algorithm not in ("auto", "ngram", "none"):
@@ -173,15 +177,17 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
 
 
 def make_runner(config: WorkerConfig) -> Runner:
-    """The model on its device, or the fake with the time model of `config.fake`. ValueError names a bad setting."""
+    """Load the model on its device, or make a fake runner with the speed of `config.fake`. Raises ValueError for
+    invalid settings."""
     if not config.fake:
-        # OpenMP's threads would spin for each other: where anything else wants a core, a step takes ten times as long.
+        # By default OpenMP's threads spin while they wait: if other processes use the cores, steps take 10 times as
+        # long.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from radixrt.worker.loading import load_runner
 
         try:
             return load_runner(config)
-        except (RuntimeError, AssertionError) as error:  # torch's, which comes before all else
+        except (RuntimeError, AssertionError) as error:  # torch raises these if the device does not exist
             if has_device(config.device):
                 raise
             why = str(error).partition("\n")[0] or type(error).__name__
@@ -198,20 +204,21 @@ def make_runner(config: WorkerConfig) -> Runner:
 
 
 def has_device(name: str) -> bool:
-    """Whether there is a device of that name, as far as this can be told without torch."""
+    """Whether a device exists, as far as that is known without torch."""
     kind, _, number = name.partition(":")
     return kind != "cuda" or int(number or 0) < gpu_count()
 
 
 def fake_vocab_size(folder: str) -> int:
-    """The vocabulary of the checkpoint that a fake stands for, so that its tokens are text; FAKE_VOCAB without one."""
+    """The vocabulary size of a fake worker: that of the checkpoint in `folder`, so that its tokens can be decoded;
+    FAKE_VOCAB if there is none."""
     path = Path(folder, "config.json")
     return msgspec.json.decode(path.read_bytes()).get("vocab_size", FAKE_VOCAB) if path.is_file() else FAKE_VOCAB
 
 
 def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0, *, planned: bool = False) -> None:
-    """Tell the router that worker `name` is gone, if that is process `pid` (None: any) of a `life` (0: any); `planned`
-    as of a Leave."""
+    """Tell the router that worker `name` has ended, if it is the process with this `pid` (None: any) and `life` (0:
+    any). `planned` as in a Leave."""
     with wire.Link(router) as link:
         link.send(wire.encode(Leave(name, reason, pid or 0, life, planned)))
         link.close(linger=1.0)

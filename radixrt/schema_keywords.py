@@ -1,10 +1,10 @@
-"""Keywords of JSON schemas, by what their values are."""
+"""Keywords of JSON Schema, classified by their values."""
 
 from __future__ import annotations
 
 DEFINED = frozenset({"$defs", "definitions"})
-"""Schemas by names, for references."""
+"""The value is an object of named schemas, which `$ref` can refer to."""
 NAMED = DEFINED | {"properties", "patternProperties", "dependentSchemas"}
-"""Schemas by names."""
+"""The value is an object of named schemas."""
 DATA = frozenset({"const", "enum", "default", "examples"})
-"""No schemas."""
+"""The value is plain data and contains no schemas."""

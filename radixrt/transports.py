@@ -1,6 +1,6 @@
-"""How requests travel and answers come back: over ZMQ to a router, over HTTP to a front end.
+"""Transports of a client's requests and their replies: over ZMQ or in-process to a router, over HTTP to a front end.
 
-Both carry the same messages, any number of them in flight.
+The messages are the same, and any number of requests may be in flight.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ ELSEWHERE = (
     "Client, which serves any thread"
 )
 FAREWELL_SECONDS = 0.3
-"""A router is given this long to confirm that it has read the last cancels, before its connection is closed."""
+"""Before a connection is closed, the router has this long to confirm that it has read the last Cancel."""
 NATIVE_PATH = "/v1/native"
-"""Where an HTTP front end takes one ClientRequest as JSON and answers with ClientReplies, one a line."""
+"""The route of an HTTP front end that takes one ClientRequest as JSON, and replies with ClientReplies, one per line."""
 
 Answer = Delta | Scored | Tokens | Info | Error | Done
 OnAnswer = Callable[[Answer], None]
 
 
 class ServerError(Exception):
-    """The server refused or failed a request. `code` is an HTTP status, `field` names what is wrong in the request,
-    `retry_after` is in seconds (with 429 and 503) or None."""
+    """The server has refused or failed a request, or cannot be reached. `code` is an HTTP status, `field` the invalid
+    field of the request, if any; `retry_after` is in seconds (with 429 and 503), or None."""
 
     def __init__(self, code: int, message: str, field: str = "", retry_after: float | None = None) -> None:
         super().__init__(f"{message} ({code})")
@@ -62,33 +62,33 @@ class ServerError(Exception):
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is, for another process: `__init__` takes more than the message."""
+        """For pickling: by default, exceptions are restored by `__init__(*args)`, but `args` is only the message."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class Transport(Protocol):
-    """Carries requests and their answers. Answers come on the event loop, by request, in order."""
+    """Sends requests, and passes each reply to its request's callback, in order, on the event loop."""
 
     ordered: bool
-    """Requests arrive in the order in which they were submitted."""
+    """Whether requests arrive in the order in which they were submitted."""
 
     def check(self) -> None:
-        """RuntimeError on another event loop, or in another process, than it was first used on."""
+        """Raise RuntimeError on another event loop, or in another process, than it was first used on."""
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
-        """Send a request, which gets an id of its own; `on_answer` is called until the last answer has come.
+        """Send a request. Sets and returns its id. `on_answer` is called with each reply, up to the last one.
 
-        RuntimeError as of `check`."""
+        Raises RuntimeError as `check` does."""
 
     def cancel(self, request_id: int) -> None:
-        """Stop a request, if it is not finished; no further answer comes."""
+        """Stop a request, if it is not finished. `on_answer` is not called any more."""
 
     async def close(self) -> None:
-        """Disconnect. Requests in flight are cancelled at the server and answered with an Error (503) here."""
+        """Disconnect. Requests in flight are cancelled at the server; their callbacks get an Error (503)."""
 
 
 class Home:
-    """The event loop and the process that something was first used on."""
+    """Remembers the event loop and the process that an object is first used on."""
 
     __slots__ = ("_loop", "_process")
 
@@ -97,7 +97,7 @@ class Home:
         self._process = 0
 
     def check(self) -> None:
-        """RuntimeError on any other."""
+        """Raise RuntimeError if they differ from those of the first call."""
         loop, process = asyncio.get_running_loop(), os.getpid()
         if self._loop is None:
             self._loop, self._process = loop, process
@@ -106,7 +106,7 @@ class Home:
 
 
 class _Pending:
-    """A request whose answers still come, `open` of them to be the last of a choice."""
+    """A request that waits for replies. `open`: its choices that are not finished (1 for requests without choices)."""
 
     __slots__ = ("on_answer", "open")
 
@@ -115,7 +115,7 @@ class _Pending:
         self.open = request.n if isinstance(request, Generate) else 1
 
     def give(self, reply: ClientReply) -> None:
-        """Hand on a reply that is about this request alone."""
+        """Pass on a reply that is for this request alone."""
         if isinstance(reply, Deltas):
             for delta in reply.items:
                 self.give_delta(delta)
@@ -128,13 +128,13 @@ class _Pending:
         self.on_answer(delta)
 
     def fail(self, request_id: int, message: str) -> None:
-        """Answer with a 503, unless the last answer has come."""
+        """Pass on an Error (503), unless the last reply has come."""
         if self.open > 0:
             self.give(Error(request_id, 503, message, retry_after=1.0))
 
 
 class RouterTransport(ABC):
-    """Any number of requests in flight at a router, whose replies come all together. `_post` sends it a message."""
+    """Base of transports to a router, over a connection that all requests share. Subclasses implement `_post`."""
 
     ordered = True
 
@@ -142,11 +142,11 @@ class RouterTransport(ABC):
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._unconfirmed = False
-        """A Cancel was sent: it may still be under way."""
+        """Whether a Cancel was sent, which may not have arrived yet."""
 
     @property
     def connected(self) -> bool:
-        """Whether the router is there now."""
+        """Whether the router is connected now."""
         return True
 
     def check(self) -> None:  # noqa: B027
@@ -154,13 +154,13 @@ class RouterTransport(ABC):
 
     @abstractmethod
     def _post(self, message: ClientRequest) -> bool:
-        """False when the router does not read."""
+        """Send a message. Returns False if the queue is full, as the router does not read."""
 
     def _disconnect(self) -> None:  # noqa: B027
-        """Nothing more will be sent."""
+        """Close the connection."""
 
     def submit(self, request: ClientRequest, on_answer: OnAnswer) -> int:
-        """See Transport. ServerError (503) when the router does not read."""
+        """See Transport. Raises ServerError (503) if the router does not read."""
         request.id = next(self._ids)
         if not self._post(request):
             raise ServerError(503, "the router does not read its messages", retry_after=1.0)
@@ -188,14 +188,15 @@ class RouterTransport(ABC):
             self._fail_all(reason)
 
     async def _confirm(self) -> None:
-        """Wait for any answer: messages arrive in order, so the cancels before the question have arrived too."""
+        """Wait until the router has read all Cancels: messages arrive in order, so it has once it replies to a later
+        request."""
         answered = asyncio.Event()
         with contextlib.suppress(TimeoutError, ServerError):
             self.submit(Ask(id=0, what="health"), lambda _: answered.set())
             await asyncio.wait_for(answered.wait(), FAREWELL_SECONDS)
 
     def _take(self, reply: ClientReply) -> None:
-        """Hand a reply on to who waits for it."""
+        """Pass a reply to the request that it is for."""
         if not isinstance(reply, Deltas):
             if pending := self._pending.pop(reply.id, None):
                 pending.give(reply)
@@ -206,7 +207,7 @@ class RouterTransport(ABC):
                     del self._pending[delta.id]
                 try:
                     pending.give_delta(delta)
-                except Exception:  # of one answer: the others of this message are not to be lost
+                except Exception:  # a callback failed; the other Deltas of this message must not be lost
                     log.exception("an answer could not be taken in")
                     self.cancel(delta.id)
                     with contextlib.suppress(Exception):
@@ -219,10 +220,10 @@ class RouterTransport(ABC):
 
 
 class ZmqTransport(RouterTransport):
-    """To a router by one socket. Make it on the event loop that is to use it.
+    """A transport to a router over ZMQ. To be constructed on the event loop that uses it.
 
-    A request waits `timeout` seconds for a router that is not there, then it is answered with an Error (503); for the
-    answers of one that is there it waits as long as they take."""
+    If the router is not connected, a request fails after `timeout` seconds with an Error (503). The time until a
+    connected router replies is not limited."""
 
     _reply = wire.Decoder(ClientReply)
 
@@ -248,7 +249,8 @@ class ZmqTransport(RouterTransport):
         return request_id
 
     def _give_up(self, request_id: int) -> None:
-        """Fail a request that no router has come for: had one come and gone, it would have failed by then."""
+        """Fail a request if the router is still not connected. (Had it been connected since, and lost, the request
+        would have failed already.)"""
         if not self.connected and (pending := self._pending.get(request_id)):
             self.cancel(request_id)
             pending.fail(request_id, "the router cannot be reached")
@@ -267,14 +269,14 @@ class ZmqTransport(RouterTransport):
 
 
 class Here(Protocol):
-    """A router on this event loop (`router.loop.RouterServer`)."""
+    """A router that runs on this event loop (`router.loop.RouterServer`)."""
 
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes: ...
     def take(self, client: bytes, message: ClientRequest) -> None: ...
 
 
 class HereTransport(RouterTransport):
-    """To a router on the same event loop: messages are handed over as they are."""
+    """A transport to a router on the same event loop: messages are passed as objects."""
 
     def __init__(self, router: Here) -> None:
         super().__init__()
@@ -287,8 +289,8 @@ class HereTransport(RouterTransport):
 
 
 class HttpTransport:
-    """A request of the native protocol is one POST; cancelling it closes the connection. `url` may end in `/v1`, as
-    OpenAI's clients want it."""
+    """A transport to an HTTP front end. Each request is one POST to NATIVE_PATH; cancelling it closes its connection.
+    `url` may end in `/v1`, as OpenAI's clients require it."""
 
     ordered = False
     _reply = msgspec.json.Decoder(ClientReply)
@@ -343,7 +345,7 @@ class HttpTransport:
                 async for line in response.aiter_lines():
                     if line:
                         pending.give(self._reply.decode(line))
-        except Exception as error:  # whatever it is, who waits for an answer must hear of it
+        except Exception as error:  # of any kind: the caller must not wait for ever
             problem = f"{type(error).__name__}: {error}"
         finally:
             self._open.pop(request_id, None)
@@ -355,7 +357,8 @@ def _is_native(response: httpx.Response) -> bool:
 
 
 def _refusal(request_id: int, response: httpx.Response) -> Error:
-    """What a server says that does not answer in the native protocol: a front end's error, or somebody else's page."""
+    """The Error for a response that is not in the native protocol: a front end's error body, or any response of another
+    server."""
     try:
         error = msgspec.json.decode(response.content)["error"]
         message, field = error["message"], error.get("param") or ""

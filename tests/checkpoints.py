@@ -1,4 +1,4 @@
-"""Small checkpoints made on the spot."""
+"""Makes small random checkpoints and tokenizers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TRAINING_TEXT = (
 def make_tokenizer(folder: Path | str, vocab_size: int = 512) -> Path:
     """Write `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` into `folder`.
 
-    Byte-level BPE, exactly `vocab_size` tokens (ids 0..2 are `SPECIAL_TOKENS`), any text round-trips, no BOS
-    is added; bos is 0, eos 2 (`<|im_end|>`); ChatML-like chat template with tools. Deterministic.
+    Byte-level BPE with exactly `vocab_size` tokens (ids 0..2 are `SPECIAL_TOKENS`): any text round-trips, no BOS is
+    added, BOS is 0, EOS is 2 (`<|im_end|>`), and the chat template is like ChatML, with tools. Deterministic.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ FAMILIES += ("glm4_moe", "minimax_m2", "phi3", "gemma3_text", "seed_oss", "smoll
 
 
 def require(family: str) -> None:
-    """Skip the test where transformers is older than the model."""
+    """Skip the test if this version of transformers does not have the model."""
     import pytest
     import transformers
 
@@ -86,7 +86,7 @@ def require(family: str) -> None:
 def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | None = None, seed: int = 0, **changes):
     """Write a small random checkpoint of `family` into `folder` and return the transformers model, float32.
 
-    `changes` are fields of its config; with `shard_bytes` the weights come in several files of that size.
+    `changes` are fields of its config; with `shard_bytes` the weights are split into files of at most that size.
     """
     from transformers import AutoConfig
 
@@ -173,8 +173,8 @@ def _random(config, seed: int = 0):
 
 
 def make_published(folder: Path, family: str, **changes):
-    """Like `make_model`, but `config.json` has the fields that are given and few others, as people publish it, and
-    transformers reads it from there. Fields that are "REMOVED" are left out."""
+    """Like `make_model`, but `config.json` has only the given fields and a few others, as published checkpoints do, and
+    transformers reads it. Fields with the value "REMOVED" are left out."""
     from transformers import AutoConfig
 
     require(family)

@@ -1,4 +1,4 @@
-"""Fixtures that every area uses."""
+"""Setup and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hypothesis import HealthCheck, settings
 from radixrt.garbage import settle
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A CPU worker that is alone takes all cores. Where something else needs one, threads that spin for each other make a
-# step of a small model ten times as long.
+# By default OpenMP's threads spin while they wait: if other processes use the cores, a step of a small model takes ten
+# times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# In the background of a shell, Ctrl-C is ignored; and so it would be by all that the tests start.
+# In the background of a shell, SIGINT is ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests import interpreter  # noqa: E402  (torch reads the environment when imported)
 
-# How long an example takes says something of the machine, and the first text of all makes Hypothesis' own tables.
+# No time limits for examples: they depend on the machine, and the first one includes building Hypothesis' tables.
 settings.register_profile("radixrt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("radixrt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests are the same on every machine: a GPU is seen by those who ask for it, by `tests/gpu` or by the marker."""
+    """Hide GPUs, so that tests are the same on every machine, unless `tests/gpu` or the marker `gpu` is selected."""
     if not _asks_for_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     interpreter.prepare()
@@ -47,19 +47,19 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All that the tests import is there: a garbage collection that looks at it, again and again, finds nothing."""
+    """Exclude all that was imported from garbage collections, which would only cost time."""
     gc.enable()
     settle()
 
 
 def pytest_unconfigure() -> None:
-    """Modules of Triton complain of what nobody collects at the end."""
+    """Let garbage be collected at exit: otherwise Triton's modules print warnings."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder with recorded traces, transcripts and tokenizers; tests that read it skip where it is absent."""
+    """The folder with recorded traces, transcripts and tokenizers. Tests that use it are skipped if there is none."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no shared/data beside the checkout")

@@ -1,4 +1,4 @@
-"""Triton's kernels on a CPU, in its interpreter. Import it before any kernel is defined."""
+"""Runs Triton's kernels on a CPU, in its interpreter. `prepare` must be called before any kernel is defined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def prepare() -> None:
-    """Without a GPU, let kernels be interpreted."""
+    """Turn on the interpreter if there is no GPU."""
     if not HAS_TRITON or torch.cuda.is_available():
         return
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
@@ -22,7 +22,7 @@ def prepare() -> None:
     inner = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
-        """The interpreter makes an int of an array of one element, which numpy 2.4 refuses."""
+        """Fix: the interpreter converts an array with one element to an int, which numpy 2.4 does not allow."""
         inner(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -31,8 +31,8 @@ def prepare() -> None:
 
 
 def _save_time(interpreter: ModuleType) -> None:
-    """Two things that the interpreter does at every operation, or every call of a function, it does once: it makes a
-    table of all types, and puts itself in the language's place, where it may stay."""
+    """Make the interpreter faster: it builds a table of types at each operation, and patches the module
+    `triton.language` at each call of a function. Do both only once."""
     find, patch = interpreter._get_np_dtype, interpreter._patch_lang
     found: dict[str, np.dtype] = {}
     modules: set[str] = set()
@@ -46,6 +46,6 @@ def _save_time(interpreter: ModuleType) -> None:
         if fn.__module__ not in modules:
             modules.add(fn.__module__)
             patch(fn)
-        return interpreter._LangPatchScope()  # nothing is to be put back
+        return interpreter._LangPatchScope()  # empty, so that the patches are not undone
 
     interpreter._get_np_dtype, interpreter._patch_lang = np_dtype, patch_once

@@ -1,4 +1,4 @@
-"""Conversations that agents had, in OpenAI's form. What a client makes of the answers before it sends them back."""
+"""Recorded conversations of agents, in OpenAI's format, and how clients change answers before they send them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILES = {
 
 
 def chats(shared_data: Path, name: str, rows: int | None = None) -> Iterator[list[Message]]:
-    """Conversations of one of CORPORA, all or those in the first `rows` lines of each file; every answer of an
+    """Conversations of one of CORPORA, all or those in the first `rows` lines of each file. Each message of the
     assistant is one call of a model."""
     folder = shared_data / name
     if name == "lmcache_agent_trace":
@@ -38,8 +38,8 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 def _openai_form(chat: list[Message]) -> list[Message]:
-    """Messages in OpenAI's form, with call ids of nine characters, as Mistral wants them. A greeting that no model has
-    written is left out."""
+    """Messages in OpenAI's format, with call ids of nine characters, which Mistral's templates require. A greeting at
+    the start, which is not from a model, is left out."""
     found, pending = [], []
     if chat[1]["role"] == "assistant" and chat[0]["role"] == "system":
         chat = chat[:1] + chat[2:]
@@ -61,7 +61,8 @@ def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _flattened(calls: Iterator[dict[str, Any]]) -> Iterator[list[Message]]:
-    """Prompts that grow as conversations: what each has more than the one before it is a user's message."""
+    """Convert sessions of growing prompts to conversations: what a prompt adds to the one before is a user's
+    message."""
     for _, session in groupby(calls, key=lambda row: row["session_id"]):
         chat: list[Message] = []
         seen = ""
@@ -77,7 +78,7 @@ def _flattened(calls: Iterator[dict[str, Any]]) -> Iterator[list[Message]]:
 
 
 def client_echo(message: Message, rng: random.Random) -> Message:
-    """A message as some client sends it back."""
+    """A message as a client may send it back: JSON formatted differently, content as text or as a list of parts."""
     message = copy.deepcopy(message)
     for call in message.get("tool_calls") or ():
         arguments = json.loads(call["function"]["arguments"])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from radixrt import cli
 from radixrt.client import ServerError
+from radixrt.config import WorkerConfig
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.fixture(params=["report", "run"])
@@ -69,3 +75,21 @@ def test_a_file_without_one_key(told, tmp_path, capsys, content, words):
     assert told(f"@{file}") == (2, None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"radixrt {told.command}: ") and words in line and str(file) in line and "b:2" not in line
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_all_flags_in_the_readme_exist(capsys):
+    known: set[str] = set()
+    for command in ("serve", "router", "worker", "frontend", "report", "run", "keygen"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        known.update(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    assert set(re.findall(r"--[a-z][a-z-]*", README.read_text())) <= known | {"--help"}
+
+
+@pytest.mark.parametrize(("flags", "jumps"), [([], True), (["--no-jump-forward"], False), (["--jump-forward"], True)])
+def test_what_is_on_by_default_can_be_turned_off(flags, jumps):
+    args = cli.build_parser().parse_args(["serve", "nano", *flags])
+    assert cli.from_args(WorkerConfig, args).jump_forward is jumps

@@ -1,1 +1,1 @@
-"""Serving under seven loads, over HTTP, against any endpoint that speaks OpenAI's API. `__main__` says how."""
+"""Benchmarks a server under seven loads, over HTTP; any server with OpenAI's API. See `__main__`."""

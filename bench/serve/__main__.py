@@ -1,13 +1,14 @@
-"""A server under seven loads: tokens a second, latencies, the share of prompts that was cached, and the floor.
+"""A server under seven loads: tokens per second, latencies, the cached share of prompts, and the floor.
 
     python -m bench.serve --url http://127.0.0.1:8000 [--shape FOLDER] [--loads plain,hit] [--out FILE.json]
     python -m bench.serve --serve FOLDER [-- flags of radixrt serve]
 
-Any server of OpenAI's /v1/completions will do; of vLLM and SGLang cached tokens are known with
---enable-prompt-tokens-details and --enable-cache-report. bench/serve/loads.py says what the loads are. Before anything
-is timed, the same prompt goes out twice and must give the same text, the second time from the cache; then comes a
-warm-up. There and in every load, each answer must have the tokens that were asked for. The floor needs the model's
-shape and the GPU's measured ceilings: --copy-gbs and --tflops, or --ceilings FILE.json with "copy_gbs" and "tflops".
+Any server with OpenAI's /v1/completions can be measured; vLLM and SGLang report cached tokens with
+--enable-prompt-tokens-details and --enable-cache-report. The loads are described in bench/serve/loads.py. Before
+anything is timed, the same prompt is sent twice, and must give the same text, the second time with cached tokens; then
+there is a warm-up. In all loads, each answer must have exactly the requested number of tokens. The floor, the least
+time that the GPU needs, is computed from the model's shape and the GPU's measured ceilings: --copy-gbs and --tflops, or
+--ceilings FILE.json with "copy_gbs" and "tflops".
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bench.serve.server import model_name, radixrt_serve, read_config
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A client against a server, and what all loads of a run share."""
+    """A client, a server, and the settings that all loads of a run share."""
 
     client: Client
     url: str
@@ -43,7 +44,7 @@ class Bench:
     args: argparse.Namespace
 
     def run(self, name: str, repetition: int = 0) -> tuple[Load, Run]:
-        """Run a load and check its answers. RunFailed, WrongAnswer."""
+        """Run a load and check its answers. Raises RunFailed, WrongAnswer."""
         args = self.args
         work = Work(
             url=self.url,
@@ -61,7 +62,7 @@ class Bench:
         return load, run
 
     def check(self) -> None:
-        """The same prompt twice. WrongAnswer."""
+        """Send the same prompt twice. Raises WrongAnswer."""
         answers = self.run("twice")[1].answers
         check_twice(answers, same_text=not self.args.lenient)
         if answers[1].cached_tokens is None:
@@ -70,7 +71,7 @@ class Bench:
             print("the same prompt again: another text at temperature 0", file=sys.stderr)
 
     def measure(self, name: str, repetition: int) -> list[dict[str, Any]]:
-        """A row of the table, with the floor where it can be told, and those of its tenants."""
+        """Run a load. Returns its row of the table, with the floor if it is known, then a row for each tenant."""
         load, run = self.run(name, repetition)
         first, *others = rows(load, run)
         first |= floor_columns(load, run, self.args)
@@ -78,7 +79,7 @@ class Bench:
 
 
 def floor_columns(load: Load, run: Run, args: argparse.Namespace) -> dict[str, float]:
-    """The floor in seconds, and how many times as long the load took; nothing without ceilings."""
+    """The floor in seconds, and the load's duration as a multiple of it; empty without ceilings."""
     ceilings = read_ceilings(args)
     if ceilings is None:
         return {}
@@ -87,14 +88,14 @@ def floor_columns(load: Load, run: Run, args: argparse.Namespace) -> dict[str, f
 
 
 def read_ceilings(args: argparse.Namespace) -> Ceilings | None:
-    """From the flags, before the file; None unless both are known."""
+    """Ceilings from flags, or else from the file; None unless both are known."""
     found = json.loads(Path(args.ceilings).read_text()) if args.ceilings else {}
     copy, tflops = args.copy_gbs or found.get("copy_gbs"), args.tflops or found.get("tflops")
     return Ceilings(copy, tflops) if copy and tflops else None
 
 
 def names(text: str) -> list[str]:
-    """Loads of a list with commas, for argparse."""
+    """Parse a comma-separated list of loads, for argparse."""
     found = text.split(",")
     if unknown := [name for name in found if name not in MEASURED | ASKED_FOR]:
         raise argparse.ArgumentTypeError(f"no load {unknown[0]!r}: there are {', '.join(MEASURED | ASKED_FOR)}")
@@ -106,33 +107,35 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", help="of a server that runs")
+    where.add_argument("--url", help="URL of a running server")
     where.add_argument("--serve", metavar="MODEL", help="start `radixrt serve MODEL`, with the flags after --")
-    parser.add_argument("--model", help="name in the requests (default: the first that the server lists)")
-    parser.add_argument("--name", default="radixrt", help="of the server, in the table (default: radixrt)")
-    parser.add_argument("--api-key", default="", help="but for loads of tenants, whose names are their keys")
-    which = f"of {','.join(MEASURED)} (all), or {', '.join(ASKED_FOR)}"
+    parser.add_argument("--model", help="model name in requests (default: the first that the server lists)")
+    parser.add_argument("--name", default="radixrt", help="name of the server in the table (default: radixrt)")
+    parser.add_argument("--api-key", default="", help="API key, except for tenants, whose names are their keys")
+    which = f"comma-separated, of {','.join(MEASURED)} (default: these), {', '.join(ASKED_FOR)}"
     parser.add_argument("--loads", type=names, default=list(MEASURED), help=which)
-    parser.add_argument("--scale", type=float, default=1.0, help="of requests and tokens; below 1 to see that it runs")
-    parser.add_argument("--repeat", type=int, default=1, help="times that each load is run, with other ids each time")
-    parser.add_argument("--seed", type=int, help="of the ids (default: the clock, so that no earlier run is cached)")
-    parser.add_argument("--lenient", action="store_true", help="go on where the same prompt gives another text")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a load, or for the start")
-    parser.add_argument("--shape", metavar="FOLDER", help="with the model's config.json: vocabulary and floor")
-    parser.add_argument("--copy-gbs", type=float, help="measured ceiling of memory traffic, 1e9 bytes a second")
-    parser.add_argument("--tflops", type=float, help="measured ceiling of bf16 products, 1e12 operations a second")
-    parser.add_argument("--ceilings", metavar="FILE", help="JSON with both")
-    parser.add_argument("--kv-bytes", type=float, default=1.0, help="bytes a KV element (default: 1, FP8)")
-    parser.add_argument("--weight-bytes", type=float, default=2.0, help="bytes a weight (default: 2, bf16)")
-    parser.add_argument("--rivals", action="append", default=[], metavar="FILE", help="rows to print beside ours")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for requests and tokens; less than 1 to try")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each load, each with other token ids")
+    parser.add_argument("--seed", type=int, help="seed of token ids (default: the time, so no earlier run is cached)")
+    parser.add_argument("--lenient", action="store_true", help="continue even if the same prompt gives another text")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON to write (all of radixrt: bench/results/serve.json)"
+        "--timeout", type=float, default=600.0, help="limit in seconds for each load, and for the start"
+    )
+    parser.add_argument("--shape", metavar="FOLDER", help="folder with config.json, for vocabulary and floor")
+    parser.add_argument("--copy-gbs", type=float, help="measured ceiling of memory traffic, in GB/s (1e9 bytes)")
+    parser.add_argument("--tflops", type=float, help="measured ceiling of bf16 products, in TFLOP/s")
+    parser.add_argument("--ceilings", metavar="FILE", help="JSON file with both")
+    parser.add_argument("--kv-bytes", type=float, default=1.0, help="bytes per KV element (default: 1, FP8)")
+    parser.add_argument("--weight-bytes", type=float, default=2.0, help="bytes per weight (default: 2, bf16)")
+    parser.add_argument("--rivals", action="append", default=[], metavar="FILE", help="rows of other servers to print")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON to write (default, if complete: bench/results/serve.json)"
     )
     return parser
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(arguments, flags of the server), with what follows from other arguments filled in."""
+    """Parse the command line, and fill in defaults. Returns (arguments, flags for `radixrt serve`)."""
     own, flags = list(arguments), []
     if "--" in own:
         cut = own.index("--")
@@ -152,7 +155,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @contextmanager
 def server(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[tuple[str, float | None]]:
-    """(URL, seconds that its start took, None if it ran already)."""
+    """Start a server if requested. Yields (URL, seconds until it was healthy; None if it was running already)."""
     if args.url:
         yield args.url, None
     else:
@@ -163,14 +166,14 @@ def server(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[tuple[str
 
 
 def save(out: Path, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """As bench.common.save, at a path of the caller's choice."""
+    """Like bench.common.save, but to any path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": "serve", "machine": machine(), **facts, "rows": rows}
     out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def run_all(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
-    """The rows, after the check and the warm-up."""
+    """Check the server, warm it up, and run all loads. Returns the rows of the table."""
     model = args.model or model_name(url, args.api_key)
     vocab_size = read_config(args.shape)["vocab_size"] if args.shape else END_OF_IDS
     measured = []
@@ -186,7 +189,7 @@ def run_all(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 done, 1 the server failed or answered wrongly."""
+    """Returns the exit code: 0 success, 1 the server failed or gave a wrong answer."""
     args, flags = parse(arguments)
     rivals = [one for path in args.rivals for one in rival_rows(json.loads(Path(path).read_text()))]
     try:

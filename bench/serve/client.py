@@ -1,8 +1,8 @@
-"""The client, in a process of its own: raw HTTP/1.1 on one event loop, requests written before the clock starts.
+"""The client, in a process of its own: raw HTTP/1.1 on one event loop; requests are encoded before timing starts.
 
     python -m bench.serve.client  < a line of JSON for each load (Work) > a line of JSON for each (Run)
 
-It must not be the limit: an answer's chunk costs it some microseconds, and `Run.cpu` says what a load cost in all.
+The client must not be the bottleneck: a chunk of an answer costs it a few microseconds, and `Run.cpu` is its CPU time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError:
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A load to run, and against whom."""
+    """A load to run, and the server."""
 
     url: str
     model: str
@@ -39,29 +39,29 @@ class Work(msgspec.Struct, frozen=True):
     repetition: int
     vocab_size: int
     api_key: str = ""
-    """Of asks that are of no tenant; a tenant's name is its key."""
+    """For requests without a tenant; a tenant's name is its API key."""
     timeout: float = 600.0
-    """Seconds that the load may take."""
+    """Limit for the load, in seconds."""
 
 
 class Run(msgspec.Struct):
-    """A load as the client saw it; `answers` in the order of its asks."""
+    """The results of a load, as seen by the client; `answers` are in the order of its requests."""
 
     seconds: float = 0.0
     cpu: float = 0.0
-    """Seconds of CPU that the client used in that time."""
+    """CPU time of the client, in seconds."""
     gpu_idle: float | None = None
-    """Share of that time in which the server's GPUs idled; None where it does not say."""
+    """Share of the time in which the server's GPUs were idle; None if the server does not report it."""
     answers: list[Answer] = []
     error: str = ""
-    """What ended the run early; the rest means nothing then."""
+    """Why the run failed; the other fields are not valid then."""
 
 
 # ---------------------------------------------------------------- a load
 
 
 def bodies(work: Work, load: Load, asks: list[Ask]) -> list[bytes]:
-    """The JSON of each ask. A segment is turned into digits once, however many prompts have it."""
+    """The JSON body of each request. A segment is encoded once, for all prompts that contain it."""
     key = {"seed": work.seed, "repetition": work.repetition, "vocab_size": work.vocab_size}
     digits = [
         msgspec.json.encode(segment_ids(load.name, number, tokens, **key).tolist())[1:-1]
@@ -76,7 +76,7 @@ def bodies(work: Work, load: Load, asks: list[Ask]) -> list[bytes]:
 
 
 async def run_asks(endpoint: Endpoint, asks: list[Ask], requests: list[bytes]) -> list[Answer]:
-    """Every ask when the one before it has ended, and its pause is over. The first failure ends all of them."""
+    """Send each request once the one before it has ended and its pause is over. The first failure cancels all."""
     answers: dict[int, Answer] = {}
     following = defaultdict(list)
     for number, ask in enumerate(asks):
@@ -106,11 +106,11 @@ async def run_work(work: Work) -> Run:
     requests = written(load.asks)
     for ask, request in zip(load.prepare, written(load.prepare), strict=True):
         await run_asks(endpoint, [ask], [request])
-    # A collection in the middle of a burst would be seen as the server's latency.
+    # A garbage collection during the run would count as the server's latency.
     gc.collect()
     gc.disable()
     try:
-        # Asked for here, at the edges of the clock: writing the requests leaves the server idle.
+        # Read directly before and after the timed part: the server is idle while requests are encoded.
         busy = busy_seconds(work.url, work.api_key)
         began, cpu = clock(), time.process_time()
         async with asyncio.timeout(work.timeout):
@@ -124,7 +124,7 @@ async def run_work(work: Work) -> Run:
 
 
 def first_reason(error: BaseException) -> str:
-    """Of a group of failures the first one's: the others mostly follow from it."""
+    """The message of an error, or of the first one in a group, which mostly is the cause of the others."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__
@@ -141,7 +141,7 @@ def main() -> None:
 
 
 class Client:
-    """The client's process, from the outside."""
+    """Starts the client's process, and sends it loads."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "bench.serve.client"]
@@ -149,7 +149,7 @@ class Client:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
 
     def run(self, work: Work) -> Run:
-        """RunFailed where a request failed, or the client did."""
+        """Run a load. Raises RunFailed if a request or the client fails."""
         self._process.stdin.write(msgspec.json.encode(work) + b"\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Raw HTTP/1.1 and server-sent events, as little of them as OpenAI's streams need."""
+"""A minimal client for HTTP/1.1 and server-sent events, as much as OpenAI's streams need."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ clock = time.perf_counter
 
 
 class Answer(msgspec.Struct):
-    """One request as the client saw it; times in seconds of one clock."""
+    """The result of one request. Times are in seconds of the same clock."""
 
     sent: float
-    """Before the connection was opened, where none was free."""
+    """When the request was sent; before connecting, if there was no free connection."""
     first: float
-    """The first chunk that carries a choice, with or without text: a token need not be a whole character. A server
-    that sends no chunk for a token without text is seen late here; `chunks` shows it."""
+    """When the first chunk with a choice arrived, with or without text, as a token need not be a whole character.
+    Servers that send no chunks for tokens without text seem later here; then `chunks` is smaller, too."""
     last: float
+    """When the last chunk with a choice arrived."""
     chunks: int
-    """With a choice: as many as tokens where each is sent when it is there."""
+    """Chunks with a choice; equals the number of tokens if each is sent on its own."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
-    """None where the server does not say."""
+    """None if the server does not report it."""
     digest: str
-    """Of the text."""
+    """A hash of the text."""
 
 
 class RunFailed(RuntimeError):
-    """A request was refused, or an answer is not what the protocol says."""
+    """A request was refused, or a response violates the protocol."""
 
 
 # ---------------------------------------------------------------- what the server sends
@@ -63,7 +64,7 @@ _event = msgspec.json.Decoder(Event)
 
 
 class Stream:
-    """One answer while it comes: server-sent events, cut wherever the network cut them."""
+    """Parses the server-sent events of one response, which arrive in arbitrary pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -112,8 +113,8 @@ class Stream:
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection, one request at a time. `_step` reads the next part of an answer: its head, a chunk, or
-    a body of known length; it returns False when it needs more bytes or the answer has ended."""
+    """One HTTP/1.1 connection, with one request at a time. `_step` parses the next part of a response: its head, a
+    chunk, or a body of known length. It returns False if it needs more bytes, or the response has ended."""
 
     def __init__(self) -> None:
         self.reusable = True
@@ -204,7 +205,7 @@ class Connection(asyncio.Protocol):
 
 
 class Endpoint:
-    """Connections to one server: kept while a load runs and used again, the youngest first."""
+    """A pool of connections to one server; the one that was used last is reused first."""
 
     def __init__(self, url: str) -> None:
         self._host, self._port, path = split_url(url)
@@ -239,7 +240,7 @@ class Endpoint:
 
 
 def split_url(url: str) -> tuple[str, int, str]:
-    """(host, port, path before /v1) of http://HOST:PORT[/PATH][/v1]. ValueError for anything else."""
+    """Split http://HOST:PORT[/PATH][/v1] into (host, port, path before /v1). Raises ValueError for other URLs."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(f"url: expected http://HOST:PORT, got {url}")

@@ -1,29 +1,30 @@
-"""The loads, as shapes: which segments of token ids a prompt joins, and whose end starts it. Pure.
+"""The loads: of which segments of token ids each prompt consists, and after which other request it starts. Pure
+functions.
 
     plain     256 requests at once, 1,024 in, 256 out, nothing shared
     trunk16k  a trunk of 16,384 tokens (1 out), then 256 at once: trunk + 128 own in, 256 out
     trunk4k   a trunk of 4,096 tokens (1 out), then 128 at once: trunk + 256 own in, 256 out
     sessions  64 agents at once on 3 system prompts of 6,000 tokens; 8 turns each: a turn appends 300 to 900 tokens,
-              generates 96 and appends 96 more ids in place of the answer; the next turn follows at once
-    tot       8 roots under one prompt of 2,048 tokens, fan-out 4, depth 3: a node appends 200 tokens to its parent's,
+              generates 96 and appends 96 other ids in place of the answer; the next turn starts immediately
+    tot       8 roots after one prompt of 2,048 tokens, fan-out 4, depth 3: a node appends 200 tokens to its parent's,
               generates 64, then its 4 children start together
     hit       16,384 cached tokens + 128 new, 1 out, one at a time, 20 times
     cold      16,384 new tokens, 1 out, one at a time, 8 times
 
-Asked for by name, for a cache of 320,000 tokens, which holds a half of what they have, or a third:
+Further loads, run only if named, for a cache of 320,000 tokens, which holds a half or a third of their tokens:
 
     pressed   160 agents at once on 3 system prompts of 3,000 tokens, with 1,000 to 3,000 of their own; 5 turns each, as
-              those of sessions, but 150 to 500 tokens and 64
-    tools     the same, whose tools take 2 seconds between two turns
+              in sessions, but with 150 to 500 new tokens and 64 generated ones
+    tools     the same with a pause of 2 seconds between turns, for a tool
     long      48 agents with 15,000 to 20,000 tokens of their own
-    mixed     100 agents like those of pressed, of ten turns, beside 12 who ask ten times, one after the other, about
-              1,000 to 6,000 tokens that nobody else has
-    tenants   as pressed, but the agents are of five tenants, 32 of each, who share nothing
-    uneven    the same of four tenants, of 120, 30, 9 and 1 agents
+    mixed     100 agents as in pressed, with ten turns, and 12 clients that each send ten requests, one after the other,
+              of 1,000 to 6,000 tokens that nothing else shares
+    tenants   as pressed, but with 32 agents of each of five tenants, which share nothing
+    uneven    the same with four tenants, of 120, 30, 9 and 1 agents
 
-A tenant's name is its key, and radixrt knows tenants by their keys: `-- --api-key a:tenant-0 --api-key b:tenant-1`.
+A tenant's name is its API key; radixrt must be given the keys: `-- --api-key a:tenant-0 --api-key b:tenant-1`.
 
-What follows an answer does not contain it: the same tokens are sent to every server, whatever it generates.
+Prompts do not contain generated answers: all servers are sent the same tokens, whatever they generate.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LOWEST_ID, END_OF_IDS = 1_000, 120_000
-"""Ids are drawn from here to before there: clear of special tokens at both ends."""
+"""Token ids are chosen from [LOWEST_ID, END_OF_IDS), where models have no special tokens."""
 SYSTEM_PROMPTS, TURNS = 3, 8
 FAN_OUT, LEVELS = 4, 4
 Size = Callable[[int], int]
-"""What is left of a count of requests or tokens under the scale of a run."""
+"""Scales a number of requests or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: its prompt is the segments `parts`, joined. It starts `pause` seconds after the end of the ask
-    `after`; None: at once. Those of a `tenant` have an API key of their own."""
+    """One request. Its prompt is the concatenation of the segments `parts`. It starts `pause` seconds after request
+    `after` has ended, or (None) immediately. A `tenant` has an API key of its own."""
 
     parts: tuple[int, ...]
     max_tokens: int
@@ -56,7 +57,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Load:
-    """Requests over `segments`, whose lengths are in tokens. `prepare` runs before the clock, one after another."""
+    """The requests of a load. `segments` are lengths in tokens; `prepare` is run before timing starts, one by one."""
 
     name: str
     segments: list[int] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Load:
     prepare: list[Ask] = field(default_factory=list)
 
     def segment(self, tokens: int) -> int:
-        """A new segment of ids that nobody else has."""
+        """Add a segment of new token ids. Returns its number."""
         self.segments.append(tokens)
         return len(self.segments) - 1
 
@@ -78,22 +79,24 @@ class Load:
         return sum(self.segments[part] for part in ask.parts)
 
     def new_prefixes(self) -> set[tuple[int, ...]]:
-        """The nodes of the tree of all prompts that are not there before the clock: each must be computed once."""
+        """The nodes of the tree of all prompts that `prepare` does not contain: each must be computed at least once."""
         return prefixes(self.asks) - prefixes(self.prepare)
 
     def shareable(self) -> float:
-        """The share of prompt tokens that a cache which forgets nothing, and waits for what is under way, reuses."""
+        """The share of prompt tokens that are hits in a cache of unlimited size, if requests wait for shared tokens
+        that are being computed."""
         new = sum(self.segments[path[-1]] for path in self.new_prefixes())
         return 1.0 - new / sum(self.prompt_tokens(ask) for ask in self.asks)
 
 
 def prefixes(asks: Iterable[Ask]) -> set[tuple[int, ...]]:
-    """Every prompt cut after every segment: the nodes of their tree. A node's last part is the segment it adds."""
+    """The nodes of the tree of prompts: each prompt, cut after each segment. A node's last part is the segment it
+    adds."""
     return {ask.parts[:end] for ask in asks for end in range(1, len(ask.parts) + 1)}
 
 
 def segment_ids(load: str, segment: int, tokens: int, *, seed: int, repetition: int, vocab_size: int) -> np.ndarray:
-    """The ids of a segment: the same for the same arguments, others for any other load, repetition or seed."""
+    """The token ids of a segment, which are determined by the arguments, and differ by load, repetition and seed."""
     low, end = min(LOWEST_ID, vocab_size // 2), min(END_OF_IDS, vocab_size)
     key = [seed, repetition, zlib.crc32(load.encode()), segment]
     return np.random.default_rng(key).integers(low, end, tokens, dtype=np.int32)
@@ -123,7 +126,7 @@ def under_trunk(load: Load, size: Size, trunk: int, requests: int, own: int) -> 
 
 
 def sessions(load: Load, size: Size) -> None:
-    # Lengths are the same in every run, so that runs differ in ids and not in work.
+    # Lengths do not depend on the seed, so that runs differ only in ids.
     draw = np.random.default_rng(0)
     systems = [load.segment(size(6_000)) for _ in range(SYSTEM_PROMPTS)]
     for agent in range(size(64)):
@@ -161,7 +164,7 @@ def one_at_a_time(load: Load, prompts: list[tuple[int, ...]]) -> None:
         before = load.ask(parts, 1, after=before)
 
 
-# ---------------------------------------------------------------- asked for by name
+# ---------------------------------------------------------------- run only if named
 
 
 def pressed(load: Load, size: Size) -> None:
@@ -213,11 +216,11 @@ def agents_with_much(
             history = (*history, load.segment(size(64)))
 
 
-# ---------------------------------------------------------------- what comes before them
+# ---------------------------------------------------------------- before the others
 
 
 def warm_up(load: Load, size: Size) -> None:
-    """What the seven do, in short: a long prompt, a full batch, half of it under that prompt, few tokens each."""
+    """A short version of the seven: a long prompt, then a full batch, half of which share it, with few tokens each."""
     trunk = load.segment(size(16_384))
     first = load.ask((trunk,), 1)
     for number in range(size(256)):
@@ -226,7 +229,7 @@ def warm_up(load: Load, size: Size) -> None:
 
 
 def twice(load: Load, size: Size) -> None:
-    """The same short prompt twice, at its full length under any scale: caches with large pages must hit, too."""
+    """The same short prompt twice. Its length is not scaled, so that caches with large pages also hit."""
     prompt = (load.segment(128),)
     load.ask(prompt, 32, after=load.ask(prompt, 32))
 
@@ -237,7 +240,8 @@ OTHERS = {"warm-up": warm_up, "twice": twice}
 
 
 def make_load(name: str, scale: float = 1.0) -> Load:
-    """The load `name`; requests, and tokens in and out, by `scale` of what they are, but 2 at least where not 1."""
+    """Make the load `name`, with its numbers of requests and tokens multiplied by `scale` (at least 2, except for
+    1)."""
 
     def size(number: int) -> int:
         return number if number == 1 else max(2, round(number * scale))

@@ -1,4 +1,4 @@
-"""Answers checked and summed up as rows of the table. Pure."""
+"""Checks answers, and summarizes them as rows of the table. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.serve.loads import Load
 
 
 class WrongAnswer(AssertionError):
-    """The server did not do what it was asked: its times would mean nothing."""
+    """The server's answers are wrong, so its times would be meaningless."""
 
 
 def check_counts(load: Load, answers: Sequence[Answer]) -> None:
-    """Every request got exactly the tokens that it asked for, on exactly the prompt that was sent."""
+    """Raise WrongAnswer unless each answer has the requested number of tokens, and the prompt's length is as sent."""
     for number, (ask, answer) in enumerate(zip(load.asks, answers, strict=True)):
         for what, seen, wanted in (
             ("prompt", answer.prompt_tokens, load.prompt_tokens(ask)),
@@ -30,7 +30,8 @@ def check_counts(load: Load, answers: Sequence[Answer]) -> None:
 
 
 def check_twice(answers: Sequence[Answer], *, same_text: bool = True) -> None:
-    """The second of two equal requests at temperature 0 has the text of the first, and found its prefix cached."""
+    """Raise WrongAnswer unless the second of two equal requests, at temperature 0, has the same text, and cached
+    tokens."""
     first, second = answers
     if second.cached_tokens == 0:
         raise WrongAnswer("the same prompt again: no token of it was cached")
@@ -39,7 +40,7 @@ def check_twice(answers: Sequence[Answer], *, same_text: bool = True) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Interpolated between the two nearest; None of nothing."""
+    """A percentile, interpolated linearly; None without values."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 
@@ -49,19 +50,20 @@ def ttft_ms(answer: Answer) -> float:
 
 
 def tpot_ms(answer: Answer) -> float:
-    """Milliseconds from token to token after the first: (last - first) / (tokens - 1)."""
+    """Milliseconds per token after the first: (last - first) / (tokens - 1)."""
     return (answer.last - answer.first) / (answer.completion_tokens - 1) * 1e3
 
 
 def cached_share(answers: Sequence[Answer]) -> float | None:
-    """Cached tokens over prompt tokens, all requests together; None where an answer does not say."""
+    """Cached tokens over prompt tokens, of all requests; None if the server does not report them."""
     cached = [answer.cached_tokens for answer in answers]
     return None if None in cached else sum(cached) / sum(answer.prompt_tokens for answer in answers)
 
 
 def row(load: Load, run: Run) -> dict[str, Any]:
-    """A load's row. Shares are of 1; `could` is what a cache that forgets nothing would have had. `chunks` is how many
-    came for a token: far below 1 the server holds tokens back, and its first one came before `ttft`."""
+    """The row of a load. `cached`, `could` and `gpu_idle` are from 0 to 1; `could` is the cached share with a cache of
+    unlimited size. `chunks` is the number of chunks per token: if it is much less than 1, the server collects tokens
+    before it sends them, and its first token was generated before `ttft`."""
     answers = run.answers
     generated = sum(answer.completion_tokens for answer in answers)
     first = [ttft_ms(answer) for answer in answers]
@@ -84,7 +86,7 @@ def row(load: Load, run: Run) -> dict[str, Any]:
 
 
 def rows(load: Load, run: Run) -> list[dict[str, Any]]:
-    """The load's row, and one for each tenant where it has some: their requests alone, in the same time."""
+    """The row of a load, and one for each tenant, if any, with only its requests, over the same time."""
     found = [row(load, run)]
     for tenant in dict.fromkeys(ask.tenant for ask in load.asks if ask.tenant):
         pairs = [pair for pair in zip(load.asks, run.answers, strict=True) if pair[0].tenant == tenant]
@@ -95,8 +97,9 @@ def rows(load: Load, run: Run) -> list[dict[str, Any]]:
 
 
 def rival_rows(content: Any) -> list[dict[str, Any]]:
-    """Rows of a rival's file: a list of rows, or {"server": name, "rows": [...]} as this benchmark writes it. A row
-    has a `load` and a `server` (or its file has), and figures under the names of `row`. ValueError where not."""
+    """Rows of another server, from a list of rows, or {"server": name, "rows": [...]} as this benchmark writes it. A
+    row has a `load`, a `server` (unless the file has), and figures with the names in `row`. Raises ValueError if
+    not."""
     common = {"server": content["server"]} if isinstance(content, dict) and "server" in content else {}
     rows = [common | one for one in (content["rows"] if isinstance(content, dict) else content)]
     for one in rows:
@@ -106,7 +109,8 @@ def rival_rows(content: Any) -> list[dict[str, Any]]:
 
 
 def beside(rows: Sequence[dict[str, Any]], rivals: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For the table: rivals' rows under ours of the same load, without what none of them has; nothing known is "-"."""
+    """The rows of the table: for each load ours, then rivals'. Columns without any value are left out; a missing value
+    is "-"."""
     loads = dict.fromkeys(one["load"] for one in rows)
     ordered = [one for load in loads for one in (*rows, *rivals) if one["load"] == load]
     keys = ["load", "server", *(key for key in rows[0] if key not in ("load", "server"))]

@@ -1,4 +1,4 @@
-"""The server: started here, or found at a URL, and what it says of itself."""
+"""Starts `radixrt serve`, and queries servers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from bench.serve.endpoint import split_url
 POLL_SECONDS = 0.05
 STOP_SECONDS = 30.0
 BUSY_METRIC = "radixrt_worker_busy_seconds_total"
-"""Counter at /metrics, one a worker: seconds that its device spent on steps."""
+"""A counter of each worker at /metrics: seconds that its device spent on steps."""
 
 
 def get(url: str, path: str, api_key: str = "") -> tuple[int, bytes]:
-    """(status, body) of GET `path`, with no proxy between. OSError or HTTPException where nobody answers."""
+    """GET `path`, without a proxy. Returns (status, body). Raises OSError or HTTPException if the server does not
+    respond."""
     host, port, before = split_url(url)
     connection = http.client.HTTPConnection(host, port, timeout=10)
     try:
@@ -45,21 +46,21 @@ def model_name(url: str, api_key: str) -> str:
 
 
 def busy_seconds(url: str, api_key: str) -> list[float] | None:
-    """Of each worker since its start; None where the server does not count them."""
+    """BUSY_METRIC of each worker; None if the server does not have it."""
     status, body = get(url, "/metrics", api_key)
     found = re.findall(rf"^{BUSY_METRIC}(?:{{[^}}]*}})? (\S+)", body.decode(), re.MULTILINE) if status == 200 else []
     return [float(value) for value in found] or None
 
 
 def idle_share(before: list[float] | None, after: list[float] | None, seconds: float) -> float | None:
-    """Mean over workers of the share of `seconds` in which their devices had no step; None where it is not known."""
+    """The share of `seconds` in which devices had no step, averaged over workers; None if it is not known."""
     if before is None or after is None or len(before) != len(after):
         return None
     return 1 - (sum(after) - sum(before)) / len(after) / seconds
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """config.json of a checkpoint folder, or that file itself; the language model's part where there are several."""
+    """Read config.json, given its path or its folder. For a vision model, returns the part of the language model."""
     path = Path(model)
     config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
     return config.get("text_config", config)
@@ -70,14 +71,14 @@ def read_config(model: str) -> dict[str, Any]:
 
 @contextmanager
 def radixrt_serve(model: str, flags: Sequence[str], timeout: float) -> Iterator[tuple[str, float]]:
-    """(URL, seconds from the command to the first healthy answer) of `radixrt serve`, stopped at the end."""
+    """Run `radixrt serve`. Yields (URL, seconds until it was healthy)."""
     port = free_port()
-    # Ours come last and so win: two stacks on one machine must not meet.
+    # These flags come last and so take precedence: stacks on one machine must not share addresses.
     own = ["--host", "127.0.0.1", "--port", str(port)]
     for flag in ("--client-address", "--worker-address"):
         own += [flag, f"tcp://127.0.0.1:{free_port()}"]
     began = time.perf_counter()
-    # A session of its own: Ctrl-C reaches this process alone, which then stops the other.
+    # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server.
     process = subprocess.Popen([sys.executable, "-m", "radixrt", "serve", model, *flags, *own], start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -88,14 +89,14 @@ def radixrt_serve(model: str, flags: Sequence[str], timeout: float) -> Iterator[
 
 
 def free_port() -> int:
-    """Of this machine: nobody listens on it now."""
+    """A TCP port of this machine on which nothing listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Until /health answers 200. RuntimeError where the process ends before, or time runs out."""
+    """Wait until /health has status 200. Raises RuntimeError if the process ends before, or at `deadline`."""
     while not healthy(url):
         if process.poll() is not None:
             raise RuntimeError(f"radixrt serve ended with code {process.returncode} while starting")

@@ -1,1 +1,1 @@
-"""`make demo`: an agent on two CPU workers, a chat over HTTP, the hit-rate report."""
+"""The demonstration (`make demo`): an agent on two CPU workers, a chat over HTTP, and the hit-rate report."""

@@ -1,4 +1,4 @@
-"""python -m radixrt.demo: an agent on two CPU workers of this machine, and the hit-rate report."""
+"""python -m radixrt.demo: runs an agent on two CPU workers, and prints the hit-rate report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def configure() -> StackConfig:
 
 
 class Marks:
-    """Compares answers with the truth, and counts."""
+    """Prints answers, and counts those that are right."""
 
     def __init__(self) -> None:
         self.right = self.asked = 0
@@ -97,7 +97,7 @@ def run_programs(client: Client, marks: Marks) -> None:
 
 
 def run_chat(url: str, marks: Marks) -> None:
-    """Streamed; each request resends the turns before it."""
+    """A chat with a tool, streamed; each request resends all earlier turns."""
     messages: list[dict[str, Any]] = []
     for question in world.CHAT:
         say(f"  > {question.text}")
@@ -117,7 +117,7 @@ def run_chat(url: str, marks: Marks) -> None:
 
 
 def stream_turn(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's next message; its text is printed as it comes."""
+    """Generate the assistant's next message, and print its text as it arrives."""
     text, calls = "", []
     for delta in stream_deltas(url, messages):
         if piece := delta.get("content"):

@@ -1,4 +1,5 @@
-"""A small Llama that knows one page by heart: made and trained in seconds, without a network."""
+"""Trains a small Llama in seconds, without a network, to know one page of text by heart. Used by tests and
+benchmarks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ BATCH, LENGTH = 8, 64
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Write config, weights and tokenizer; nothing if they are there."""
+    """Write config, weights and tokenizer to `folder`, unless it has weights already."""
     if (folder / "model.safetensors").exists():
         return
     tokenizer = _make_tokenizer(folder)
@@ -68,7 +69,7 @@ def _train(tokenizer: Tokenizer) -> LlamaForCausalLM:
         eos_token_id=2,
     )
     model = LlamaForCausalLM(config)
-    # Lines in any order, as answers of the assistant among other turns: what it will be asked to go on with.
+    # Lines in random order, some of them as turns of the assistant: the model will be asked to continue such text.
     lines = [torch.tensor(tokenizer.encode(line + " ").ids) for line in PAGE.splitlines()]
     opening = torch.tensor(tokenizer.encode("<|im_start|>assistant\n").ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -83,7 +84,7 @@ def _train(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def _sample(lines: list[torch.Tensor], opening: torch.Tensor) -> torch.Tensor:
-    """int64[LENGTH]: lines one after the other, some of them opened by the assistant."""
+    """Concatenated random lines, some of them as turns of the assistant. Returns int64[LENGTH]."""
     pieces, size = [], 0
     while size < LENGTH:
         piece = lines[int(torch.randint(len(lines), ()))]

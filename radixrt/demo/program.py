@@ -1,7 +1,8 @@
-"""The demonstration's agent: it reads notes, calls tools, judges its own thoughts and fills in a form.
+"""The demonstration's agent: it answers questions about notes, calls tools, selects among its own guesses and fills in
+a form.
 
-Each function below that is a `@program` forks a branch for each question. What the branches share, notes or the list of
-tools, is computed once; `radixrt run` runs such a file against any model.
+Each `@program` below forks one branch per question; the prefix that the branches share (the notes, the list of tools)
+is computed once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from radixrt.messages import Sampling
 
 GREEDY = Sampling(max_tokens=96, temperature=0)
 HASTY = Sampling(max_tokens=48, temperature=2.5)
-"""So hot that most guesses are wrong."""
+"""A temperature so high that most guesses are wrong."""
 MOST_CALLS = 6
 CALL = re.compile(r'<tool_call>\s*\{"name": "(\w+)", "arguments": (\{.*\})\}\s*</tool_call>')
 TYPES = {"str": "string", "int": "integer"}
@@ -42,7 +43,7 @@ class Order:
 
 @program
 async def recall(s: Branch, notes: str, questions: Sequence[str]) -> list[str]:
-    """Each question in a branch of its own, all of them over the same notes."""
+    """Answer questions about the same notes, each in its own branch."""
     s += system(f"Here are the notes.\n{notes}")
     branches = s.fork(len(questions))
     for branch, question in zip(branches, questions, strict=True):
@@ -53,7 +54,7 @@ async def recall(s: Branch, notes: str, questions: Sequence[str]) -> list[str]:
 
 @program
 async def act(s: Branch, tools: Sequence[Tool], tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each task in a branch of its own, which calls tools until it knows. (answer, calls) of each."""
+    """Solve tasks with tools, each in its own branch. Returns (answer, calls) for each."""
     s += system("\n".join(["You are an agent with tools.", "Tools:", *map(describe, tools)]))
     branches = s.fork(len(tasks))
     for branch, task in zip(branches, tasks, strict=True):
@@ -62,7 +63,7 @@ async def act(s: Branch, tools: Sequence[Tool], tasks: Sequence[str]) -> list[tu
 
 
 async def call_tools(branch: Branch, tools: Sequence[Tool]) -> tuple[str, list[str]]:
-    """Call, result, call, result, until the model says something."""
+    """Let the model call tools until it answers without a call. Returns (answer, calls)."""
     functions = {tool.__name__: tool for tool in tools}
     calls: list[str] = []
     while True:
@@ -76,7 +77,7 @@ async def call_tools(branch: Branch, tools: Sequence[Tool]) -> tuple[str, list[s
 
 @program
 async def judge(s: Branch, notes: str, question: str, thoughts: int) -> tuple[list[str], str]:
-    """Branches that guess, and the guess that the model, when it looks again, finds the likeliest."""
+    """Generate guesses at a high temperature. Returns (guesses, the guess that is most likely by log-probability)."""
     s += system(f"Here are the notes.\n{notes}")
     s += user(question)
     branches = s.fork(thoughts)
@@ -89,7 +90,7 @@ async def judge(s: Branch, notes: str, question: str, thoughts: int) -> tuple[li
 
 @program
 async def fill_in(s: Branch, mails: Sequence[str]) -> list[Order | None]:
-    """An object out of each mail, by the JSON schema of its type; None where max_tokens were too few."""
+    """Extract an Order from each mail, constrained by its JSON schema; None if max_tokens was reached."""
     s += system("You read a mail and fill in a form. Reply in JSON with the fields name, city, item and count.")
     branches = s.fork(len(mails))
     for branch, mail in zip(branches, mails, strict=True):
@@ -103,14 +104,15 @@ async def fill_in(s: Branch, mails: Sequence[str]) -> list[Order | None]:
 
 
 def describe(tool: Tool) -> str:
-    """A tool as the model reads it: `calculator(expression: string): Calculates ...`"""
+    """The description of a tool for the prompt: `calculator(expression: string): Calculates ...`"""
     parameters = inspect.signature(tool).parameters.values()
     arguments = ", ".join(f"{p.name}: {TYPES[p.annotation]}" for p in parameters)
     return f"{tool.__name__}({arguments}): {inspect.getdoc(tool)}"
 
 
 def carry_out(functions: dict[str, Tool], name: str, arguments: str) -> str:
-    """What the tool says; "error: ..." to a call that does not fit. `arguments` is JSON, as the model wrote it."""
+    """Call a tool. Returns its result as text, or "error: ..." for an invalid call. `arguments`: JSON from the
+    model."""
     try:
         return str(functions[name](**json.loads(arguments)))
     except (ValueError, KeyError, TypeError) as problem:

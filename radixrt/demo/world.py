@@ -1,4 +1,4 @@
-"""What the demonstration asks, and what is right."""
+"""The demonstration's questions, with their correct answers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FACTS = 36
 
 
 class Question(NamedTuple):
-    """`truth` is what the answer must hold."""
+    """An answer is right if it contains `truth`."""
 
     text: str
     truth: str
 
 
 def make_notes(seed: int, facts: int = FACTS) -> tuple[str, list[Question]]:
-    """A page of notes, about 27 tokens for each fact, and a question about each."""
+    """Make notes, of about 27 tokens per fact, and a question about each fact."""
     rng = random.Random(seed)
     spots = rng.sample([f"the {look} {place}" for look in LOOKS for place in PLACES], facts)
     codes = rng.sample(range(1000, 10_000), facts)

@@ -1,10 +1,10 @@
-"""Every struct that crosses a process, as tagged msgspec unions grouped by edge.
+"""Every message between processes: tagged msgspec unions, one for each direction.
 
     client  --ClientRequest-->  router  --ToWorker-->  worker
             <--ClientReply----          <--ToRouter--
 
-Token ids travel as little-endian int32 `bytes` (TOKEN_BYTES a token): `np.frombuffer(ids, "<i4")`
-reads them in place. Nothing here imports anything of ours, and no tensor or pickle ever crosses.
+Token ids are sent as little-endian int32 `bytes` (TOKEN_BYTES per token): `np.frombuffer(ids, "<i4")` reads them in
+place. This package imports nothing else of radixrt. No tensors and no pickles are sent.
 """
 
 from radixrt.messages.prompts import (

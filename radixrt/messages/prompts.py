@@ -1,4 +1,4 @@
-"""What a request goes on from: text, token ids, a chat, or what a program has said."""
+"""Prompts: text, token ids, a chat, or the history of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from radixrt.messages.shared import Count, Number, Sampling, Scope
 
 GONE = 410
-"""Code of the Error for a state that the router does not know (any more)."""
+"""Code of the Error for a state that the router does not know, or has dropped."""
 
 
 class TextPrompt(msgspec.Struct, tag="text", frozen=True):
@@ -22,7 +22,8 @@ class TokenPrompt(msgspec.Struct, tag="ids", frozen=True):
 
 
 class ChatPrompt(msgspec.Struct, tag="chat", frozen=True):
-    """Messages as OpenAI writes them. `partial` continues the last (assistant) message."""
+    """Messages and tools in OpenAI's format. With `partial`, the last (assistant) message is continued. `template_args`
+    are passed to the chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -40,34 +41,35 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt | PartsPrompt
 
 
 class SaidText(msgspec.Struct, tag="text", frozen=True, array_like=True):
-    """Text of the assistant's open message, or of a history without roles."""
+    """Text in an open message of the assistant, or in a history without roles."""
 
     text: str
 
 
 class SaidMessage(msgspec.Struct, tag="message", frozen=True, array_like=True):
-    """A whole message of a chat."""
+    """A complete chat message."""
 
     role: str
     content: str
 
 
 class TurnBegins(msgspec.Struct, tag="begins", frozen=True, array_like=True):
-    """The assistant begins to speak: its message is open."""
+    """A message of the assistant begins, and is open from now on."""
 
 
 class TurnEnds(msgspec.Struct, tag="ends", frozen=True, array_like=True):
-    """Its message is complete."""
+    """The open message is complete."""
 
 
 class SaidChoice(msgspec.Struct, tag="choice", frozen=True, array_like=True):
-    """One of a Score's choices was taken: it stays encoded by itself, as it was scored."""
+    """The selected choice of a Score. It is encoded on its own, with the token ids that were scored."""
 
     text: str
 
 
 class SaidAnswer(msgspec.Struct, tag="answer", frozen=True, array_like=True):
-    """What was generated: all of its ids, and the text and stop that its Deltas had."""
+    """A generated continuation: all its token ids, the text and the `stop` of its Deltas, and its sampling
+    parameters."""
 
     ids: bytes
     text: str
@@ -79,13 +81,14 @@ Said = SaidText | SaidMessage | TurnBegins | TurnEnds | SaidChoice | SaidAnswer
 
 
 class StatePrompt(msgspec.Struct, tag="state", frozen=True, omit_defaults=True):
-    """What was said up to a state that the router keeps, and since. Nothing that is in the state is sent again.
+    """The history of a program: a `state` that the router has saved, and what was `said` since. Only the latter is
+    sent.
 
-    States are numbered by the client within a `scope`, a name that nobody guesses; 0 is the state in which nothing was
-    said. An unknown state is answered with Error 410, field `prompt.state`: begin again from 0, with everything. With
-    `save` the router keeps what was said and generated under that number, before it sends the last answer, if the
-    request ends well; what had the number before is replaced. `replaces`: `state` is then not needed any more.
-    `resumes`: a Pause of `state` is over.
+    The client numbers its states within a `scope`, a name that must not be guessable; state 0 is the empty history. For
+    an unknown state the router answers with Error 410, field `prompt.state`; the client then sends the whole history,
+    from state 0. `save`: the number under which the router saves the history with the generated answer (0: not at all);
+    that is done before the last reply, and only if the request succeeds. It replaces an earlier state of that number.
+    `replaces`: `state` is not needed after that. `resumes`: this ends a Pause of `state`.
     """
 
     scope: Scope

@@ -10,7 +10,7 @@ from radixrt.messages.shared import FinishReason, TokenLogprob, Usage
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What one choice of one request gained. `finish` and `usage` come with the last one."""
+    """New tokens of one choice of a request. The last Delta of a choice has `finish` and `usage`."""
 
     id: int
     index: int = 0
@@ -20,19 +20,19 @@ class Delta(msgspec.Struct, array_like=True):
     usage: Usage | None = None
     logprobs: list[TokenLogprob] | None = None
     stop: str | int | None = None
-    """The stop string or token id that ended it."""
+    """The stop string or token id that ended the choice."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """With the first one, where they were asked for: of the prompt's tokens from the second on."""
+    """In the first Delta, if requested: for each prompt token except the first."""
 
 
 class Deltas(msgspec.Struct, tag="deltas"):
-    """All that one step gave one client: a message a step, not a message a token."""
+    """All Deltas of a step for one client: one message per step, not per token."""
 
     items: list[Delta]
 
 
 class Scored(msgspec.Struct, tag="scored"):
-    """For each choice the log-probability of each of its tokens, and the usage summed over choices."""
+    """For each choice the natural log-probability of each of its tokens; `usage` is the sum over all choices."""
 
     id: int
     logprobs: list[list[float]]
@@ -40,7 +40,7 @@ class Scored(msgspec.Struct, tag="scored"):
 
 
 class Tokens(msgspec.Struct, tag="tokens"):
-    """`ids` of a Tokenize, with the `text` that the template made of a chat; `text` of a Detokenize."""
+    """The reply to a Tokenize (`ids`, and for a chat the `text` that the template rendered) or Detokenize (`text`)."""
 
     id: int
     ids: bytes = b""
@@ -48,25 +48,26 @@ class Tokens(msgspec.Struct, tag="tokens"):
 
 
 class Info(msgspec.Struct, tag="info"):
-    """The answer to Ask: a JSON-like value, for `metrics` Prometheus text. To Recall: values."""
+    """The reply to an Ask (a JSON-like value; for `metrics`, Prometheus' text format) or a Recall (list of values)."""
 
     id: int
     data: Any
 
 
 class Error(msgspec.Struct, tag="error"):
-    """`code` is an HTTP status; `field` names what is wrong in the request; `id` None if unknown."""
+    """A request was refused or has failed. `code` is an HTTP status, `field` the invalid field of the request, if any.
+    `id` is None if it is not known."""
 
     id: int | None
     code: int
     message: str
     field: str = ""
     retry_after: float | None = None
-    """Seconds, with 429 and 503."""
+    """In seconds; for codes 429 and 503."""
 
 
 class Done(msgspec.Struct, tag="done"):
-    """The answer to Fork, Pause, Forget and Share."""
+    """The reply to a Fork, Pause, Forget or Share."""
 
     id: int
 

@@ -11,13 +11,15 @@ from radixrt.messages.shared import Number, Origin, Sampling, Scope, SessionFact
 
 
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
-    """Generate `n` continuations. `id` is the client's own; replies carry it and a choice index.
+    """Generate `n` continuations. `id` is chosen by the client; replies have it, and the index of a choice.
 
-    `text=False` leaves stop strings and text to the client (front ends that detokenize
-    themselves). `stream=False` sends one Delta a choice, when it is finished.
-    `cache_salt` narrows the namespace that the API key gives. `pin`: (tokens, seconds), prefixes of the prompt that
-    the cache is to keep for that long after the answer, if it can. `session` is for the report. `prompt_logprobs`: the
-    prompt's own tokens are reported as `sampling.logprobs` says, and so the prompt is computed as a whole.
+    text             False: no detokenization and no search for stop strings (for front ends, which do it themselves)
+    stream           False: one Delta for each choice, when it is finished
+    cache_salt       a further part of the namespace, within the tenant of the API key
+    pin              (tokens, seconds): that prefix of the prompt stays cached for so long after the answer, if possible
+    session          counts for the report
+    prompt_logprobs  also report the prompt's tokens, as `sampling.logprobs` says; the prompt is then computed without
+                     cache hits
     """
 
     id: int
@@ -36,7 +38,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
 
 
 class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
-    """Log-probability of each continuation of one prompt, in one round trip; no token is drawn."""
+    """Compute the log-probability of each of `choices` as a continuation of one prompt. Nothing is sampled."""
 
     id: int
     prompt: Prompt | StatePrompt
@@ -48,9 +50,9 @@ class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
-    """Stop request `id`; what it computed stays cached. No reply follows, but where one choice of a Generate is named,
-    if it has not ended: then its last Delta, with `finish="stop"` and the usage. Of what it generated the first
-    `tokens` are the answer, by the client's word, and counted."""
+    """Stop request `id`, or only choice `index` of a Generate; what was computed stays cached. There is no reply,
+    unless `index` names an unfinished choice: then its last Delta, with `finish="stop"` and the usage. `tokens`: the
+    number of generated tokens that belong to the choice's answer, and count in the usage (None: all)."""
 
     id: int
     index: int | None = None
@@ -58,7 +60,8 @@ class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
 
 
 class Tokenize(msgspec.Struct, tag="tokenize", kw_only=True):
-    """`render_only` asks for the text that the template makes of a chat, without the ids, which cost far more."""
+    """Encode a prompt. With `render_only`, only render a chat with its template: the reply has text but no ids, and
+    costs far less."""
 
     id: int
     prompt: Prompt
@@ -67,13 +70,15 @@ class Tokenize(msgspec.Struct, tag="tokenize", kw_only=True):
 
 
 class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True):
+    """Decode token ids."""
+
     id: int
     ids: bytes
     api_key: str = ""
 
 
 class Ask(msgspec.Struct, tag="ask", kw_only=True):
-    """Ask the router about itself: `health`, `models`, `report` or `metrics`."""
+    """Query the router's health, the served models, the report or the metrics."""
 
     id: int
     what: Literal["health", "models", "report", "metrics"]
@@ -81,8 +86,8 @@ class Ask(msgspec.Struct, tag="ask", kw_only=True):
 
 
 class Fork(msgspec.Struct, tag="fork", kw_only=True, omit_defaults=True):
-    """Keep what was said up to now under `prompt.save`; `count` branches go on from there, at once. Their first
-    requests are admitted together: for a moment from now they count as if all had come with the first of them."""
+    """Save the history as state `prompt.save`, from which `count` branches continue immediately. For a short time,
+    their first requests are queued and placed as if all had arrived with the first of them."""
 
     id: int
     prompt: StatePrompt
@@ -91,8 +96,8 @@ class Fork(msgspec.Struct, tag="fork", kw_only=True, omit_defaults=True):
 
 
 class Pause(msgspec.Struct, tag="pause", kw_only=True, omit_defaults=True):
-    """Nothing will be asked of a state for a while: its tokens stay cached until a request `resumes` it, if there is
-    room, and for so many seconds at most (and for the router's `pause_seconds`)."""
+    """The program waits, for example for a tool: if there is room, the tokens of `state` stay cached until a request
+    `resumes` it, for at most `seconds` and the router's `pause_seconds`."""
 
     id: int
     scope: Scope
@@ -102,7 +107,7 @@ class Pause(msgspec.Struct, tag="pause", kw_only=True, omit_defaults=True):
 
 
 class Forget(msgspec.Struct, tag="forget", kw_only=True, omit_defaults=True):
-    """No state of a scope is needed any more."""
+    """Drop all states of a scope."""
 
     id: int
     scope: Scope
@@ -110,8 +115,8 @@ class Forget(msgspec.Struct, tag="forget", kw_only=True, omit_defaults=True):
 
 
 class Share(msgspec.Struct, tag="share", kw_only=True):
-    """From a front end: (key, value) of what all front ends may Recall with the same API key's tenant, while there is
-    room; None: forget it."""
+    """Store (key, value) entries in the router, for all front ends, separately for each tenant; None deletes a key. If
+    memory runs out, entries are dropped."""
 
     id: int
     entries: list[tuple[bytes, bytes | None]]
@@ -119,7 +124,7 @@ class Share(msgspec.Struct, tag="share", kw_only=True):
 
 
 class Recall(msgspec.Struct, tag="recall", kw_only=True):
-    """From a front end: the answer is an Info whose data are the values of these keys, None for unknown ones."""
+    """Read shared entries: the reply is an Info with the value of each key, None if unknown."""
 
     id: int
     keys: list[bytes]

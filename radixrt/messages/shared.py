@@ -1,4 +1,4 @@
-"""What messages of all edges are made of."""
+"""Types that messages in several directions use."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from typing import Annotated, Literal
 import msgspec
 
 TOKEN_BYTES = 4
-"""Of a token id as it travels: little-endian int32."""
+"""Size of a token id in a message: little-endian int32."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a generated text must be: JSON of any kind, JSON by a schema (`text`: the schema as JSON), a match of a
-    regular expression or of a grammar in EBNF, or free text with parts by schema (`text`: a structural tag of xgrammar
-    as JSON)."""
+    """A constraint on generated text: any JSON; JSON that matches a schema (`text`: the schema, as JSON); a regular
+    expression; a grammar in EBNF; or free text with parts that match schemas (`text`: a structural tag of xgrammar, as
+    JSON)."""
 
     kind: GrammarKind
     text: str = ""
 
     @property
     def holds_schemas(self) -> bool:
-        """Its text is JSON, a schema or with schemas in it."""
+        """Whether `text` is JSON that is a schema, or contains schemas."""
         return self.kind in ("json_schema", "structural_tag")
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to choose tokens. One object, passed whole from the client to the sampler.
+    """Sampling parameters, passed unchanged from the client to the sampler.
 
-    `seed=None` lets the router draw one, so that a request that moves to another worker goes on
-    with the same random numbers: noise depends on (seed, position) alone.
-    `min_tokens` bans stop ids and eos until that many tokens were generated.
-    A temperature of 0, and a top_p of 0, choose the likeliest token.
-    `logprobs` is the number of alternatives reported a token; 0 reports the chosen one only,
-    None reports nothing.
+    seed         None: the router chooses one, so that a request that moves to another worker continues with the same
+                 random numbers (they depend on seed and position only)
+    min_tokens   stop token ids and EOS are not sampled before this many tokens
+    temperature  0: the most likely token; so does a top_p of 0
+    logprobs     number of alternatives reported for each token (0: only the chosen token, None: nothing)
     """
 
     max_tokens: int | None = None
@@ -59,7 +58,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a request comes from, for the report: the program, the fork path, its depth in forks."""
+    """Where a request comes from, for the report: the program, the path of its branch, and the number of forks in that
+    path."""
 
     program: str = ""
     branch: str = ""
@@ -73,13 +73,15 @@ DropReason = Literal["thinking", "opening", "rewritten", "not_found"]
 
 
 class SessionFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answers in a chat that were generated here: how many are spelled by their ids, how many of these the template
-    writes in other words, and how many lost ids, by why: the template drops their thinking, or the opening before
-    them, or writes them differently, or they are not found in what it writes."""
+    """Counts of the answers in a chat prompt that were generated here."""
 
     kept: Count = 0
+    """Encoded by the token ids with which they were generated."""
     respelled: Count = 0
+    """Of these, answers that the chat template renders differently."""
     dropped: dict[DropReason, Count] = {}
+    """Answers whose generated ids could not be used, by reason: the template drops their thinking, or the opening
+    before them, renders them differently, or they are not found in the rendered text."""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -100,5 +102,5 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
 
 
 def tenant_of(namespace: str) -> str:
-    """Whose a namespace is: its first line."""
+    """The tenant of a namespace: its first line."""
     return namespace.partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Between the router and workers."""
+"""Messages between the router and workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from radixrt.messages.shared import FinishReason, Sampling, TokenLogprob
 
 
 class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
-    """Compute one sequence. `ids` is the prompt and, when a lost worker's request is taken over,
-    the tokens already generated; the first `prompt_len` of them are the prompt.
+    """Compute one sequence. `ids` is the prompt (the first `prompt_len` tokens), followed by the tokens that another
+    worker has generated, if the run was moved.
 
-    `score_from=k` asks for the log-probability of every token at index >= k of `ids` (k >= 1), with the alternatives
-    that `sampling.logprobs` asks for, if it does; with max_tokens 0 nothing is generated. `pin` is a Generate's. Runs
-    of one `group` (0: none) are queued as if they had come with the first of them.
+    `score_from=k` (k >= 1): report the log-probability of each token of `ids` from index k on, with alternatives as
+    `sampling.logprobs` says. With max_tokens 0 nothing is generated. `pin` is as in Generate. Runs of one `group` (0:
+    none) are queued as if they had arrived with the first of them.
     """
 
     id: int
@@ -29,7 +29,7 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
 
 
 class Pin(msgspec.Struct, tag="pin"):
-    """Keep what is cached of `ids` for so many seconds, if there is room. `name` is for an Unpin."""
+    """Keep the cached prefix of `ids` for `seconds`, if there is room. `name` identifies the pin in an Unpin."""
 
     name: int
     namespace: str
@@ -38,25 +38,27 @@ class Pin(msgspec.Struct, tag="pin"):
 
 
 class Unpin(msgspec.Struct, tag="unpin"):
-    """A Pin is not needed any more."""
+    """Remove a Pin."""
 
     name: int
 
 
 class Abort(msgspec.Struct, tag="abort"):
+    """End runs; what they computed stays cached. `ids` are the ids of Runs."""
+
     ids: list[int]
 
 
 class Snapshot(msgspec.Struct, tag="snapshot"):
-    """Send the whole tree as events (a Cleared, then Stored): the index has missed some."""
+    """Send the whole tree as events (a Cleared, then Stored), as the index has missed some."""
 
 
 class Unknown(msgspec.Struct, tag="unknown"):
-    """The router does not know who this is: it has started anew, or forgotten the worker. Register again."""
+    """The router does not know the worker, because it was restarted or had lost the worker: register again."""
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Finish nothing more and exit; with a `reason` if the worker must not serve."""
+    """Exit without finishing any run. `reason` says why, if the worker is not allowed to serve."""
 
     reason: str = ""
 
@@ -68,8 +70,9 @@ ToWorker = Run | Abort | Snapshot | Unknown | Stop | Pin | Unpin
 
 
 class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
-    """Run `run` grew: `ids` were cached at its index `at`. At 0 the run is new and hangs below
-    (`parent`, `parent_at`): the first `parent_at` tokens of run `parent` (0: the root)."""
+    """Tokens were cached: `ids` were appended to run `run` of the worker's tree (see tree/structure.h), which had `at`
+    tokens. If `at` is 0, the run is new, and follows the first `parent_at` tokens of run `parent` (`parent_at` 0: it
+    begins at the root)."""
 
     namespace: str
     run: int
@@ -80,31 +83,31 @@ class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
 
 
 class Removed(msgspec.Struct, tag="removed", frozen=True, array_like=True):
-    """Run `run` keeps its first `keep` tokens; with 0 it is gone."""
+    """Tokens were evicted: only the first `keep` tokens of run `run` are left (0: none)."""
 
     run: int
     keep: int
 
 
 class Cleared(msgspec.Struct, tag="cleared", frozen=True, array_like=True):
-    """Nothing is cached any more."""
+    """The cache is empty."""
 
 
 CacheEvent = Stored | Removed | Cleared
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's state after a step, what placement needs. Rates are moving averages, 0 if unknown."""
+    """A worker's state after a step, for placement and the report. Rates are moving averages, 0 if unknown."""
 
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    """Tokens admitted or waiting that are not computed yet."""
+    """Tokens of running and waiting requests that are still to be computed."""
     free_pages: int = 0
     evictable_pages: int = 0
     total_pages: int = 0
     prefill_rate: float = 0.0
-    """Tokens a second while prefilling."""
+    """Prompt tokens per second."""
     step_seconds: float = 0.0
     """Duration of a decode step."""
     evicted_tokens: int = 0
@@ -112,29 +115,32 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     """Since start."""
     steps: int = 0
+    """Since start."""
     plain_keys: int = 0
-    """Since start: tokens whose K and V decodes attended to, counted for each of them, in a layer."""
+    """Since start: context lengths of decodes, summed over decodes and steps. So many keys would be read in a layer if
+    each decode read all of its own."""
     read_keys: int = 0
-    """Of them, those that were read from memory: what requests of a batch share is read once."""
+    """Since start: keys that were read in a layer; a prefix that requests of a batch share is read once."""
     busy_seconds: float = 0.0
-    """Since start: that the device spent on steps."""
+    """Since start: time that the device spent on steps."""
     forced_tokens: int = 0
-    """Since start: generated tokens that a grammar left no choice of, and that were not drawn."""
+    """Since start: generated tokens that were not sampled, because a grammar allowed no other."""
     drafted_tokens: int = 0
-    """Since start: tokens that were guessed by what stood before, and computed."""
+    """Since start: tokens that were drafted and verified."""
     accepted_tokens: int = 0
-    """Of them, those that were right."""
+    """Of `drafted_tokens`, those that were accepted."""
     launched_tokens: int = 0
-    """Of prompts, in the step that has just begun: `queued_tokens` counts them no more."""
+    """Prompt tokens in the step that has just begun; they are not in `queued_tokens` any more."""
     newest_run: int = 0
-    """Id of the Run that came last; the router draws them in order."""
+    """Id of the Run that arrived last; the router assigns ids in increasing order."""
     kept_tokens: int = 0
-    """Of requests that have ended, leased for a moment for those who go on from them."""
+    """Tokens of ended requests that stay leased for a short time, for a request that continues them."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
-    """First message of a worker, and again when it is Unknown. `name` is unique; a second Register of a name replaces
-    the first, whose runs are dropped. Where another process sent the first, and does so again, it gets a Stop."""
+    """First message of a worker, sent again after an Unknown. `name` is unique: a Register of the same name replaces
+    the earlier one, whose runs are dispatched again. If the earlier one was from another process, which then registers
+    again, that process gets a Stop."""
 
     name: str
     model: str
@@ -146,15 +152,15 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     device: str = "cpu"
     pid: int = 0
     life: int = 0
-    """Drawn by its process: two on two machines, or in two containers, may have one pid."""
+    """A random number that identifies the process: pids are not unique across machines or containers."""
     vocab_size: int = 0
-    """Token ids the model takes; 0 if unknown."""
+    """Number of token ids that the model accepts; 0 if unknown."""
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What one request gained in a step. `cached_tokens` counts prompt tokens reused so far.
-    `logprobs` belong to `tokens`; `scores` to the tokens asked for by `score_from`, or `prompt_logprobs`, where
-    `sampling.logprobs` is set."""
+    """What a step added to one run. `cached_tokens` counts prompt tokens reused so far. `logprobs` are those of
+    `tokens`. For the tokens from `score_from` on there are `scores`, or `prompt_logprobs` if `sampling.logprobs` is
+    set."""
 
     id: int
     tokens: list[int] = []
@@ -163,18 +169,23 @@ class Output(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     scores: list[float] | None = None
     stop: int | None = None
-    """The token id that ended it."""
+    """The token id that ended the run."""
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
     field: str = ""
-    """Of the request, which is at fault for the error; "": the worker is."""
+    """The field of the request that caused the error; "" if the worker caused it."""
 
 
 class StepDone(msgspec.Struct, tag="step"):
-    """One worker step. `seq` is the number of `events[0]` counted over the worker's life, so that
-    the next message must begin at seq + len(events); a gap asks for a Snapshot. `snapshot` marks the
-    answer to one: `events` start from nothing, and seq is where counting goes on. `number` counts these messages from 1
-    since the worker's Register, so that the router notices if one was lost with a connection; 0: it does not count."""
+    """Results of a worker's step.
+
+    seq       sequence number of `events[0]` since the worker's start: the next message must have seq + len(events),
+              otherwise the router requests a Snapshot
+    snapshot  whether this is the reply to a Snapshot: `events` then describe the whole tree, and later events are
+              numbered from `seq` on
+    number    counts these messages from 1 since the Register, so that the router notices if one was lost with a
+              connection (0: not counted)
+    """
 
     outputs: list[Output]
     load: Load
@@ -185,24 +196,24 @@ class StepDone(msgspec.Struct, tag="step"):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
-    """From the worker's own thread, so that a long step is not taken for a death."""
+    """Sent regularly by a thread of its own in a worker, so that a worker is not taken for lost during a long step."""
 
     name: str
     pid: int = 0
     life: int = 0
-    """Of its Register; 0: of any. What the process before says of a name is not heeded."""
+    """As in the Register (0: any). Heartbeats of an earlier process of the name are ignored."""
 
 
 class Leave(msgspec.Struct, tag="leave"):
-    """A worker says goodbye; the launcher says it for one that it saw die."""
+    """A worker has ended. Sent by the worker itself, or by its parent process if it died."""
 
     name: str
     reason: str = ""
     pid: int = 0
     life: int = 0
-    """As of a Heartbeat."""
+    """As in a Heartbeat."""
     planned: bool = False
-    """It was told to stop: its requests are not the cause."""
+    """The worker was told to stop, so its requests are not suspected to be the cause."""
 
 
 ToRouter = Register | StepDone | Heartbeat | Leave

@@ -1,4 +1,4 @@
-"""The cache-hit-rate report: what was reused, what was not and why, beside what an infinite cache would have given.
+"""The cache-hit-rate report: which prompt tokens were reused, which were not and why, compared with an infinite cache.
 
 router core --arrived, finished, load--> Report --to_json--> HTTP, ZMQ, `radixrt report` --to_text--> terminal
                                                 --to_html--> browser

@@ -1,4 +1,4 @@
-"""Why prompt tokens were computed and not reused."""
+"""Attributes each computed prompt token to the cause for which it was not reused."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ class Misses(NamedTuple):
     """Prompt tokens computed, by cause; they sum to prompt - hit."""
 
     never_seen: int = 0
-    """No earlier request had them at this place."""
+    """No earlier request had the same prefix up to these tokens."""
     elsewhere: int = 0
-    """Another worker held them, this one did not."""
+    """Cached by another worker, but not by the one that served the request."""
     evicted: int = 0
-    """They were seen before, but no worker held them any more (or yet), or this one lost them before it began."""
+    """Seen before, but cached by no worker at dispatch (evicted, or not computed yet), or evicted by the request's
+    worker before it admitted the request."""
     page_rounding: int = 0
-    """They end within a page; only whole pages are shared."""
+    """At the end of the shared prefix, in a page that is shared only in part; only whole pages are reused."""
     logits: int = 0
-    """Computed whatever the cache holds: the last token of a prompt, or those that are scored."""
+    """Computed whatever the cache holds: the last token of a prompt, or the tokens that are scored."""
 
 
 def explain(
     *, prompt: int, hit: int, reusable: int, bound: int, predicted: int, best: int, page_size: int = 1
 ) -> Misses:
-    """Causes of the misses of one request; all arguments count tokens.
+    """Causes of the misses of one request. All arguments are numbers of tokens.
 
         0 ...... hit ....... predicted ....... best ....... whole ....... bound ...... reusable ..... prompt
         | reused  |   evicted   |   elsewhere   |  evicted    |  rounding   | never seen  |   logits    |
 
-    reusable   the most that any cache may give: prompt - 1, less where tokens are scored
-    bound      what an infinite cache would have given
-    predicted  what the index said the worker held when the request was placed there
-    best       the most that the index said any worker held then
-    whole      bound, down to a multiple of the worker's page size
+    reusable   the largest hit that is possible: prompt - 1, or fewer if tokens are scored
+    bound      the hit of an infinite cache
+    predicted  the hit that the index predicted for the worker when the request was dispatched to it
+    best       the largest hit that the index predicted for any worker then
+    whole      bound, rounded down to a multiple of the worker's page size
 
-    Where the figures contradict this order, what was held counts as seen, and a hit is a hit: each limit is raised to
-    those on its left, but none of the left four passes `whole`, nor `bound` `reusable`, unless the hit did.
+    The arguments may contradict this order, for example if the index was out of date. Then each limit is raised to the
+    limits on its left; `predicted` and `best` are cut to `whole`, and `bound` to `reusable`, but none below `hit`.
     """
     reusable = max(reusable, hit)
     bound = min(max(bound, hit, predicted, best), reusable)

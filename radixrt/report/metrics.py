@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the report and the router's state at the moment they are asked for."""
+"""Prometheus metrics, computed from the report and the router's state at each scrape."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:
-    """The metrics in Prometheus' text format. Those with tenants are of one alone where one is named; sums over all
-    that name nobody, and the workers' loads, are shown always. The sums of workers that are gone are shown for an hour,
-    of the last hundred."""
+    """The metrics in Prometheus' text format. With `tenant`, metrics that have a tenant label are limited to that
+    tenant; metrics without one are shown always. Counters of workers that have gone are shown for an hour, for at most
+    the last hundred."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(report, core, tenant))
     return generate_latest(registry).decode()
@@ -49,9 +49,9 @@ class _Collector(Collector):
             "radixrt_sequences_in_flight", "Sequences placed or waiting for a worker.", self._core.runs_in_flight
         )
         for name, text in (
-            ("redispatched", "Sequences that went on at another worker."),
+            ("redispatched", "Sequences that were continued by another worker."),
             ("workers_lost", "Workers that left or were lost."),
-            ("snapshots", "Snapshots asked of workers to mend the index."),
+            ("snapshots", "Snapshots requested from workers because the index had missed cache events."),
         ):
             yield CounterMetricFamily(f"radixrt_{name}", text, getattr(counters, name))
         yield CounterMetricFamily(
@@ -71,7 +71,7 @@ class _Collector(Collector):
             "bound_tokens": CounterMetricFamily(
                 "radixrt_infinite_cache_tokens", "Hits that an infinite cache would have given.", labels=["tenant"]
             ),
-            "generated_tokens": CounterMetricFamily("radixrt_generated_tokens", "Tokens drawn.", labels=["tenant"]),
+            "generated_tokens": CounterMetricFamily("radixrt_generated_tokens", "Tokens generated.", labels=["tenant"]),
         }
         misses = CounterMetricFamily(
             "radixrt_missed_prompt_tokens", "Prompt tokens computed, by cause.", labels=["tenant", "cause"]
@@ -87,9 +87,9 @@ class _Collector(Collector):
         yield misses
 
     def _sessions(self) -> Iterator[Metric]:
-        text = "Answers in chats that are spelled by the ids that were generated."
+        text = "Answers in chat prompts that kept the token ids that were generated."
         kept = CounterMetricFamily("radixrt_session_kept_turns", text, labels=["tenant"])
-        text = "Answers in chats of which generated ids were lost."
+        text = "Answers in chat prompts whose generated token ids could not be used."
         dropped = CounterMetricFamily("radixrt_session_dropped_turns", text, labels=["tenant", "cause"])
         for tenant, counts in self._report.sessions.items():
             if self._tenant in (None, tenant):
@@ -104,11 +104,11 @@ class _Collector(Collector):
         families = {
             name: CounterMetricFamily(f"radixrt_{metric}", text, labels=["tenant"])
             for name, metric, text in (
-                ("ended", "pauses", "Sessions that waited for a tool."),
-                ("dropped", "dropped_pauses", "Sessions that did not go on from a pause that is over."),
-                ("seconds", "paused_seconds", "Seconds that they waited."),
-                ("tokens", "resumed_tokens", "Tokens that they had when they went on."),
-                ("kept_tokens", "resumed_cached_tokens", "Of them, those that were still cached."),
+                ("ended", "pauses", "Pauses of sessions for a tool that ended."),
+                ("dropped", "dropped_pauses", "Pauses after which the session was not resumed."),
+                ("seconds", "paused_seconds", "Duration of the pauses that ended."),
+                ("tokens", "resumed_tokens", "Tokens of sessions when they were resumed."),
+                ("kept_tokens", "resumed_cached_tokens", "Of resumed_tokens, those that were still cached."),
             )
         }
         for tenant, waits in self._report.waits.items():
@@ -120,14 +120,14 @@ class _Collector(Collector):
 
     def _workers(self) -> Iterator[Metric]:
         serving = {member.name for member in self._core.members}
-        yield GaugeMetricFamily("radixrt_workers", "Workers that serve.", len(serving))
+        yield GaugeMetricFamily("radixrt_workers", "Serving workers.", len(serving))
         gauges = {
             name: GaugeMetricFamily(f"radixrt_worker_{metric}", text, labels=["worker"])
             for name, metric, text in (
-                ("running", "running_requests", "Sequences that run."),
-                ("waiting", "waiting_requests", "Sequences that wait."),
-                ("queued_tokens", "queued_tokens", "Tokens to be computed before all have caught up."),
-                ("kept_tokens", "kept_tokens", "Tokens leased for a moment for those who go on from ended requests."),
+                ("running", "running_requests", "Running sequences."),
+                ("waiting", "waiting_requests", "Waiting sequences."),
+                ("queued_tokens", "queued_tokens", "Tokens to compute until all sequences decode."),
+                ("kept_tokens", "kept_tokens", "Tokens of ended requests that are leased for a follow-up request."),
             )
         }
         pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])
@@ -135,14 +135,14 @@ class _Collector(Collector):
             name: CounterMetricFamily(f"radixrt_worker_{name}", text, labels=["worker"])
             for name, text in (
                 ("evicted_tokens", "Tokens evicted from the cache."),
-                ("preemptions", "Sequences sent back to wait for want of pages."),
+                ("preemptions", "Sequences preempted because pages ran out."),
                 ("steps", "Steps computed."),
                 ("plain_keys", "Tokens whose K and V decodes attended to, in a layer."),
-                ("read_keys", "Of them, those read from memory: what a batch shares is read once."),
+                ("read_keys", "Of plain_keys, those read from memory: a prefix shared in a batch is read once."),
                 ("busy_seconds", "Seconds that the device spent on steps."),
-                ("forced_tokens", "Generated tokens that a grammar forced, and that were not drawn."),
-                ("drafted_tokens", "Tokens that were guessed by what stood before, and computed."),
-                ("accepted_tokens", "Of them, those that were right."),
+                ("forced_tokens", "Generated tokens that a grammar forced, and that were not sampled."),
+                ("drafted_tokens", "Tokens that were drafted and verified."),
+                ("accepted_tokens", "Of drafted_tokens, those that were accepted."),
             )
         }
         for name, state in self._states(serving).items():
@@ -155,7 +155,8 @@ class _Collector(Collector):
         yield from counters.values()
 
     def _states(self, serving: set[str]) -> dict[str, WorkerState]:
-        """Of those that serve, and of the last that are gone: a sum that was scraped once more is not lost."""
+        """States of serving workers and of the last `MOST_GONE` that have gone, so that the final values of their
+        counters are scraped."""
         states = self._report.workers
         gone = [name for name in states if name not in serving]
         hidden = set(gone[:-MOST_GONE])

@@ -1,4 +1,4 @@
-"""The report as a page that needs nothing else: no script, no font, no other address."""
+"""The report as a self-contained HTML page, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from radixrt.report.text import CAUSES, duration, program_name, read_share
 
 SHOWN = 200
-"""Rows of a table: those with the most prompt tokens. The JSON has all."""
+"""The most rows of a table: those with the most prompt tokens. The JSON has all."""
 HIT, HIT_TEXT = "hit", "reused"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>radixrt: cache-hit-rate report</title>
@@ -49,12 +49,12 @@ mark {{ background: #d087004d; color: inherit; }}
 
 
 def to_html(report: dict[str, Any], refresh: int = 0) -> str:
-    """A report (`Report.to_json`) as a page; all names and texts in it are escaped. A browser asks for it again after
-    `refresh` seconds, if that is not 0."""
+    """A report (`Report.to_json`) as an HTML page. Names and texts are escaped. Browsers reload the page every
+    `refresh` seconds (0: never)."""
     whose = "" if report["tenant"] is None else f" of {escape(report['tenant'])}"
     parts = [
         _tiles(report["total"]),
-        _whole(report["total"]),
+        _prompt_tokens(report["total"]),
         _rates("Tenants", report["tenants"], lambda row: row["tenant"]),
         _rates("Programs", report["programs"], program_name),
         _rates("Workers", report["workers"], lambda row: row["worker"] or "(none)"),
@@ -81,8 +81,8 @@ def _tiles(total: dict[str, Any]) -> str:
     return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles) + "</dl>"
 
 
-def _whole(total: dict[str, Any]) -> str:
-    """Where all prompt tokens went, as one bar with its key."""
+def _prompt_tokens(total: dict[str, Any]) -> str:
+    """All prompt tokens as a stacked bar, of hits and of misses by cause, with a legend."""
     if not total["prompt_tokens"]:
         return "<p>No prompt has come in yet.</p>"
     parts = [(HIT, HIT_TEXT, total["hit_tokens"])]
@@ -119,7 +119,7 @@ def _rates(title: str, rows: list[dict[str, Any]], name: Any) -> str:
 
 
 def _bar(hit: float, bound: float) -> str:
-    """What was hit; the mark is what an infinite cache would have hit."""
+    """A bar of the hit rate `hit`, with a mark at `bound`, that of an infinite cache; both from 0 to 1."""
     return f'<div><b style="width:{hit:.2%}"></b><u style="left:calc({bound:.2%} - 1px)"></u></div>'
 
 
@@ -167,7 +167,7 @@ def _notes(report: dict[str, Any]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], bars: Iterable[str], kind: str = "rates") -> str:
-    """The first column is a name, the others are figures; a bar behind each row."""
+    """An HTML table. A row is a name and its figures; each has a bar (HTML) in the last column."""
     first, *others = heads
     head = f"<th>{first}</th>" + "".join(f'<th class="n">{name}</th>' for name in others) + "<th></th>"
     lines = [

@@ -1,4 +1,4 @@
-"""Sums of what was reused, by tenant, program, fork depth and worker."""
+"""Sums hits and misses by tenant, program, fork depth and worker."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from radixrt.tree import RadixTree
 
 VERSION = 1
 MOST_PROGRAMS = 256
-"""Names of programs come from callers: each tenant has so many lines of a program and a depth; the rest of its programs
-share one line a depth. (Tenants are named by who runs the router.)"""
+"""(program, depth) pairs that are counted for a tenant, as clients may send any program name. Further programs are
+counted as OTHER, by depth."""
 MOST_DEPTH = 32
+"""Deeper forks are counted at this depth."""
 MOST_NAME = 120
 """Characters of a program's name that are kept."""
 OTHER = "(other)"
 MOST_SPANS = 32
-"""Changing texts that are named."""
+"""The most changing texts (`volatile`) that are reported."""
 KEPT, RESPELLED = "kept", "respelled"
-"""Counted of a tenant's sessions, beside the reasons why answers were dropped."""
+"""Keys of a tenant's session counts. The other keys are the reasons for which answers were dropped."""
 
 
 class Place(NamedTuple):
-    """What a request is counted under."""
+    """The key that a request is counted under."""
 
     tenant: str
     program: str
@@ -40,7 +41,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens of some requests. A request for n choices counts n times."""
+    """Sums over some requests, in tokens. A request for n choices counts n times."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -52,7 +53,7 @@ class Tally:
     misses: list[int] = field(default_factory=lambda: [0] * len(Misses._fields))
 
     def add(self, *, prompt: int, hit: int, generated: int, predicted: int, misses: Misses) -> None:
-        """One request more. The bound is all that had been seen: prompt - never_seen - logits."""
+        """Add one request. Its bound, the hit of an infinite cache, is prompt - never_seen - logits."""
         self.requests += 1
         self.prompt_tokens += prompt
         self.hit_tokens += hit
@@ -82,21 +83,25 @@ _SUMS = [f.name for f in fields(Tally) if f.name != "misses"]
 
 @dataclass(slots=True)
 class Waits:
-    """A tenant's sessions that pause while a tool runs. `kept_tokens` of the `tokens` that they had were still cached
-    when they went on. `dropped`: pauses that nobody has gone on from, for the program has ended, was not heard of for
-    too long, or too many others paused."""
+    """Counts of a tenant's sessions that pause while a tool runs."""
 
     now: int = 0
+    """Sessions that are paused."""
     ended: int = 0
+    """Pauses after which the session was resumed."""
     dropped: int = 0
+    """Pauses without a resumption: the program ended, the pause timed out, or there were too many others."""
     seconds: float = 0.0
+    """Total duration of the pauses that ended."""
     tokens: int = 0
+    """Tokens of the resumed sessions that could have been cached when they were resumed."""
     kept_tokens: int = 0
+    """Of them, those that were cached."""
 
 
 class Report:
-    """Fed by the router. `token_budget` bounds the memory (about 5 bytes a token) of the infinite cache that the hits
-    are compared with: the least recently used prefixes beyond it are forgotten, and the bound is then a lower one."""
+    """Collects what the router reports. `token_budget` limits the infinite cache that hits are compared with (about 5
+    bytes per token): its least recently used prefixes are dropped beyond that, and its hits are then a lower bound."""
 
     def __init__(self, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -104,7 +109,8 @@ class Report:
         self._seen = RadixTree(values=False)
         self._forgotten = 0
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
-        self._lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self._programs: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        """By tenant: the (program, depth) pairs that are counted."""
         self._workers = Workers(clock)
         self._sessions: dict[str, Counter[str]] = defaultdict(Counter)
         self._volatile = Volatile()
@@ -112,11 +118,11 @@ class Report:
         """By tenant."""
         self._started = clock()
 
-    # ------------------------------------------------------------ fed by the router
+    # ------------------------------------------------------------ called by the router
 
     def arrived(self, namespace: str, ids: bytes, tenant: str = "") -> int:
-        """A prompt came in: the tokens that an infinite cache would give it, which are its leading ones that came in,
-        or were generated, before; less one at least, for its last token is computed always. Remembers it."""
+        """Record a new prompt. Returns its hit, in tokens, in an infinite cache: the length of its longest prefix that
+        arrived or was generated before, but at most all tokens except the last, which is always computed."""
         known = self._remember(namespace, ids)
         self._volatile.arrived(tenant, namespace, ids, known)
         return min(known, len(ids) // TOKEN_BYTES - 1)
@@ -137,11 +143,11 @@ class Report:
         predicted_tokens: int,
         best_tokens: int,
     ) -> None:
-        """A sequence ended. Of the ids `generated` the last one was drawn but not computed; `bound_tokens` is what
-        `arrived` said; when it was placed, the index said that its worker held `predicted_tokens` and that no
-        worker held more than `best_tokens`."""
+        """Record a sequence that has ended. The last id of `generated` was sampled, but its KV was not computed.
+        `bound_tokens` is the return value of `arrived`. `predicted_tokens` is the hit that the index predicted for the
+        sequence's worker at dispatch, and `best_tokens` the largest that it predicted for any worker."""
         prompt_tokens = len(prompt) // TOKEN_BYTES
-        if len(generated) > TOKEN_BYTES:  # else it is the prompt, which is remembered
+        if len(generated) > TOKEN_BYTES:  # else there is nothing more than the prompt, which `arrived` has recorded
             self._remember(namespace, prompt + generated[:-TOKEN_BYTES])
         misses = explain(
             prompt=prompt_tokens,
@@ -161,42 +167,42 @@ class Report:
         )
 
     def session(self, tenant: str, facts: SessionFacts) -> None:
-        """A chat came in that holds answers which were generated here."""
+        """Record a new chat prompt, with what happened to the answers in it that were generated here."""
         self._sessions[tenant].update({KEPT: facts.kept, RESPELLED: facts.respelled}, **facts.dropped)
 
     def paused(self, tenant: str) -> None:
-        """A session waits for a tool."""
+        """A session pauses for a tool."""
         self.waits[tenant].now += 1
 
     def went_on(self, tenant: str, seconds: float) -> None:
-        """One that had waited so long waits no more."""
+        """A session is resumed after a pause of `seconds`."""
         waits = self.waits[tenant]
         waits.now, waits.ended, waits.seconds = waits.now - 1, waits.ended + 1, waits.seconds + seconds
 
     def dropped_pause(self, tenant: str) -> None:
-        """One is not waited for any more."""
+        """A pause was dropped: the session was not resumed."""
         waits = self.waits[tenant]
         waits.now, waits.dropped = waits.now - 1, waits.dropped + 1
 
     def resumed(self, tenant: str, tokens: int, cached: int) -> None:
-        """It has asked for more: so many of its tokens could be in a cache, so many were."""
+        """The first request after a pause has its hit: `cached` of the `tokens` that could have been cached."""
         self.waits[tenant].tokens += tokens
         self.waits[tenant].kept_tokens += cached
 
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
-        if worker not in self._workers.states:  # it makes place for itself
+        if worker not in self._workers.states:  # a new one may push out one that has gone
             self._forget()
         self._workers.load(worker, load)
 
     def _forget(self) -> None:
-        """Workers that are long gone share a line."""
+        """Forget workers that have been gone for long; their sums are merged under OTHER."""
         if names := self._workers.forget():
             for place in [place for place in self._tallies if place.worker in names]:
                 self._tallies[place._replace(worker=OTHER)].merge(self._tallies.pop(place))
 
     def _remember(self, namespace: str, ids: bytes) -> int:
-        """Put a path into the infinite cache: leading tokens of it that were there."""
+        """Insert a path into the infinite cache. Returns how many of its leading tokens were there already."""
         known = self._seen.insert(namespace, ids)
         if (excess := self._seen.tokens - self._budget) > 0:
             self._seen.evict(excess)
@@ -204,45 +210,44 @@ class Report:
         return known
 
     def _place(self, tenant: str, origin: Origin, worker: str) -> Place:
-        lines = self._lines[tenant]
-        line = program, depth = origin.program[:MOST_NAME], max(0, min(origin.depth, MOST_DEPTH))
-        if line not in lines:
-            if len(lines) < MOST_PROGRAMS:
-                lines.add(line)
+        programs = self._programs[tenant]
+        pair = program, depth = origin.program[:MOST_NAME], max(0, min(origin.depth, MOST_DEPTH))
+        if pair not in programs:
+            if len(programs) < MOST_PROGRAMS:
+                programs.add(pair)
             else:
                 program = OTHER
         return Place(tenant, program, depth, worker)
 
-    # ------------------------------------------------------------ read by everybody
+    # ------------------------------------------------------------ output
 
     def to_json(self, tenant: str | None = None, decode: Decode | None = None) -> dict[str, Any]:
-        """The report as JSON-like values; of one tenant alone where one is named. `decode` makes text of token ids.
+        """The report as JSON-like values, of one tenant or (None) of all. `decode` turns token ids into text.
 
             version, seconds (since start), tenant (or null: all)
             total      requests, prompt_tokens, hit_tokens, hit_rate, bound_tokens, bound_rate, generated_tokens,
                        predicted_tokens, drift_tokens, misses {never_seen, elsewhere, evicted, page_rounding, logits}
             tenants    a list of the same, with `tenant`
-            programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (forks above it)
-            workers    ... with `worker` ("" for none, "(other)" for those long gone); for all tenants together also
-                       total_pages, used_pages (of them evictable_pages), free_pages, evicted_tokens, preemptions,
-                       steps, and what decodes attended to and read of it, plain_keys and read_keys, busy_seconds,
-                       forced_tokens, drafted_tokens and accepted_tokens (see `messages.Load`)
-            sessions   answers in chats that were generated here: kept_turns (spelled by their ids), respelled_turns (of
-                       them, those that the template writes in other words), dropped_turns (ids were lost; by cause)
-            pauses     sessions that wait for a tool: now; ended, for they went on, the seconds that these took, the
-                       tokens that they had when they went on, and the kept_tokens of them that were still cached;
-                       dropped, which did not go on
-            volatile   short text near the start of prompts that changed with most requests, so that nothing behind it
-                       was hit, the most lost tokens first: tenant, requests (that changed it), lost_tokens (prompt
-                       tokens behind it that were computed, and had been behind another value), at (tokens before it),
-                       length (tokens of its latest value), masked (the requests had a cache_salt, behind which nobody
-                       looks), before, values (the latest two) and after: its text and what is around it, null where it
-                       is masked and without `decode`
-            bound      exact (else it is a lower one: prompts were forgotten for the budget); for all tenants together
-                       tokens (remembered) and forgotten, else null
+            programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (number of forks)
+            workers    ... with `worker` ("" for none, "(other)" for those gone for long); if `tenant` is null, also
+                       total_pages, used_pages (including evictable_pages), free_pages, and counters of
+                       `messages.Load`: evicted_tokens, preemptions, steps, plain_keys, read_keys, busy_seconds,
+                       forced_tokens, drafted_tokens, accepted_tokens
+            sessions   answers in chat prompts that were generated here: kept_turns (encoded by the generated ids),
+                       respelled_turns (of them, those that the template renders differently), dropped_turns (generated
+                       ids could not be used; by reason)
+            pauses     sessions that wait for a tool (`Waits`): now, ended, dropped, seconds, tokens, kept_tokens
+            volatile   short text near the start of prompts that changed with most requests, so that tokens after it
+                       were never hit; most lost tokens first: tenant, requests (that changed it), lost_tokens (prompt
+                       tokens after it that were computed, but had been computed after another value), at (tokens before
+                       it), length (tokens of its latest value), masked (the requests had a cache_salt, so the text is
+                       not shown), before, values (the latest two), after (the text around it); these three are null if
+                       masked, or without `decode`
+            bound      exact (false: prefixes were dropped for the budget, so the bound is a lower one); tokens (kept)
+                       and forgotten, null unless `tenant` is null
 
-        `bound_*` is what an infinite cache would have given on the same requests, `predicted_tokens` the hits that the
-        index foretold, `drift_tokens` the sum of |predicted - hit|; rates are shares of prompt tokens, 0 to 1.
+        `bound_*` is the hit of an infinite cache on the same requests, `predicted_tokens` the hits that the index
+        predicted, `drift_tokens` the sum of |predicted - hit|; rates are shares of prompt tokens, 0 to 1.
         The misses sum to prompt_tokens - hit_tokens in every row; see `causes.explain`.
         """
         self._forget()
@@ -277,7 +282,7 @@ class Report:
         }
 
     def total(self, tallies: Iterable[Tally] | None = None) -> Tally:
-        """The sum of some tallies, of all by default."""
+        """The sum of `tallies` (None: of all)."""
         total = Tally()
         for tally in self._tallies.values() if tallies is None else tallies:
             total.merge(tally)
@@ -297,12 +302,12 @@ class Report:
 
     @property
     def sessions(self) -> dict[str, dict[str, Any]]:
-        """Of each tenant, what `to_json` says."""
+        """By tenant: `sessions` of `to_json`."""
         return {tenant: self._sessions_of(tenant) for tenant in self._sessions}
 
     @property
     def workers(self) -> dict[str, WorkerState]:
-        """By name, in the order in which they were heard, also the last that are gone."""
+        """By name, least recently heard first, including those that have gone recently."""
         self._forget()
         return self._workers.states
 
@@ -315,7 +320,7 @@ class Report:
 
     @staticmethod
     def _group(tallies: dict[Place, Tally], key: Callable[[Place], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Sums by a key, in its order; each row begins with it."""
+        """Rows of sums by a key, sorted by it; each row begins with the fields of the key."""
         sums: dict[tuple[Any, ...], Tally] = defaultdict(Tally)
         names: tuple[str, ...] = ()
         for place, tally in tallies.items():

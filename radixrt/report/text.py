@@ -1,4 +1,4 @@
-"""The report as a table for a terminal."""
+"""The report as plain text for a terminal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 WIDTH = 100
 MOST_VOLATILE = 8
+"""The most changing texts that are shown."""
 MOST_ROWS = 24
-"""Lines of a group that are shown: those with the most prompt tokens. The JSON has all."""
+"""The most rows of a group that are shown: those with the most prompt tokens. The JSON has all."""
 CAUSES = {
     "never_seen": "never seen before",
     "elsewhere": "held by another worker",
@@ -48,13 +49,13 @@ def to_text(report: dict[str, Any]) -> str:
 
 
 def _largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the most prompt tokens, in the order they have."""
+    """The MOST_ROWS rows with the most prompt tokens, in their order in `rows`."""
     ranked = sorted(range(len(rows)), key=lambda i: rows[i]["prompt_tokens"], reverse=True)
     return [rows[i] for i in sorted(ranked[:MOST_ROWS])]
 
 
 def program_name(row: dict[str, Any]) -> str:
-    """Of a row of `programs`, in words."""
+    """The label of a row of the report's `programs`."""
     name = f"program {row['program']}" if row["program"] else "no program"
     return f"{name}, fork depth {row['depth']}" if row["depth"] else name
 
@@ -87,7 +88,7 @@ def _pages(workers: list[dict[str, Any]]) -> list[str]:
 
 
 def read_share(row: dict[str, Any]) -> str:
-    """Of the keys that decodes attended to, how many were read."""
+    """Share of the keys that decodes attended to that were read from memory; "-" if there were none."""
     return f"{row['read_keys'] / row['plain_keys']:.1%}" if row["plain_keys"] else "-"
 
 
@@ -110,7 +111,7 @@ def _pauses(pauses: dict[str, Any]) -> list[str]:
 
 
 def _volatile(rows: list[dict[str, Any]]) -> list[str]:
-    """Each changing text in two lines, its values in brackets."""
+    """Two lines for each changing text, with its values in brackets."""
     if not rows:
         return []
     lines = []
@@ -145,7 +146,7 @@ def _drift(total: dict[str, Any]) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, cut to what `WIDTH` leaves it, the others to the right."""
+    """Rows as lines: the first column is left-aligned and cut so that lines fit `WIDTH`, the others right-aligned."""
     columns = max(map(len, rows))
     widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(1, columns)]
     room = max(7, WIDTH - sum(widths) - 2 * len(widths))
@@ -160,7 +161,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _cut(name: str, most: int) -> str:
-    """`name` in at most `most` characters: its middle is left out, for its end may hold the fork depth."""
+    """Shorten `name` to at most `most` characters by leaving out its middle, as its end may be the fork depth."""
     if len(name) <= most:
         return name
     tail = (most - 1) // 2
@@ -168,12 +169,12 @@ def _cut(name: str, most: int) -> str:
 
 
 def _printable(name: str) -> str:
-    """Without what a terminal would obey: names come from callers."""
+    """Replace control characters, which a terminal might interpret: names come from clients."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name)
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units."""
+    """A duration in words, in its two largest units."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

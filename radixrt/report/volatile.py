@@ -1,8 +1,8 @@
-"""Short text that changes with every request, near the start of prompts that otherwise agree: a nonce in a header, a
-clock in a system prompt. Nothing behind it is ever hit.
+"""Finds short text that changes with every request near the start of otherwise equal prompts, such as a nonce in a
+header or a clock in a system prompt. The cache can never hit the tokens after it.
 
-    the first prompt of a kind   |......head......|cch=abc12|....... the same for long .......
-    a later one                  |......head......|cch=9f|.......... the same for long .......|more
+    the first prompt of a kind   |......head......|cch=abc12|....... many equal tokens .......
+    a later one                  |......head......|cch=9f|.......... many equal tokens .......|more
                                                   a span
 """
 
@@ -18,32 +18,34 @@ from radixrt.tree import RadixTree, common_length, realigned, resembling
 
 Decode = Callable[[bytes], str]
 NEAR = 8192
-"""Tokens from the start of a prompt in which spans are looked for."""
+"""Spans begin within this many tokens of the start of a prompt."""
 HEAD = NEAR + 4096
-"""Tokens that are kept of a prompt."""
+"""Leading tokens that are kept of the first prompt of a kind."""
 MOST_SPAN = 128
-"""Tokens of a span."""
+"""The most tokens of a span."""
 MOST_SPANS = 4
-"""Spans of one prompt."""
+"""The most spans in one prompt."""
 LONG = 256
-"""Tokens that must be the same again behind spans."""
+"""The fewest tokens that must be equal after spans, in total."""
 ANCHOR = 16
-"""Tokens by which prompts are aligned again behind a span, and then so many times LEAST_SAME must be the same."""
+"""Tokens that are searched for to align two prompts after a span."""
 LEAST_SAME = 64
+"""The fewest tokens that must be equal after the anchor."""
 LEAST_CHANGES = 8
-"""Requests that change a span before it is named, and at least half of those of its kind."""
+"""A span is reported once this many requests have changed it, and at least half of the requests of its kind."""
 MOST_KINDS = 3
-"""Kinds of prompts of a namespace that are remembered with spans, and as many without."""
+"""Kinds of prompts that are kept for a namespace: this many with spans, and as many without."""
 MOST_NAMESPACES = 64
-"""With 48 KiB of each kind: 19 MB at most. The tails behind spans take 5 bytes a token more."""
+"""The most namespaces; with 48 KiB for each kind, heads take at most 19 MB."""
 TAIL_TOKENS = 2_000_000
+"""The most tokens in the tree of tails, of about 5 bytes each."""
 SHOWN = 24
-"""Tokens shown on either side of a span."""
+"""Tokens of text that are shown before and after a span."""
 NO_TEXT = {"before": None, "values": None, "after": None}
 
 
 class Change(NamedTuple):
-    """Tokens `old` to `old_end` of one prompt stand where `new` to `new_end` stand in another."""
+    """Tokens [old, old_end) of one prompt are replaced by tokens [new, new_end) of another."""
 
     old: int
     old_end: int
@@ -53,35 +55,38 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Span:
-    """Where prompts of a kind differ, in tokens of the first one. `lost`: prompt tokens behind it that were computed
-    although they had been computed behind another value of it."""
+    """Tokens [start, end) of a kind's head, which differ in other prompts of the kind."""
 
     start: int
     end: int
     tail: int
-    """Where it ended when it was last found to end later: tails are kept from here."""
+    """Position in the head from which tails are kept: the largest end of a change so far."""
     changed: int = 0
+    """Requests that changed it."""
     lost: int = 0
+    """Prompt tokens after it that were computed although they had been computed after another value of it."""
     values: deque[bytes] = field(default_factory=lambda: deque(maxlen=2))
+    """Its latest values, as token ids."""
 
 
 @dataclass(slots=True, eq=False)
 class Kind:
-    """Prompts that agree with one of which the `head` is kept. `asked`: since it is known that they differ."""
+    """Prompts that equal the `head` of the first of them, except in `spans`."""
 
     number: int
     head: bytes
     spans: list[Span] = field(default_factory=list)
-    asked: int = 2
+    requests: int = 2
+    """Prompts of this kind since its first span was found, including the two in which it was found."""
 
     def has(self, ids: bytes) -> bool:
-        """Whether a prompt is of this kind, which has spans, going by what stands around the first of them."""
+        """Whether a prompt is of this kind, judged by the text before and after the first span (there must be one)."""
         start, end = self.spans[0].start * TOKEN_BYTES, self.spans[0].end * TOKEN_BYTES
-        behind = self.head[end : end + ANCHOR * TOKEN_BYTES]
-        return ids.startswith(self.head[:start]) and ids.find(behind, start, start + 2 * MOST_SPAN * TOKEN_BYTES) >= 0
+        after = self.head[end : end + ANCHOR * TOKEN_BYTES]
+        return ids.startswith(self.head[:start]) and ids.find(after, start, start + 2 * MOST_SPAN * TOKEN_BYTES) >= 0
 
     def span(self, change: Change) -> Span:
-        """The span that a change is of, or is next to, grown to hold it."""
+        """The span that a change overlaps or is close to, extended to cover it; a new span if there is none."""
         for span in self.spans:
             if change.old <= span.end + ANCHOR and change.old_end >= span.start - ANCHOR:
                 span.start, span.end = min(span.start, change.old), max(span.end, change.old_end)
@@ -90,27 +95,29 @@ class Kind:
         self.spans.sort(key=lambda one: one.start)
         return span
 
-    def named(self) -> list[Span]:
-        return [span for span in self.spans if span.changed >= LEAST_CHANGES and 2 * span.changed >= self.asked]
+    def reported(self) -> list[Span]:
+        """The spans that change often enough to be reported."""
+        return [span for span in self.spans if span.changed >= LEAST_CHANGES and 2 * span.changed >= self.requests]
 
 
 class Volatile:
-    """Fed with each prompt; memory is bounded by the constants above."""
+    """Compares each new prompt with earlier ones. Memory is bounded by the constants above."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[tuple[str, str], list[Kind]] = OrderedDict()
         self._tails = RadixTree(values=False)
+        """What followed the last span of prompts, by namespace, kind and position."""
         self._last_kind = 0
 
     def arrived(self, tenant: str, namespace: str, ids: bytes, known: int) -> None:
-        """A prompt came in, of which the first `known` tokens had come in before."""
-        if known >= len(ids) // TOKEN_BYTES:  # the next choice of a request, which counts once
+        """Record a new prompt, the first `known` tokens of which equal a prefix of earlier ones."""
+        if known >= len(ids) // TOKEN_BYTES:  # nothing is new; also so that a request with several choices counts once
             return
         key = tenant, namespace
         kinds = self._kinds.get(key, [])
         of_kind = [kind for kind in kinds if kind.spans and kind.has(ids)]
         for kind in of_kind:
-            kind.asked += 1
+            kind.requests += 1
         if known > NEAR or len(ids) // TOKEN_BYTES - known < LONG:
             return
         if key not in self._kinds:
@@ -122,13 +129,13 @@ class Volatile:
         heads = [kind.head for kind in kinds]
         for at, same in resembling(heads, ids, before, MOST_SPAN, ANCHOR, LEAST_SAME):
             kind = kinds[at]
-            if same * TOKEN_BYTES == len(kind.head):  # it has grown
+            if same * TOKEN_BYTES == len(kind.head):  # it continues the first prompt
                 return
             if changes := aligned(kind.head, ids, same):
                 kinds.insert(0, kinds.pop(at))
                 self._count(namespace, kind, ids, changes, known)
                 return
-        if of_kind:  # with a value that it had before
+        if of_kind:  # its span has a value that occurred before
             return
         self._last_kind += 1
         kinds.insert(0, Kind(self._last_kind, ids[: HEAD * TOKEN_BYTES]))
@@ -139,15 +146,16 @@ class Volatile:
 
     def _count(self, namespace: str, kind: Kind, ids: bytes, changes: list[Change], known: int) -> None:
         spans = [kind.span(change) for change in changes]
-        same_until = self._behind(namespace, kind, ids, spans[-1], changes[-1])
+        same_until = self._seen_until(namespace, kind, ids, spans[-1], changes[-1])
         for span, change in zip(spans, changes, strict=True):
             span.changed += 1
             span.lost += max(0, same_until - max(known, change.new_end))
             begin, end = change.new - (change.old - span.start), change.new_end + (span.end - change.old_end)
             span.values.append(ids[begin * TOKEN_BYTES : end * TOKEN_BYTES])
 
-    def _behind(self, namespace: str, kind: Kind, ids: bytes, span: Span, change: Change) -> int:
-        """Up to which token a prompt had come in before, but for its spans, of which this is the last."""
+    def _seen_until(self, namespace: str, kind: Kind, ids: bytes, span: Span, change: Change) -> int:
+        """The position in a prompt up to which, apart from its spans, it equals an earlier prompt. `span` is its last
+        span, and `change` how it differs there."""
         if change.old_end > span.tail or not span.changed:
             span.tail = max(span.tail, change.old_end)
             self._remember(f"{namespace}\n{kind.number}\n{span.tail}", kind.head, span.tail)
@@ -155,18 +163,18 @@ class Volatile:
         return begin + self._remember(f"{namespace}\n{kind.number}\n{span.tail}", ids, begin)
 
     def _remember(self, tail: str, ids: bytes, at: int) -> int:
-        """Put what follows a span into the tree: how many tokens of it had followed it before."""
+        """Insert a prompt's tokens from `at` on into the tree of tails. Returns how many of them were there already."""
         known = self._tails.insert(tail, memoryview(ids)[at * TOKEN_BYTES :])
         if (excess := self._tails.tokens - TAIL_TOKENS) > 0:
             self._tails.evict(excess)
         return known
 
     def rows(self, tenant: str | None, decode: Decode | None) -> Iterator[dict[str, Any]]:
-        """Spans that change with the requests, of one tenant or of all; see `Report.to_json`."""
+        """Spans that change with most requests, of one tenant or (None) of all; see `Report.to_json`."""
         for (whose, namespace), kinds in self._kinds.items():
             masked = has_salt(namespace)
             for kind in kinds if tenant in (None, whose) else ():
-                for span in kind.named():
+                for span in kind.reported():
                     yield {
                         "tenant": whose,
                         "requests": span.changed,
@@ -178,14 +186,14 @@ class Volatile:
 
 
 def has_salt(namespace: str) -> bool:
-    """Whether requests of a namespace, which is a tenant, a model and a cache_salt, a line each, have a salt: a wall
-    inside the tenant, behind which a reader of the report may not look."""
+    """Whether a namespace (three lines: tenant, model, cache_salt) has a salt. A salt separates users of one tenant, so
+    the tenant's report must not show their text."""
     return any(namespace.split("\n", 2)[2:])
 
 
 def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
-    """Where two prompts differ that agree for long behind it; nothing if they do not, or not at all. Their first `same`
-    tokens agree, and no more; only the first HEAD tokens are looked at."""
+    """The changes between two prompts whose longest common prefix has `same` tokens. Empty if fewer than LONG tokens
+    are equal after them. Only the first HEAD tokens are compared."""
     changes: list[Change] = []
     agreed, at, to = 0, same, same
     while max(at, to) <= NEAR and (found := realigned(old, new, at, to, MOST_SPAN, ANCHOR, LEAST_SAME)) is not None:
@@ -199,12 +207,12 @@ def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
 
 
 def _common(old: bytes, new: bytes, at: int, to: int) -> int:
-    """How many tokens are the same from `at` and `to` on, up to token HEAD of `new`."""
+    """How many tokens of `old` from `at` on equal those of `new` from `to` on, up to token HEAD of `new`."""
     return common_length(memoryview(old)[at * TOKEN_BYTES :], memoryview(new)[to * TOKEN_BYTES : HEAD * TOKEN_BYTES])
 
 
 def _text(kind: Kind, span: Span, decode: Decode) -> dict[str, Any]:
-    """What stands around a span, and its latest values."""
+    """The text around a span, and of its latest values."""
     start, end = span.start * TOKEN_BYTES, span.end * TOKEN_BYTES
     around = SHOWN * TOKEN_BYTES
     before, after = kind.head[max(0, start - around) : start], kind.head[end : end + around]

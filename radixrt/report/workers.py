@@ -1,4 +1,4 @@
-"""What the workers say of themselves: of all that serve, and of the last that are gone."""
+"""The loads that workers report, with counters summed over restarts, also for workers that have gone recently."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from typing import Any
 from radixrt.messages import Load
 
 GONE_SECONDS = 60.0
-"""After which a worker that has told no step is taken to be gone."""
+"""A worker that has reported no step for this long counts as gone."""
 KEPT_SECONDS = 3600.0
-"""For which one that is gone is remembered: its sums go on if it comes back."""
+"""The state of a worker is forgotten after this long without a step. If it comes back before, its sums continue."""
 MOST_GONE = 100
-"""Workers that are gone and remembered. Names need not come back: by default each process has one of its own."""
+"""The most gone workers whose states are kept. Their names may never return: by default each process has a new one."""
 MOST_FORGOTTEN = 10_000
-"""Workers whose last counters are known after that, so that what they count if they are back adds to it."""
+"""The most forgotten workers whose last counters are kept, so that one that returns is not counted twice."""
 SUMMED = (
     "evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens",
     "drafted_tokens", "accepted_tokens",
 )  # fmt: skip
-"""Counters of a Load."""
+"""The fields of a Load that count since the worker's start."""
 _summed = operator.attrgetter(*SUMMED)
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker's latest load, when it came, and what the lives before this one had counted when they ended."""
+    """The latest load of a worker name, and the counters of earlier processes of that name."""
 
     load: Load = Load()
     heard: float = 0.0
+    """When `load` arrived."""
     before: tuple[float, ...] = (0,) * len(SUMMED)
+    """Final counters of the earlier processes, summed; in the order of SUMMED."""
 
     def update(self, load: Load, now: float) -> None:
-        """Take a newer load, one a step. Steps that fell have begun anew, and all else with them."""
+        """Take a newer load. If its `steps` is smaller, the worker was restarted, and all counters began at 0."""
         if load.steps < self.load.steps:
             self.before = tuple(self.sums.values())
         self.load, self.heard = load, now
 
     @property
     def sums(self) -> dict[str, float]:
-        """Its counters, over all its lives."""
+        """Counters by name, summed over all processes of the worker."""
         return dict(zip(SUMMED, map(operator.add, self.before, _summed(self.load)), strict=True))
 
     def to_json(self) -> dict[str, Any]:
@@ -57,30 +59,34 @@ class WorkerState:
 
 
 class Workers:
-    """Their states by name, and the sums of those that are forgotten."""
+    """The states of workers, and the sums of those that were forgotten."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.states: dict[str, WorkerState] = {}
-        """Who was heard last comes last. To be read."""
+        """By name, least recently heard first. Must not be modified from outside."""
         self.forgotten = WorkerState()
+        """Sums over all forgotten workers, in `before`."""
         self._last: OrderedDict[str, Load] = OrderedDict()
-        """Of those that are forgotten."""
+        """Last loads of forgotten workers."""
 
     def load(self, name: str, load: Load) -> None:
-        state = self.states.pop(name, None) or self._back(name, load)
+        """Take a worker's newest load."""
+        state = self.states.pop(name, None) or self._new_state(name, load)
         state.update(load, self._clock())
         self.states[name] = state
 
-    def _back(self, name: str, load: Load) -> WorkerState:
-        """The state of one that is new, or was forgotten: in the same life its counters are counted up to there."""
+    def _new_state(self, name: str, load: Load) -> WorkerState:
+        """The state of a worker that is new or was forgotten. If it is still the process that was forgotten, its last
+        counters are in `forgotten` already, and are subtracted."""
         last = self._last.pop(name, None)
         if last is None or load.steps < last.steps:
             return WorkerState()
         return WorkerState(before=tuple(-count for count in _summed(last)))
 
     def forget(self) -> set[str]:
-        """Drop those gone longest: their names."""
+        """Forget workers that have been gone for KEPT_SECONDS, and those gone longest beyond MOST_GONE. Returns their
+        names."""
         now = self._clock()
         gone = list(itertools.takewhile(lambda name: now - self.states[name].heard > GONE_SECONDS, self.states))
         excess = len(gone) - MOST_GONE

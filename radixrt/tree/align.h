@@ -1,4 +1,4 @@
-// Where two arrays of tokens go on alike behind a short stretch in which they differ.
+// Alignment of two arrays of tokens after a short section in which they differ.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,13 @@
 
 namespace radix {
 
-constexpr size_t kSkipped[] = {1, 16, 48};  // tokens of `other`, behind which it is tried to align them; then `span`
+constexpr size_t kSkipped[] = {1, 16, 48};  // anchors are taken this many tokens after the difference; last, `span`
 
-// (token of `one`, token of `other`) from where on both are the same for at least `anchor + least` tokens, given that
-// token `at` of one and `to` of the other differ: the first that an anchor, so many tokens of `other`, leads to. Nothing
-// where `one` has more than `span` tokens between.
+// Given that token `at` of `one` and token `to` of `other` differ, finds the position in each from which on they are
+// equal for at least `anchor + least` tokens. Some tokens after `to` (see kSkipped), an anchor of `anchor` tokens of
+// `other` is searched for in `one`, and the equal section around it is extended to the left. The first anchor that is
+// found in such a section decides. Returns nothing if there is none, or if the differing section of `one` has more than
+// `span` tokens.
 inline std::optional<std::pair<size_t, size_t>> realigned(const Token* one, size_t n, const Token* other, size_t m,
                                                           size_t at, size_t to, size_t span, size_t anchor, size_t least) {
   if (at > n || to > m || !anchor || anchor > m || least > m) return std::nullopt;

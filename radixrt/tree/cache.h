@@ -1,8 +1,9 @@
-// The tree of a cache: values by page, leases, eviction in policy order, events.
+// The tree of a cache: one value per page, leases, eviction in the order of a policy, events.
 //
-// Order. Leasing and inserting stamp only the deepest node with the clock. What an ancestor's last use would be, the
-// latest of its descendants', it inherits when they are cut: so a lease is flat in depth and LRU is still exact.
-// A node with children is never a leaf, so one pin at the end of a path holds all of it.
+// Order. A lease or an insertion stamps only the deepest node of its path with the clock. The last use of an ancestor is
+// the latest of its descendants'; it gets that when they are evicted. So the cost of a lease does not depend on depth,
+// and LRU is still exact.
+// Only leaves are evicted, so one pin on the last node of a path protects all of it.
 #pragma once
 
 #include <functional>
@@ -21,7 +22,7 @@ struct CacheExtra {
   uint32_t pins = 0;
   uint32_t heap_at = kNowhere;
   uint32_t pinned_at = kNowhere;
-  mutable uint64_t seen = 0;  // stamp of the last walk over leased paths
+  mutable uint64_t seen = 0;  // stamp of the last walk that visited it (see pinned_tokens)
 
   void inherit(const CacheExtra& lower) {
     last_use = lower.last_use;
@@ -30,6 +31,7 @@ struct CacheExtra {
   size_t bytes() const { return 0; }
 };
 
+// A change of the tree, as in messages/worker.py: kRemoved keeps the first `at` tokens of `run`.
 struct Event {
   enum Kind { kStored, kRemoved, kCleared } kind;
   std::string name;
@@ -44,7 +46,7 @@ class Cache {
   using N = S::N;
   using Place = S::Place;
   using Values = std::vector<int32_t>;
-  // last use, length of the leaf, tokens from the root, leases that ended here -> order of eviction
+  // (last use, length of the leaf, tokens from the root to its end, leases that ended here) -> key; smallest goes first
   using Policy = std::function<double(uint64_t, size_t, size_t, uint32_t)>;
 
   Cache(size_t page_size, bool events, bool values) : tree(page_size), with_values(values), with_events_(events) {}
@@ -52,7 +54,7 @@ class Cache {
   S tree;
   const bool with_values;
   Policy policy;  // none: least recently used
-  uint64_t version = 0;
+  uint64_t version = 0;  // changes whenever existing matches may be out of date
   size_t live_leases = 0;
   std::vector<Event> events;
 
@@ -74,7 +76,7 @@ class Cache {
       sums_known_ = false;
     }
   }
-  // The node may be merged or its namespace dropped: it must not be used afterwards.
+  // `node` must not be used afterwards: it may be merged, or its namespace dropped.
   void unpin(N* node) {
     if (--node->extra.pins) return;
     N* last = pinned_.back();
@@ -94,8 +96,8 @@ class Cache {
 
   // ------------------------------------------------------------ insertion
 
-  // Insert below the end of `from`, which the caller has pinned or is a root. `where` receives the end of the path.
-  // Returns the number of leading tokens that were there.
+  // Insert a path below the end of `from`, which is pinned by the caller or a root. `where` receives the node at which
+  // the path ends. Returns how many of its leading tokens were in the tree already.
   size_t insert(N* from, bool pinned, const Token* data, size_t n, const int32_t* values, N** where) {
     Place place = tree.walk(from, data, n);
     const size_t present = place.length;
@@ -112,7 +114,7 @@ class Cache {
 
   // ------------------------------------------------------------ eviction
 
-  // Free at least `wanted` tokens unless nothing more may go; the values freed are appended to `freed`.
+  // Evict at least `wanted` tokens, or as many as are evictable. Appends their values to `freed`.
   void evict(size_t wanted, Values* freed) {
     size_t done = 0;
     while (done < wanted && !heap_.empty()) {
@@ -123,7 +125,7 @@ class Cache {
       cut(leaf, keep, freed);
     }
   }
-  // Free what lies on this path beyond `keep` tokens as far as nobody leases or continues it.
+  // Remove the tokens of a path after the first `keep`, except those that are leased or have other continuations.
   void forget(N* root, const Token* data, size_t n, size_t keep, Values* freed) {
     Place place = tree.walk(root, data, n);
     if (!place.at_end()) return;
@@ -157,7 +159,7 @@ class Cache {
     }
     return leased_;
   }
-  // Tokens that would not be leased without one pin on each of `ends`.
+  // Tokens that would not be leased any more if one pin were removed from each of `ends`.
   size_t held_only_by(const std::vector<N*>& ends) {
     const size_t leased = leased_tokens();
     for (N* node : ends) --node->extra.pins;
@@ -269,7 +271,7 @@ class Cache {
     const int32_t* values = node->run->values.data();
     freed->insert(freed->end(), values + (node->begin + keep) / p, values + node->end / p);
   }
-  // Cut an evictable leaf down to `keep` tokens.
+  // Shorten an evictable leaf to `keep` tokens; with 0, remove it.
   void cut(N* leaf, size_t keep, Values* freed) {
     ++version;
     sums_known_ = false;
@@ -291,13 +293,13 @@ class Cache {
     parent->extra.last_use = std::max(parent->extra.last_use, last_use);
     settle(parent);
   }
-  // A node lost a child or its last pin: drop an empty root, undo a split, or offer it for eviction.
+  // After a node has lost a child or its last pin: drop an empty root, undo a split, or make the node evictable.
   void settle(N* node) {
     if (node->extra.pins) return;
     if (node->is_root()) {
       if (!node->children.empty()) return;
       tree.drop_root(node);
-      ++version;  // matches of nothing refer to it
+      ++version;  // empty matches refer to the root
     } else if (tree.can_merge(node) && node->children.any()->extra.last_use >= node->extra.last_use) {
       reorder(tree.merge(node));
       ++version;
@@ -351,7 +353,7 @@ class Cache {
     return policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.hits)
                   : static_cast<double>(x.last_use);
   }
-  // A leaf is longer or shorter than it was; its last use is the same, so without a policy its place is, too.
+  // Update the order of a leaf whose length has changed. Without a policy only its last use counts, which has not.
   void reorder(N* node) {
     if (!policy || node->extra.heap_at == kNowhere) return;
     leave_heap(node);

@@ -1,4 +1,4 @@
-// Python's view of the tree: argument checks, buffers, lifetimes. The rules of the tree are in cache.h and owners.h.
+// Python bindings of the tree: argument checks, buffers, lifetimes. The logic is in cache.h and owners.h.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -15,7 +15,7 @@ using radix::Token;
 
 // ---------------------------------------------------------------- arguments
 
-// A C-contiguous array of 4-byte ints, or bytes of little-endian int32.
+// The buffer of a C-contiguous array of 4-byte ints, or of bytes with little-endian int32.
 class IntBuffer {
  public:
   ~IntBuffer() {
@@ -62,7 +62,7 @@ bool load_count(PyObject* object, const char* what, size_t* out) {
   return true;
 }
 
-// `low` to `high` arguments, of which the last may be given by its name.
+// Parse `low` to `high` arguments, the last of which may be given by the keyword `last`.
 bool arguments(PyObject* const* given, Py_ssize_t n, PyObject* keywords, Py_ssize_t low, Py_ssize_t high,
                const char* last, PyObject** out) {
   const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
@@ -113,7 +113,7 @@ struct MatchObject {
   PyObject_HEAD
   TreeObject* tree;
   PyObject* name;
-  Cache::N* node;  // null: nothing is held, not even the namespace
+  Cache::N* node;  // null: the tree does not have the namespace
   size_t offset, length;
   uint64_t version;
 };
@@ -422,7 +422,7 @@ PyObject* held_only_by(TreeObject* tree, PyObject* leases) {
 }
 
 PyObject* tree_held_only_by(PyObject* self, PyObject* leases) {
-  PyObject* each_once = PyFrozenSet_New(leases);  // holds them, too
+  PyObject* each_once = PyFrozenSet_New(leases);  // drops duplicates, and keeps references to the leases
   if (!each_once) return nullptr;
   PyObject* tokens = guarded([&] { return held_only_by(reinterpret_cast<TreeObject*>(self), each_once); });
   Py_DECREF(each_once);
@@ -616,7 +616,7 @@ bool load_run(PyObject* object, int64_t* run) {
   return *run != -1 || !PyErr_Occurred();
 }
 
-// (namespace, tokens, owner) of add and remove.
+// Parse the arguments (namespace, tokens, owner) of add and remove, and call f.
 template <class F>
 PyObject* with_path(PyObject* const* given, Py_ssize_t n, F f) {
   PyObject* args[3];
@@ -718,8 +718,8 @@ PyGetSetDef match_getset[] = {{"length", match_length, nullptr, "Tokens matched,
                               {"namespace", match_namespace, nullptr, nullptr, nullptr},
                               {}};
 PyMethodDef match_methods[] = {
-    {"values", match_values, METH_NOARGS, "values() -> bytes: int32, one a page. ValueError on a stale match."}, {}};
-PyType_Slot match_slots[] = {{Py_tp_doc, const_cast<char*>("What a tree holds of a token path; made by RadixTree.match.")},
+    {"values", match_values, METH_NOARGS, "values() -> bytes: int32, one per page. ValueError if the match is out of date."}, {}};
+PyType_Slot match_slots[] = {{Py_tp_doc, const_cast<char*>("The longest prefix of a path in a tree; made by RadixTree.match.")},
                              {Py_tp_dealloc, reinterpret_cast<void*>(match_dealloc)},
                              {Py_tp_methods, match_methods},
                              {Py_tp_getset, match_getset},
@@ -731,17 +731,17 @@ PyGetSetDef lease_getset[] = {{"length", lease_length, nullptr, "Tokens pinned, 
                               {"namespace", lease_namespace, nullptr, nullptr, nullptr},
                               {}};
 PyMethodDef lease_methods[] = {
-    {"values", method(lease_values), kFast, "values(start=0, stop=None) -> bytes: int32, one a page of tokens [start, stop)."},
+    {"values", method(lease_values), kFast, "values(start=0, stop=None) -> bytes: int32, one per page of tokens [start, stop)."},
     {"extend_match", lease_extend_match, METH_O,
-     "extend_match(tokens) -> int: move forward over those of `tokens`, which follow the lease, that the tree holds."},
+     "extend_match(tokens) -> int: extend the lease by those of `tokens`, which follow it, that are in the tree; how many."},
     {"path", lease_path, METH_NOARGS,
-     "path() -> tuple of (node, end): the nodes from the root to the lease's end, each by a number of its own for as long "
-     "as it is pinned, and how many tokens there are down to its end. A split gives the upper part a new number."},
-    {"release", lease_release, METH_NOARGS, "release(): give the path up for eviction. ValueError the second time."},
+     "path() -> tuple of (node, end): the nodes from the root to the lease's end. `node` is a number that is unique while "
+     "the node is pinned (if the node is split, its upper part gets a new one), `end` the number of tokens from the root."},
+    {"release", lease_release, METH_NOARGS, "release(): unpin the path. ValueError if it was released already."},
     {"__enter__", lease_enter, METH_NOARGS, nullptr},
     {"__exit__", lease_exit, METH_VARARGS, nullptr},
     {}};
-PyType_Slot lease_slots[] = {{Py_tp_doc, const_cast<char*>("A pin on a path; made by RadixTree.lease. Released with its last reference.")},
+PyType_Slot lease_slots[] = {{Py_tp_doc, const_cast<char*>("A pin on a path; made by RadixTree.lease. Released when deallocated.")},
                              {Py_tp_dealloc, reinterpret_cast<void*>(lease_dealloc)},
                              {Py_tp_methods, lease_methods},
                              {Py_tp_getset, lease_getset},
@@ -750,29 +750,33 @@ PyType_Spec lease_spec = {"radixrt.tree.Lease", sizeof(LeaseObject), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, lease_slots};
 
 PyGetSetDef tree_getset[] = {
-    {"page_size", tree_figure, nullptr, "Tokens a page.", figure(kPageSize)},
+    {"page_size", tree_figure, nullptr, "Tokens per page.", figure(kPageSize)},
     {"tokens", tree_figure, nullptr, "Tokens cached: leased_tokens + evictable_tokens.", figure(kTokens)},
     {"leased_tokens", tree_figure, nullptr, "Tokens on paths that leases pin.", figure(kLeased)},
     {"evictable_tokens", tree_figure, nullptr, "Tokens that evict could free.", figure(kEvictable)},
     {"nodes", tree_figure, nullptr, "Nodes, roots not counted.", figure(kNodes)},
     {"leaves", tree_figure, nullptr, "Nodes without children; walks the tree.", figure(kLeaves)},
-    {"version", tree_figure, nullptr, "While it is the same, a match of the same tokens is the same.", figure(kVersion)},
+    {"version", tree_figure, nullptr, "Changes whenever a match may have a different result.", figure(kVersion)},
     {"memory_bytes", tree_figure, nullptr, "Bytes of nodes, tokens and values; walks the tree.", figure(kMemory)},
     {}};
 PyMethodDef tree_methods[] = {
-    {"match", method(tree_match), kNamed, "match(namespace, tokens, limit=None) -> Match: the longest held prefix; changes nothing."},
-    {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError on a stale match."},
-    {"held_only_by", tree_held_only_by, METH_O, "held_only_by(leases) -> int: tokens that evict could free if these were released, and not now."},
+    {"match", method(tree_match), kNamed,
+     "match(namespace, tokens, limit=None) -> Match: the longest prefix in the tree; changes nothing."},
+    {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError if the match is out of date."},
+    {"held_only_by", tree_held_only_by, METH_O,
+     "held_only_by(leases) -> int: tokens that only these leases keep from being evictable."},
     {"insert", method(tree_insert), kNamed,
-     "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were there; their values are the caller's to free."},
-    {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: values freed, at least that many tokens' unless nothing more may go."},
+     "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were in the tree already; the "
+     "caller must free the values given for them."},
+    {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: free at least so many tokens, or all evictable ones; their values."},
     {"forget", method(tree_forget), kNamed,
-     "forget(namespace, tokens, keep) -> bytes: free what is held of the path beyond `keep` tokens as far as nobody leases or continues it."},
-    {"clear", tree_clear, METH_NOARGS, "clear() -> bytes: free everything. ValueError while leases are live."},
+     "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
+     "leased or have other continuations; their values."},
+    {"clear", tree_clear, METH_NOARGS, "clear() -> bytes: free everything; all values. ValueError while there are leases."},
     {"drain_events", tree_drain_events, METH_NOARGS, "drain_events() -> list: changes since the last call, oldest first."},
-    {"snapshot", tree_snapshot, METH_NOARGS, "snapshot() -> list: events that make this tree from nothing."},
-    {"values", tree_values, METH_NOARGS, "values() -> bytes: every value held, int32, in no order."},
-    {"check", tree_check, METH_NOARGS, "check(): assert every invariant; AssertionError names the one that does not hold."},
+    {"snapshot", tree_snapshot, METH_NOARGS, "snapshot() -> list: events that build this tree from an empty one."},
+    {"values", tree_values, METH_NOARGS, "values() -> bytes: all values, int32, in no particular order."},
+    {"check", tree_check, METH_NOARGS, "check(): assert all invariants; AssertionError names one that does not hold."},
     {}};
 PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>("RadixTree(page_size=1, *, policy=None, events=False, values=True)")},
                             {Py_tp_new, reinterpret_cast<void*>(tree_new)},
@@ -784,21 +788,22 @@ PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>("RadixTree(page_size=1
                             {}};
 PyType_Spec tree_spec = {"radixrt.tree.RadixTree", sizeof(TreeObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tree_slots};
 
-PyGetSetDef owners_getset[] = {{"tokens", owners_figure, nullptr, "Tokens held by anybody.", figure(kTokens)},
+PyGetSetDef owners_getset[] = {{"tokens", owners_figure, nullptr, "Tokens in the tree.", figure(kTokens)},
                                {"nodes", owners_figure, nullptr, "Nodes, roots not counted.", figure(kNodes)},
                                {"memory_bytes", owners_figure, nullptr, "Bytes; walks the tree.", figure(kMemory)},
                                {}};
 PyMethodDef owners_methods[] = {
-    {"add", method(owners_add), kFast, "add(namespace, tokens, owner): count `owner` on the path."},
-    {"remove", method(owners_remove), kFast, "remove(namespace, tokens, owner): take one count from the path."},
+    {"add", method(owners_add), kFast, "add(namespace, tokens, owner): add one claim of `owner` to the path."},
+    {"remove", method(owners_remove), kFast, "remove(namespace, tokens, owner): remove one claim from the path."},
     {"store", method(owners_store), kFast,
-     "store(owner, namespace, run, at, parent, parent_at, ids): `ids` follow the `at` tokens of a run of the owner's tree. At "
-     "0 it is new, below the first `parent_at` tokens of run `parent` (0: the root). ValueError where that does not fit."},
+     "store(owner, namespace, run, at, parent, parent_at, ids): append `ids` to a run of the owner's tree that has `at` "
+     "tokens. If `at` is 0 it is new, after the first `parent_at` tokens of run `parent` (0: at the root). ValueError if "
+     "the owner's runs differ."},
     {"cut", method(owners_cut), kFast,
-     "cut(owner, run, keep): a run keeps its first `keep` tokens; with 0 it is gone. ValueError where it does not have them."},
-    {"remove_owner", owners_remove_owner, METH_O, "remove_owner(owner): everywhere, whatever its counts; walks the tree."},
-    {"match", method(owners_match), kFast, "match(namespace, tokens) -> [(owner, length)]: how long a prefix each owner holds."},
-    {"check", owners_check, METH_NOARGS, "check(): assert every invariant."},
+     "cut(owner, run, keep): shorten a run to its first `keep` tokens; with 0, remove it. ValueError if it has fewer."},
+    {"remove_owner", owners_remove_owner, METH_O, "remove_owner(owner): remove all claims of an owner; walks the tree."},
+    {"match", method(owners_match), kFast, "match(namespace, tokens) -> [(owner, length)]: each owner's longest prefix."},
+    {"check", owners_check, METH_NOARGS, "check(): assert all invariants."},
     {}};
 PyType_Slot owners_slots[] = {{Py_tp_doc, const_cast<char*>("OwnerTree()")},
                               {Py_tp_new, reinterpret_cast<void*>(owners_new)},
@@ -829,7 +834,7 @@ PyObject* realigned(PyObject*, PyObject* const* given, Py_ssize_t n) {
   return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(found->first), static_cast<Py_ssize_t>(found->second));
 }
 
-// The objects of a sequence as arrays of tokens.
+// Load each object of a sequence as an array of tokens.
 bool load_all(PyObject* objects, const char* what, std::vector<IntBuffer>* out) {
   const Py_ssize_t count = PySequence_Size(objects);
   if (count < 0) return false;
@@ -837,7 +842,7 @@ bool load_all(PyObject* objects, const char* what, std::vector<IntBuffer>* out) 
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* object = PySequence_GetItem(objects, i);
     const bool loaded = object && (*out)[i].load(object, what);
-    Py_XDECREF(object);  // its buffer holds it
+    Py_XDECREF(object);  // the loaded buffer keeps a reference
     if (!loaded) return false;
   }
   return true;
@@ -867,14 +872,17 @@ PyObject* resembling(PyObject*, PyObject* const* given, Py_ssize_t n) {
 }
 
 PyMethodDef functions[] = {
-    {"common_length", method(common_length), kFast, "common_length(one, other) -> int: leading tokens that are the same."},
+    {"common_length", method(common_length), kFast,
+     "common_length(one, other) -> int: length of the longest common prefix, in tokens."},
     {"realigned", method(realigned), kFast,
-     "realigned(one, other, at, to, span, anchor, least) -> (int, int) | None: where both go on alike, for `anchor` + `least` "
-     "tokens or more, of which token `at` of one and `to` of the other differ. `anchor` tokens of the other, 1, 16, 48 or "
-     "`span` behind `to`, are looked for in one; None if none leads to it, or one has more than `span` tokens between."},
+     "realigned(one, other, at, to, span, anchor, least) -> (int, int) | None: positions in `one` and `other` from which "
+     "on they are equal for at least `anchor` + `least` tokens, given that token `at` of `one` and `to` of `other` differ. "
+     "`anchor` tokens of `other`, 1, 16, 48 or `span` after `to`, are searched for in `one`. None if that finds no such "
+     "positions, or if `one` has more than `span` tokens in between."},
     {"resembling", method(resembling), kFast,
-     "resembling(ones, other, enough, span, anchor, least) -> [(index, length)]: of those of `ones` that the other begins "
-     "with, or that begin like it, for `enough` tokens or more, and are `realigned` behind: which, and how long they agree."},
+     "resembling(ones, other, enough, span, anchor, least) -> [(index, length)]: which of `ones` are a prefix of `other`, "
+     "or share a prefix of at least `enough` tokens with it and can be `realigned` after it; with the length of the shared "
+     "prefix."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_radix", "The radix tree.", -1, functions};
 

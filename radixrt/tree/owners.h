@@ -1,12 +1,13 @@
-// The tree of an index: who holds which path, counted, so that overlapping claims of one owner can be withdrawn singly.
+// The tree of an index: which owners have each path. Each node counts an owner's claims, so that overlapping claims of
+// one owner can be withdrawn one by one.
 //
-// A claim is a path from the root, or a run of an owner's own tree, as its events tell of it:
+// A claim is a path from the root, or a run of an owner's own tree, as its events describe it:
 //
 //     run 1  [ a b c d e f ]            below the root
 //     run 2        [ x y ]              below the first 3 tokens of run 1: its path is a b c x y
 //
-// A run is known by the node that it ends with. A split leaves the lower part to the node that was there, so a run ends
-// where its node does for as long as it lasts, and no path is ever walked from the root for it.
+// For a run, the node at which it ends is stored. When a node is split, the existing object keeps the lower part, so the
+// stored node stays valid, and its path never has to be walked from the root.
 #pragma once
 
 #include "structure.h"
@@ -24,7 +25,7 @@ struct OwnersExtra {
     auto found = std::lower_bound(counts.begin(), counts.end(), std::make_pair(owner, INT32_MIN));
     return found != counts.end() && found->first == owner;
   }
-  void add(int32_t owner, int32_t by) {  // a count that falls to 0 goes
+  void add(int32_t owner, int32_t by) {  // a count that falls to 0 is erased
     auto found = std::lower_bound(counts.begin(), counts.end(), std::make_pair(owner, INT32_MIN));
     if (found == counts.end() || found->first != owner) {
       if (by > 0) counts.insert(found, {owner, by});
@@ -47,11 +48,11 @@ class Owners {
 
   // ------------------------------------------------------------ paths
 
-  // Count `owner` on the whole path.
+  // Add one claim of `owner` to all of the path.
   void add(const std::string& name, const Token* tokens, size_t n, int32_t owner) {
     if (n) claim(tree.make_root(name), tokens, n, owner);
   }
-  // Take one count of `owner` from the path, as far as it is held.
+  // Remove one claim of `owner` from the path, or from the part of it that is in the tree.
   void remove(const std::string& name, const Token* tokens, size_t n, int32_t owner) {
     N* root = tree.find_root(name);
     if (!root || !n) return;
@@ -62,8 +63,9 @@ class Owners {
 
   // ------------------------------------------------------------ runs
 
-  // `tokens` follow the first `at` of a run, which are all that it has; at 0 it is new, and below the first `parent_at`
-  // tokens of run `parent`, or below the root for `parent_at` 0. std::out_of_range where that does not fit.
+  // Append `tokens` to run `id`, which has `at` tokens. If `at` is 0, the run is new, and begins after the first
+  // `parent_at` tokens of run `parent`, or at the root if `parent_at` is 0. Throws std::out_of_range if `at`, `parent` or
+  // `name` do not agree with the owner's runs.
   void store(int32_t owner, const std::string& name, int64_t id, size_t at, int64_t parent, size_t parent_at,
              const Token* tokens, size_t n) {
     auto& runs = runs_[owner];
@@ -91,7 +93,7 @@ class Owners {
     ++node->extra.ends;
     runs[id] = {node, begin};
   }
-  // A run keeps its first `keep` tokens; with 0 it is gone. std::out_of_range where it does not have them.
+  // Shorten a run to its first `keep` tokens; with 0, remove it. Throws std::out_of_range if it has fewer.
   void cut(int32_t owner, int64_t id, size_t keep) {
     auto& runs = runs_[owner];
     auto found = runs.find(id);
@@ -111,7 +113,7 @@ class Owners {
 
   // ------------------------------------------------------------ both
 
-  // Everywhere, whatever its counts.
+  // Remove all claims of an owner.
   void remove_owner(int32_t owner) {
     for (auto& [id, run] : runs_[owner]) --run.node->extra.ends;
     runs_.erase(owner);
@@ -123,10 +125,10 @@ class Owners {
     for (auto node = nodes.rbegin(); node != nodes.rend(); ++node)
       if (idle(*node)) drop_if_empty(tree.remove_leaf(*node));
   }
-  // For each owner the length of the longest prefix of `tokens` that it holds from the root on.
+  // For each owner, the length of the longest prefix of `tokens` that it has.
   Held match(const std::string& name, const Token* tokens, size_t n) const {
-    Held held;                                 // those that fell away
-    std::vector<int32_t> active;               // those that hold all of tokens[:at]
+    Held held;                                 // owners whose prefix has ended
+    std::vector<int32_t> active;               // owners that have all of tokens[:at]
     N* node = tree.find_root(name);
     size_t at = 0;
     while (node && at < n && (node = node->children.find(tokens + at, 1))) {
@@ -172,7 +174,7 @@ class Owners {
     size_t begin;  // tokens above the run
 
     size_t length() const { return node->depth + node->length() - begin; }
-    // Behind its first `tokens`.
+    // The position after its first `tokens` tokens.
     S::Place place(size_t tokens) const {
       const size_t depth = begin + tokens;
       N* at = node;
@@ -181,13 +183,13 @@ class Owners {
     }
   };
 
-  // Count `owner` on `tokens` below the end of `top`: the node that they end with.
+  // Add one claim of `owner` to `tokens` below the end of `top`. Returns the node at which they end.
   N* claim(N* top, const Token* tokens, size_t n, int32_t owner) {
     auto place = tree.walk(top, tokens, n);
     N* last = tree.split(place);
     for (N* node = last; node != top; node = node->parent) node->extra.add(owner, 1);
     if (place.length == n) return last;
-    // No other claim may end where the node does now.
+    // The leaf may be extended only if no other claim ends at its end.
     if (!place.length && last->children.empty() && last->ends_its_run() && last->extra.only(owner) && !last->extra.ends) {
       tree.extend_leaf(last, tokens, n, nullptr);
       return last;
@@ -196,7 +198,7 @@ class Owners {
     leaf->extra.add(owner, 1);
     return leaf;
   }
-  // Take one count of `owner` from the nodes from `bottom` up to, but without, `top`.
+  // Remove one claim of `owner` from the nodes from `bottom` up to `top`, exclusive.
   void give_up(N* bottom, N* top, int32_t owner) {
     for (N* node = bottom; node != top; node = node->parent) node->extra.add(owner, -1);
   }
@@ -210,7 +212,7 @@ class Owners {
     while (!node->is_root() && idle(node)) node = tree.remove_leaf(node);
     drop_if_empty(node);
   }
-  std::unordered_map<int32_t, std::unordered_map<int64_t, End>> runs_;  // by owner and their number
+  std::unordered_map<int32_t, std::unordered_map<int64_t, End>> runs_;  // by owner and run id
 };
 
 }  // namespace radix

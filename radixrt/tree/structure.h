@@ -1,11 +1,11 @@
-// The radix tree's structure, without Python: runs, nodes, children; walk, split, grow, cut.
+// The structure of the radix tree, without Python: runs and nodes; walk, split, add, extend, trim, remove.
 //
-//   run 7  [ t0 t1 t2 | t3 t4 t5 t6 ]     A run is what one insertion brought, and what later ones appended to it.
-//            node A      node B           A node is a slice of a run: a split makes two slices and copies nothing.
-//               \                         Nodes are cut from the leaves upwards, so a run loses its tail only:
-//                run 9 [ t9 t8 ]          it never has holes and gives its memory back.
+//   run 7  [ t0 t1 t2 | t3 t4 t5 t6 ]     A run is an array of the tokens of one insertion, and of later extensions.
+//            node A      node B           A node is a slice of a run: a split makes two slices and copies no tokens.
+//               \                         Nodes are removed from the leaves upwards, so a run is only cut at its end:
+//                run 9 [ t9 t8 ]          it has no holes, and returns its memory.
 //
-// `Extra` is what a node carries beside its tokens: pins and order for a cache, owners for an index.
+// `Extra` is the additional data of a node: pins and the order of eviction in a cache, owners in an index.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ namespace radix {
 
 using Token = int32_t;
 
-// Index of the first difference of two arrays, `n` if there is none. The C library compares a KiB at a time by the widest
-// instructions that the processor has. Then a block of 64 bytes costs one branch: the compiler makes vectors of it.
+// Index of the first difference of two arrays, `n` if there is none. First memcmp compares 1 KiB at a time, by the widest
+// vector instructions of the processor; then the compiler vectorizes the comparison of 64 bytes per iteration.
 inline size_t first_difference(const Token* a, const Token* b, size_t n) {
   size_t i = 0;
   while (i + 256 <= n && !std::memcmp(a + i, b + i, 256 * sizeof(Token))) i += 256;
@@ -46,7 +46,7 @@ inline uint64_t hash_page(const Token* page, size_t n) {
   return h;
 }
 
-// An array that grows by a quarter and gives memory back when half of it is unused.
+// An array of ints that grows by a quarter, and returns memory when less than half of it is used.
 class Ints {
  public:
   Ints() = default;
@@ -94,7 +94,8 @@ struct Run {
 template <class Extra>
 struct Node;
 
-// Children of a node by the first page of their tokens: one inline, more in an open-addressing table.
+// The children of a node, by the first page of their tokens: a single one is stored inline, several in a hash table with
+// open addressing.
 template <class Extra>
 class Children {
   using N = Node<Extra>;
@@ -217,7 +218,8 @@ template <class Extra>
 class Structure {
  public:
   using N = Node<Extra>;
-  // A position: `offset` tokens into `node` (1..length, or a root with 0), `length` tokens below the namespace.
+  // A position in the tree: after the first `offset` tokens of `node` (1 to its length; 0 in a root). `length` is the
+  // number of tokens that were matched to get there.
   struct Place {
     N* node;
     size_t offset, length;
@@ -251,7 +253,7 @@ class Structure {
   }
   const std::unordered_map<std::string, N*>& roots() const { return roots_; }
 
-  // Follow whole pages of `tokens` from the end of `from` as far as they are held.
+  // Match whole pages of `tokens` from the end of `from` on, as far as they are in the tree.
   Place walk(N* from, const Token* tokens, size_t n) const {
     Place place{from, from->length(), 0};
     while (n - place.length >= page_size) {
@@ -266,7 +268,8 @@ class Structure {
     return place;
   }
 
-  // Make `place` the end of a node. The node that exists keeps the lower part, since pins refer to a node's end.
+  // Split a node so that `place` is the end of a node, which is returned. The existing object becomes the lower part, as
+  // pins refer to the end of a node.
   N* split(Place place) {
     N* lower = place.node;
     if (place.at_end()) return lower;
@@ -325,7 +328,7 @@ class Structure {
     delete leaf;
     return parent;
   }
-  // Undo a split that no branch needs any more: an only child that continues its parent's run takes its place.
+  // Whether a split can be undone: `upper` has one child, which continues its run. `merge` replaces it by that child.
   bool can_merge(const N* upper) const {
     if (upper->is_root() || upper->children.size() != 1) return false;
     const N* lower = upper->children.any();
@@ -348,7 +351,7 @@ class Structure {
     tokens = nodes = 0;
   }
 
-  // Every node below every root, parents first.
+  // Call f(namespace, node) for all nodes but roots, parents before children.
   template <class F>
   void each(F f) const {
     std::vector<N*> stack;
@@ -375,7 +378,7 @@ class Structure {
     return *node->name;
   }
 
-  // Throws std::logic_error with the rule that does not hold.
+  // Throws std::logic_error with the first invariant that does not hold.
   void check() const {
     size_t seen_tokens = 0, seen_nodes = 0;
     std::unordered_map<Run*, std::pair<size_t, uint32_t>> runs;
@@ -410,7 +413,7 @@ class Structure {
   static void release(Run* run) {
     if (--run->slices == 0) delete run;
   }
-  static void destroy(N* root) {  // a loop: a chain may be deeper than the stack
+  static void destroy(N* root) {  // not recursive, as a path may be deeper than the call stack
     std::vector<N*> stack{root};
     while (!stack.empty()) {
       N* node = stack.back();

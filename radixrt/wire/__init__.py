@@ -1,10 +1,10 @@
-"""The socket layer: messages in, messages out, no policy.
+"""The socket layer: sends and receives messages, and makes no decisions about them.
 
     DealerSocket (client, front end)  --tcp/ipc/inproc-->  RouterSocket (router, clients' side)
     Link         (worker's thread)    --tcp/ipc/inproc-->  RouterSocket (router, workers' side)
 
-A ROUTER/DEALER message is `[identity,] payload`; a payload is the msgpack of one tagged union of
-`radixrt.messages`. Every process has one ZMQ context, so that `inproc://` joins threads of a process.
+A ROUTER/DEALER message is `[identity,] payload`; a payload is the msgpack of one tagged union of `radixrt.messages`.
+Each process has one ZMQ context, so that `inproc://` connects its threads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["MAX_CLIENT_BYTES", "DealerSocket", "Decoder", "Link", "Malformed", "
 
 Decoder = msgspec.msgpack.Decoder
 Malformed = msgspec.MsgspecError
-"""What `Decoder.decode` raises for bytes that are no message of its union."""
+"""Raised by `Decoder.decode` for bytes that are not a message of its union."""
 encode = msgspec.msgpack.Encoder().encode
 
 MAX_CLIENT_BYTES = 64 << 20
-"""Largest message taken from a client; ZMQ drops the connection of one that sends more."""
+"""Size of the largest message that a client may send. ZMQ drops the connection if it sends a larger one."""

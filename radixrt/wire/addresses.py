@@ -1,6 +1,7 @@
 """Addresses of sockets: tcp://HOST:PORT, ipc://PATH or inproc://NAME.
 
-One may end in `#` and 64 hex digits: the CURVE public key of the server to connect to (`tcp://10.0.0.7:5555#0a1b...`).
+An address to connect to may end in `#` and 64 hex digits, the CURVE public key of the server
+(`tcp://10.0.0.7:5555#0a1b...`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ MOST_PORT = 65_535
 
 
 def split_address(address: str) -> tuple[str, bytes | None]:
-    """`tcp://host:port#hexkey` -> ZMQ address, public key or None. ValueError names what is wrong."""
+    """Split `tcp://HOST:PORT#KEY` into (ZMQ address, public key or None). Raises ValueError if it is not valid."""
     endpoint, mark, key = address.partition("#")
     transport, sep, place = endpoint.partition("://")
     if not sep or transport not in ("tcp", "ipc", "inproc") or not place:
@@ -38,8 +39,8 @@ def split_address(address: str) -> tuple[str, bytes | None]:
 
 
 def check_shared(address: str, *, listens: bool = False) -> None:
-    """ValueError unless processes can meet at an address: it is none of a process alone and, but for who `listens`,
-    names a port."""
+    """Raise ValueError for an address that cannot connect processes: inproc, or TCP without a port (which is allowed
+    for a socket that `listens`)."""
     endpoint, _ = split_address(address)
     transport, _, place = endpoint.partition("://")
     if transport == "inproc":
@@ -49,7 +50,7 @@ def check_shared(address: str, *, listens: bool = False) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """True where only this machine can connect: ipc, inproc, and tcp on 127.0.0.0/8, ::1 or localhost."""
+    """Whether only this machine can connect: ipc, inproc, and TCP on 127.0.0.0/8, ::1 or localhost."""
     transport, _, place = split_address(address)[0].partition("://")
     if transport != "tcp":
         return True
@@ -63,6 +64,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_served(path: str) -> bool:
-    """Whether somebody listens on an ipc path: ZMQ would take it from them."""
+    """Whether a process listens on an ipc path. (If it does, a bind of ZMQ would replace its socket.)"""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path.replace("@", "\0", 1) if path.startswith("@") else path) == 0

@@ -1,4 +1,4 @@
-"""Sockets of an asyncio event loop: the router's, and those of its clients."""
+"""ZMQ sockets on an asyncio event loop, for the router and its clients."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from radixrt.wire.monitor import IDLE_SECONDS, Monitor
 from radixrt.wire.sockets import NOW, NOW_AND_MORE, bind, connect, is_readable, open_socket, plain_send
 
 _BATCH = 512
-"""Messages handled before other callbacks of the event loop get their turn."""
+"""The most messages that are handled before other callbacks of the event loop run."""
 
 
 class PeerGone(ConnectionError):
-    """A message could not be sent, because nobody with that identity is connected."""
+    """A message could not be sent, because no peer with that identity is connected."""
 
 
 class _AsyncSocket(abc.ABC):
-    """A ZMQ socket on the event loop, without `zmq.asyncio` (a future a message is ten times the price).
+    """A ZMQ socket on the event loop, without `zmq.asyncio`, whose future per message costs ten times as much.
 
-    ZMQ's descriptor is edge triggered: it becomes readable once for any number of messages, and a send may
-    swallow that edge. So a wake-up drains until nothing is there, and a send schedules one drain for the turn.
+    ZMQ's file descriptor is edge-triggered: it becomes readable once for any number of messages, and a send may consume
+    that edge. So a wake-up receives until the queue is empty, and a send schedules one more such `_drain`.
     """
 
     def __init__(self, socket: zmq.Socket) -> None:
@@ -44,7 +44,8 @@ class _AsyncSocket(abc.ABC):
             self._loop.call_soon(self._drain)
 
     def _drain(self, woken: bool = False) -> None:
-        """Receive all there is. Who is `woken` by ZMQ finds something nearly always, and does not ask first."""
+        """Receive all messages. `woken`: called for the file descriptor; then there nearly always is a message, and
+        polling for the first one is omitted."""
         self._drain_scheduled = False
         for _ in range(_BATCH):
             if self._closed or not (woken or is_readable(self._socket)):
@@ -55,24 +56,24 @@ class _AsyncSocket(abc.ABC):
             except zmq.Again:
                 return
             except BaseException:
-                # The event loop reports it; what is left in the queue would get no edge of its own.
+                # The event loop logs the error. Messages left in the queue would cause no further edge.
                 self._schedule_drain()
                 raise
         self._schedule_drain()
 
     @abc.abstractmethod
     def _receive_one(self) -> None:
-        """Take the message that is there and hand it on. zmq.Again if none is."""
+        """Receive a message and pass it to the callback. Raises zmq.Again if there is none."""
 
     def _receive_last(self) -> tuple[bytes, bool]:
-        """The next frame of a message, and whether more came behind it, which are dropped."""
+        """Receive the rest of a message. Returns (its next frame, whether more frames followed, which are dropped)."""
         first = last = self._socket.recv(NOW, copy=False)
         while last.more:
             last = self._socket.recv(NOW, copy=False)
         return first.bytes, last is not first
 
     def close(self) -> None:
-        """Stop receiving and drop what was not sent yet. Idempotent."""
+        """Stop receiving, and drop messages that were not sent yet. Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
@@ -80,12 +81,12 @@ class _AsyncSocket(abc.ABC):
 
 
 class RouterSocket(_AsyncSocket):
-    """Listens on `address`, and on `near` if that is given; `on_message(identity, payload)` is called on the event loop
-    for each message.
+    """Listens on `address`, and on `near` if given; `on_message(identity, payload)` is called on the event loop for
+    each message.
 
-    `key` is a (secret, public) pair of `load_secret_key`. A message that is not one frame after the identity
-    arrives as an empty payload, which decodes as no message. ValueError for a bad address or one that other
-    machines reach without a key, OSError when it is taken.
+    `key` is a (secret, public) pair of `load_secret_key`. If a message does not have exactly one frame after the
+    identity, the payload is empty, which is not a valid message. Raises ValueError for an invalid address, or one that
+    other machines can reach if there is no key, and OSError if it is in use.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class RouterSocket(_AsyncSocket):
         self._on_message(identity, b"" if more else payload)
 
     def send(self, identity: bytes, payload: bytes) -> bool:
-        """Queue a message. False when the peer does not read and its queue is full; PeerGone when it has vanished."""
+        """Queue a message. Returns False if the peer's queue is full, as it does not read. Raises PeerGone if it has
+        disconnected."""
         self._schedule_drain()
         try:
             self._send(identity, NOW_AND_MORE)
@@ -134,9 +136,9 @@ class RouterSocket(_AsyncSocket):
 class DealerSocket(_AsyncSocket):
     """Connects to `address`; `on_message(payload)` is called on the event loop for each message.
 
-    `on_lost()` is called when an established connection breaks: ZMQ connects again by itself, but what was
-    under way is lost (not on inproc). With it, `connected` tells whether the other side is there now; what is sent
-    without it waits for one. ValueError for a bad address.
+    `on_lost()` is called when an established connection breaks (not on inproc): ZMQ connects again by itself, but
+    messages in transit are lost. `connected` is known only with `on_lost`. Messages that are sent while there is no
+    connection are queued. Raises ValueError for an invalid address.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class DealerSocket(_AsyncSocket):
         self._on_message(self._receive_last()[0])
 
     def _look(self) -> None:
-        """Take in what has become of the connection; look again when it may have to be made anew."""
+        """Handle events of the connection. If ZMQ may have given up connecting, check again later."""
         if self._monitor is None:
             return
         lost = self._monitor.look(time.monotonic())
@@ -180,7 +182,7 @@ class DealerSocket(_AsyncSocket):
             self._on_lost()
 
     def send(self, payload: bytes) -> bool:
-        """Queue a message; False when the queue is full because the router does not read."""
+        """Queue a message. Returns False if the queue is full, as the router does not read."""
         self._schedule_drain()
         try:
             self._send(payload, NOW)
@@ -194,7 +196,7 @@ class DealerSocket(_AsyncSocket):
             self._monitor = None
 
     def close(self) -> None:
-        """Disconnect, dropping what was not sent yet. Idempotent."""
+        """Disconnect, and drop messages that were not sent yet. Idempotent."""
         if not self._closed:
             if self._monitor:
                 self._loop.remove_reader(self._monitor.fd)

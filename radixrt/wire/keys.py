@@ -1,6 +1,6 @@
-"""CURVE keys: the secret one in a file, the public ones behind addresses. `radixrt keygen` makes the file. Nobody who
-does not know the public key of a socket can connect to it, and one secret gives the clients' and the workers' socket
-different keys."""
+"""CURVE keys: the secret key is in a file, made by `radixrt keygen`; public keys are appended to addresses. Only a peer
+that knows a socket's public key can connect to it. The keys of the client and the worker socket are both derived from
+the secret key, and differ."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from zmq.utils import z85
 
 
 def make_secret_key(path: str) -> None:
-    """Write a new CURVE secret key, 64 hex digits, readable by its owner only. FileExistsError if there is one."""
+    """Write a new CURVE secret key, 64 hex digits, readable by its owner only. Raises FileExistsError if the file
+    exists."""
     file = Path(path)
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(secrets.token_hex(32) + "\n")
 
 
 def load_secret_key(path: str, role: str) -> tuple[bytes, bytes]:
-    """(secret, public), z85, of `role` ("clients" or "workers"), derived so that a client's key opens no worker socket.
+    """Derive the key pair of the socket for `role` ("clients" or "workers"). Roles have different keys, so that a
+    client's does not give access to the worker socket. Returns (secret, public), in Z85.
 
-    ValueError if the file is not 64 hex digits; OSError if it cannot be read."""
+    Raises ValueError if the file is not 64 hex digits, OSError if it cannot be read."""
     try:
         root = bytes.fromhex(Path(path).read_text().strip())
     except ValueError:
@@ -34,10 +36,10 @@ def load_secret_key(path: str, role: str) -> tuple[bytes, bytes]:
 
 
 def is_private(path: str) -> bool:
-    """Whether nobody but its owner can read a file."""
+    """Whether only its owner can access a file."""
     return not Path(path).stat().st_mode & 0o077
 
 
 def public_suffix(path: str, role: str) -> str:
-    """What to append to the address of the socket of `role` to connect to it: `#` and 64 hex digits."""
+    """The suffix with which to connect to the socket for `role`: `#` and its public key in 64 hex digits."""
     return "#" + z85.decode(load_secret_key(path, role)[1]).hex()

@@ -1,4 +1,4 @@
-"""A socket of a thread, which waits: a worker's, or that of who asks for something."""
+"""A blocking ZMQ connection for a thread: of a worker, or to query the router."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from radixrt.wire.monitor import Monitor
 from radixrt.wire.sockets import NOW, WRITABLE, connect, connect_again, is_readable, open_socket, plain_send
 
 PATIENCE_SECONDS = 0.1
-"""For which a link that cannot send waits before it looks whether it is still to wait."""
+"""A blocked send checks `stopped` this often."""
 
 
 class Link:
-    """A blocking connection for one thread (ZMQ sockets are not thread safe: a second thread opens its own).
+    """A blocking connection for one thread (ZMQ sockets are not thread-safe: each thread needs its own).
 
-    `identity` names this end to the router; a newer link of the same identity replaces it. When `stopped` is set, by
-    any thread, no send waits any more. A `monitored` link can tell when its connection has broken (not on inproc).
+    `identity` identifies this end to the router; a new link with the same identity replaces this one. When `stopped` is
+    set, by any thread, sends do not block any more. A `monitored` link knows when its connection has broken (not on
+    inproc).
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class Link:
         self._send = plain_send(self._socket)
 
     def send(self, payload: bytes) -> None:
-        """Queue a message. TimeoutError when the router has read nothing for so long that the queue is full, or ZMQ has
-        given up, for how it was refused: what was queued is dropped then, and the connection made anew."""
+        """Queue a message. If the queue is full, because the router does not read or ZMQ has given up connecting, wait
+        up to `send_timeout` seconds; then drop all queued messages, connect anew, and raise TimeoutError."""
         try:
             self._send(payload, NOW)
         except zmq.Again:
-            self._send_late(payload)
+            self._send_blocking(payload)
 
-    def _send_late(self, payload: bytes) -> None:
+    def _send_blocking(self, payload: bytes) -> None:
         deadline = time.monotonic() + self._send_timeout
         while not self._stopped.is_set():
             left = deadline - time.monotonic()
@@ -70,11 +71,11 @@ class Link:
 
     def _connect_again(self) -> None:
         if not self._address.startswith("inproc:"):
-            self._socket.immediate = True  # from now on nothing is queued for who has not let this end in
+            self._socket.immediate = True  # from now on, messages are queued only if there is a connection
             connect_again(self._socket, self._address)
 
     def recv(self, timeout: float | None = None) -> bytes | None:
-        """The next message; None when none came within `timeout` seconds (None: wait for ever)."""
+        """The next message; None if there is none within `timeout` seconds (None: no limit)."""
         if timeout is None:
             milliseconds = -1
         else:
@@ -83,22 +84,22 @@ class Link:
 
     def broke(self) -> bool:
         """Whether the connection has broken since the last call; always False unless `monitored`. ZMQ reconnects by
-        itself, but messages under way, in either direction, are lost."""
+        itself, but messages in transit, in either direction, are lost."""
         if self._monitor is None:
             return False
-        self._monitor.take_in(time.monotonic())
+        self._monitor.read_events(time.monotonic())
         before, self._breaks = self._breaks, self._monitor.breaks
         return before != self._breaks
 
     def drain(self) -> list[bytes]:
-        """Every message that has arrived, without waiting."""
+        """All messages that have arrived, without waiting."""
         messages = []
         while (message := self.recv(0)) is not None:
             messages.append(message)
         return messages
 
     def close(self, linger: float = 0.0) -> None:
-        """Disconnect; `linger` seconds are given to messages not yet sent. Idempotent."""
+        """Disconnect. Messages that were not sent yet are sent for up to `linger` seconds. Idempotent."""
         if not self._socket.closed:
             if self._monitor is not None:
                 self._monitor.close()

@@ -1,4 +1,4 @@
-"""What becomes of a socket's connection, as ZMQ tells it; and making it anew where ZMQ gives up."""
+"""Tracks a socket's connection by ZMQ's monitor events, and connects again where ZMQ gives up."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from zmq.utils.monitor import recv_monitor_message
 from radixrt.wire.sockets import connect_again, is_readable
 
 IDLE_SECONDS = 1.0
-"""After which a connection that nobody tries to make is made anew. ZMQ tries again by itself, several times a second,
-but not where the other side speaks otherwise: it wants a key and there is none, or takes none."""
+"""A socket that ZMQ has not tried to connect for this long is connected again. ZMQ retries by itself, several times a
+second, but not if the handshake failed because only one side has a CURVE key."""
 
 
 class Monitor:
-    """Of a socket that is to be connected to `address`. On inproc nothing is told."""
+    """The state of the connection of `socket`, which is to be connected to `address`. There are no events on inproc."""
 
     def __init__(self, socket: zmq.Socket, address: str) -> None:
-        self._of, self._address = socket, address
+        self._socket, self._address = socket, address
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        self._socket = socket.get_monitor_socket(events)
+        self._events = socket.get_monitor_socket(events)
         self.connected = False
         self.breaks = 0
         """How often an established connection has broken."""
         self.refused: float | None = None
-        """When somebody was there last who did not take the key, or was no router."""
+        """When a connection was last refused: the peer did not accept the key, or is not a router."""
         self._idle: float | None = None
-        """Since when nobody tries."""
+        """When the last connection ended, unless ZMQ has tried to connect since."""
 
     @property
     def fd(self) -> int:
-        """Readable when there is something to look at."""
-        return self._socket.FD
+        """A file descriptor that becomes readable when there are events."""
+        return self._events.FD
 
     @property
     def is_idle(self) -> bool:
-        """Whether to look again after IDLE_SECONDS, whatever comes."""
+        """Whether `look` is to be called after IDLE_SECONDS even if there are no events."""
         return self._idle is not None
 
     def look(self, now: float) -> bool:
-        """Take in what has happened: whether a connection has broken, was refused, or has been made anew since the last
-        look."""
-        broken = self.take_in(now)
+        """Read the events, and connect again if ZMQ has given up. Returns whether a connection has broken, was refused,
+        or was made again since the last call."""
+        broken = self.read_events(now)
         if self._idle is not None and now - self._idle >= IDLE_SECONDS:
             self._idle = None
-            connect_again(self._of, self._address)
+            connect_again(self._socket, self._address)
             broken = True
         return broken
 
-    def take_in(self, now: float) -> bool:
+    def read_events(self, now: float) -> bool:
         """Read the events so far. Returns whether a connection has broken or was refused."""
         broken = False
-        while is_readable(self._socket):
-            event = recv_monitor_message(self._socket)["event"]
+        while is_readable(self._events):
+            event = recv_monitor_message(self._events)["event"]
             if event == zmq.EVENT_DISCONNECTED:
                 broken = True
                 self.breaks += self.connected
@@ -61,6 +61,6 @@ class Monitor:
         return broken
 
     def close(self) -> None:
-        """Before its socket."""
-        self._of.disable_monitor()
-        self._socket.close(0)
+        """To be called before the monitored socket is closed."""
+        self._socket.disable_monitor()
+        self._events.close(0)

@@ -1,4 +1,4 @@
-"""A ZMQ socket, opened, bound to an address or connected to one."""
+"""Functions that open, bind and connect ZMQ sockets."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import zmq
 from radixrt.wire.addresses import is_loopback, is_served, split_address
 
 HIGH_WATER = 10_000
-"""Messages queued for one peer that does not read, before sends to it are refused."""
+"""The most messages that are queued for a peer that does not read; further sends fail."""
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
-"""Plain numbers: Python's flags take half a microsecond to combine."""
+"""Plain ints: to combine Python's enum flags takes half a microsecond."""
 
 
 def open_socket(kind: int = zmq.DEALER) -> zmq.Socket:
-    """One that is not connected, nor bound, yet."""
+    """A new socket, neither connected nor bound."""
     socket = zmq.Context.instance().socket(kind)
     socket.linger = 0
     socket.sndhwm = HIGH_WATER
     socket.rcvhwm = HIGH_WATER
-    # A peer that vanished without a FIN (cable, power) is noticed within a minute.
+    # A peer that vanishes without a FIN (cable, power) is noticed within a minute.
     socket.heartbeat_ivl, socket.heartbeat_timeout = 15_000, 45_000
     return socket
 
 
 def bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> str:
-    """Where it listens then. ValueError for a bad address, or one that other machines reach without a `key`; OSError
-    when it is taken."""
+    """Listen on an address. Returns it, with the port that ZMQ has chosen for `*`. Raises ValueError for an invalid
+    address, or one that other machines can reach if there is no `key`, and OSError if it is in use."""
     endpoint, _ = split_address(address)
     socket.ipv6 = "[" in endpoint
     if key is None and not is_loopback(address):
@@ -50,7 +50,7 @@ def bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> s
 
 
 def connect(socket: zmq.Socket, address: str) -> None:
-    """ValueError for a bad address."""
+    """Connect to an address, with the public key in it, if there is one. Raises ValueError if it is not valid."""
     endpoint, server_key = split_address(address)
     socket.ipv6 = "[" in endpoint
     if server_key is not None:
@@ -63,18 +63,18 @@ def connect(socket: zmq.Socket, address: str) -> None:
 
 
 def connect_again(socket: zmq.Socket, address: str) -> None:
-    """Drop the connection to an address, and what waits to be sent there; make another."""
+    """Drop the connection to an address, with the messages that wait to be sent, and connect again."""
     endpoint = address.partition("#")[0]
     socket.disconnect(endpoint)
     socket.connect(endpoint)
 
 
 def is_readable(socket: zmq.Socket, milliseconds: int = 0) -> bool:
-    """Whether a message is there, or comes within that time (-1: any). To ask costs a third of what ZMQ's exception
-    does, and pyzmq's own ways to ask go through an Enum first."""
+    """Whether there is a message, waiting up to `milliseconds` for it (-1: no limit). Polling first costs a third of
+    zmq.Again being raised by a receive; pyzmq's own `poll` methods are slower, as they use enums."""
     return bool(zmq.zmq_poll([(socket, READABLE)], milliseconds))
 
 
 def plain_send(socket: zmq.Socket) -> Callable[..., None]:
-    """The `send` of `socket` without what pyzmq does before it for sockets that ZMQ has in draft."""
+    """The base class's `send`, which omits what pyzmq's Python wrapper does for ZMQ's draft socket types."""
     return super(zmq.Socket, socket).send

@@ -1,4 +1,4 @@
-"""Whether a router is there, and what is said of it in the log."""
+"""Logs when a router cannot be reached, and when it can again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from radixrt.wire.sockets import connect, open_socket
 log = logging.getLogger("radixrt.roles")
 
 SILENT_SECONDS = 5.0
-"""After which a router that does not answer is named in the log; again after twice as long each time, up to
+"""A router that cannot be reached is logged after this long, then again after twice as long each time, up to
 MOST_SILENT_SECONDS."""
 MOST_SILENT_SECONDS = 600.0
 LOOK_SECONDS = 0.5
+"""Time between two checks."""
 REFUSED_SECONDS = 3.0
-"""For which who has refused a connection is taken to be there: longer than from one try to the next."""
+"""After a refused connection the peer counts as present for this long, which is longer than between two attempts."""
 
 
 class Watch:
-    """A connection to `address` on which nothing is sent: whether somebody is there. For one thread. ValueError for a
-    bad address."""
+    """A connection to `address`, on which nothing is sent, to check whether a router listens there. For one thread.
+    Raises ValueError for an invalid address."""
 
     def __init__(self, address: str) -> None:
         self._socket = open_socket()
@@ -36,7 +37,7 @@ class Watch:
             raise
 
     def look(self) -> bool:
-        """Whether somebody is there now."""
+        """Read the connection's events. Returns whether it is established."""
         self._monitor.look(time.monotonic())
         return self.connected
 
@@ -46,7 +47,7 @@ class Watch:
 
     @property
     def refused(self) -> bool:
-        """Somebody is there who does not take the key, or is no router."""
+        """Whether a peer is there that does not accept the key, or is not a router."""
         last = self._monitor.refused
         return not self.connected and last is not None and time.monotonic() - last < REFUSED_SECONDS
 
@@ -58,14 +59,15 @@ class Watch:
 
 
 class Presence:
-    """Says in the log when a router is lost or does not answer, and when it does again."""
+    """Logs when a router is lost or cannot be reached, and when it can again."""
 
     def __init__(self, address: str, now: float) -> None:
         self._name = address.partition("#")[0]
-        self._connected = self._missed = False
+        self._connected = self._missed = False  # missed: the log says that it cannot be reached
         self._due, self._wait = now + SILENT_SECONDS, SILENT_SECONDS
 
     def look(self, connected: bool, refused: bool, now: float) -> None:
+        """Take the state of a `Watch`, and log if it has changed or a warning is due."""
         if self._connected and not connected:
             self._missed = True
             self._due, self._wait = now + SILENT_SECONDS, SILENT_SECONDS
@@ -84,7 +86,7 @@ class Presence:
 
 @contextlib.contextmanager
 def watched(router: str) -> Iterator[None]:
-    """Inside, a thread says in the log what becomes of the router at an address."""
+    """In this context, a thread logs when the router at an address cannot be reached, and when it can again."""
     stopped = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""A front end over a router and fake workers, all in threads."""
+"""A front end with a router and fake workers, all in threads."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def folder(tmp_path_factory) -> Path:
 def serving(
     folder: Path | None, fake: str = "0,0", workers: int = 2, context: int = 8192, jump_forward: bool = True, **settings
 ) -> Iterator[FrontendThread]:
-    """A front end; `settings` are fields of its configuration, `api_key` also of the router's; `context` is the
-    workers' max_model_len, `jump_forward` theirs too."""
+    """Run a front end. `settings` are fields of its configuration; `api_key` is also for the router. `context` (their
+    max_model_len) and `jump_forward` are for the workers."""
     names = {"model": str(folder or ""), "served_model_name": "m", "tokenizer": "" if folder else "none"}
     keys = {"api_key": settings["api_key"]} if "api_key" in settings else {}
     router = resolve(RouterConfig(**names, **keys))
@@ -43,13 +43,13 @@ def serving(
 
 @pytest.fixture(scope="module")
 def url(folder) -> Iterator[str]:
-    """Of a front end with two fast workers."""
+    """The URL of a front end with two fast workers."""
     with serving(folder) as frontend:
         yield frontend.url
 
 
 @pytest.fixture(scope="module")
 def slow_url(folder) -> Iterator[str]:
-    """Of one whose worker takes 5 ms a step."""
+    """The URL of a front end whose worker takes 5 ms per step."""
     with serving(folder, fake="0,0.005", workers=1) as frontend:
         yield frontend.url

@@ -1,4 +1,4 @@
-"""A model that says what it is told to: a fake runner that plays texts, and chat templates of three families."""
+"""A model that generates given texts: a fake runner, and chat templates of many model families."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ HARMONY = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""In the manner of gpt-oss': thoughts stay in a loop of tools, and go with the answer that ends it."""
+"""Like gpt-oss' template: thinking is kept while tools are called, and dropped after the final answer."""
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 FAMILIES = {
     "harmony": (HARMONY, MARKS),
@@ -189,7 +189,7 @@ FAMILIES = {
     "phi": (PHI, ("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>")),
     "seed": (SEED, ("<seed:tool_call>", "</seed:tool_call>")),
 }
-"""Chat template and special tokens, beside those of the test tokenizer."""
+"""Chat template, and special tokens in addition to those of the test tokenizer."""
 
 
 def make_family(folder: Path, family: str) -> Path:
@@ -206,7 +206,8 @@ def make_family(folder: Path, family: str) -> Path:
 
 
 class Script(FakeRunner):
-    """Each sequence says the next of `texts`, token by token, then ends; without a text it says what the fake says."""
+    """A runner in which each sequence generates the next one of `texts`, then EOS. Without a text left, it behaves as
+    FakeRunner."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -237,7 +238,7 @@ class Script(FakeRunner):
 
 
 class Model:
-    """A server of a scripted model, and OpenAI's client of it."""
+    """A server with a scripted model, and OpenAI's client for it."""
 
     def __init__(self, url: str, folder: Path, script: Script, frontend: Any) -> None:
         self.url = url
@@ -249,7 +250,7 @@ class Model:
         self.attach(frontend)
 
     def attach(self, frontend: Any) -> None:
-        """Note the answers that a front end gives."""
+        """Record the answers of a front end."""
         remember = frontend.generation.on_answer
 
         def on_answer(request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict, ids: bytes) -> None:
@@ -259,12 +260,13 @@ class Model:
         frontend.generation.on_answer = on_answer
 
     def says(self, *texts: str) -> None:
+        """Set the texts that the model generates next."""
         self.script.texts = deque(self.tokenizer.encode(text, False) for text in texts)
         self.script.samplings.clear()
         self.answers.clear()
 
     def chat(self, *texts: str, messages: list | None = None, **fields: Any) -> Any:
-        """What the client gets when the model says `texts`."""
+        """The client's response if the model generates `texts`."""
         self.says(*texts)
         messages = messages or [{"role": "user", "content": "hello"}]
         return self.client.chat.completions.create(**({"model": "m", "messages": messages} | fields))
@@ -284,14 +286,14 @@ def scripted(family: str, folder: Path, num_pages: int = 1 << 16, **settings: An
     script = Script(vocab_size=512 + len(FAMILIES[family][1]), num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(roles, "make_runner", lambda config: script)
-        with serving(folder, workers=1, jump_forward=False, **settings) as frontend:  # a script has every token
+        with serving(folder, workers=1, jump_forward=False, **settings) as frontend:  # the script contains all tokens
             model = Model(frontend.url, folder, script, frontend._server._frontend)
             with model.client:
                 yield model
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Pieces of a kind that follow each other as one."""
+    """Merge consecutive pieces of the same kind."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -305,7 +307,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def gathered(stream: Any) -> tuple[dict[int, dict], dict[int, str]]:
-    """(messages by choice, as their deltas add up; how each choice ended)."""
+    """Collect a stream. Returns (messages by choice, finish reasons by choice)."""
     messages: dict[int, dict] = {}
     ends: dict[int, str] = {}
     for chunk in stream:

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA GPU; elsewhere they skip."""
+"""Tests that need a CUDA GPU; without one they are skipped."""
 
 from __future__ import annotations
 

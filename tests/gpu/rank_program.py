@@ -1,5 +1,8 @@
-"""What a worker of some GPUs generates, as JSON: python -m tests.gpu.rank_program FOLDER RANKS OUT SETTINGS. A process
-has one group of GPUs, so each worker has one."""
+"""Writes what a worker of several GPUs generates, as JSON. A process can have only one group of GPUs, so each worker is
+tested in a process of its own.
+
+python -m tests.gpu.rank_program FOLDER RANKS OUT SETTINGS
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PENALIZED = Sampling(max_tokens=24, temperature=0.0, repetition_penalty=1.2, log
 
 
 def main(folder: str, ranks: int, out: str, settings: dict[str, object]) -> None:
-    """Cold and warm, in a batch and alone, with drafts, drawn, by what was said, and scores of prompts."""
+    """Generates cold and warm, in a batch and alone, with drafts, with sampling, with penalties; and scores prompts."""
     config = {"device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536, "max_num_seqs": 16} | settings
     worker = resolve(WorkerConfig(model=folder, tensor_parallel_size=ranks, **config))
     runner = load_runner(worker)

@@ -1,4 +1,4 @@
-"""Programs run against two fake workers in threads."""
+"""Fixtures that run programs against two fake workers in threads."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def stack(folder, fake: str = "0,0", **router) -> LocalStack:
 
 @pytest.fixture
 def client(folder) -> Iterator[Client]:
-    """A cold cache for every test."""
+    """A client of a new stack, so that each test begins with an empty cache."""
     with stack(folder) as running, Client(running.address) as client:
         yield client
 
 
 @pytest.fixture
 def slow(folder) -> Iterator[Client]:
-    """Workers that take 5 ms a step."""
+    """A client of workers that take 5 ms per step."""
     with stack(folder, fake="0,0.005") as running, Client(running.address) as client:
         yield client

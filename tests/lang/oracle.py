@@ -1,5 +1,5 @@
-"""What a branch has said, as parts that are put together by the client and encoded anew for every request: the slow
-reference of `radixrt.router.said`. It asks the server for renderings and texts, and keeps nothing there."""
+"""The slow reference of `radixrt.router.said`: the client builds a branch's prompt from parts, which the server encodes
+again for each request. It has the server render and decode, and keeps no state there."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from radixrt.messages import (
 
 
 class Oracle:
-    """Parts of the prompt, each with the text it stands for.
+    """The parts of a prompt, each with the text that it stands for.
 
-    With roles, the text between generated parts is what the model's chat template writes: the conversation so far is
-    rendered, and what it has beyond the parts is one more part.
+    With roles, the text between generated parts is from the model's chat template: the conversation so far is rendered,
+    and the text that follows the existing parts becomes a new part.
 
         rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
         parts     text                         token ids     text
 
-    Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
-    text: right, but what was generated there is encoded anew.
+    If a template changes earlier text (drops thinking, trims), the parts from there on are replaced by one text part.
+    That is correct, but generated tokens in it are encoded again.
 
-    Neighbours of a kind become one part, but for text that has been in a prompt: it was encoded by itself, and has to
-    be again if what was computed for it is to be found.
+    Adjacent parts of the same kind are merged, except with text that has been in a prompt already: it was encoded on
+    its own, and must be again to hit the cache.
     """
 
     __slots__ = ("_encoded", "_open", "_parts", "messages")
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        """Messages that are complete; none in a program without roles."""
+        """Complete messages; none in a program without roles."""
         self._parts: list[tuple[TextPrompt | TokenPrompt, str]] = []
         self._encoded = 0
-        """So many parts have been in a prompt."""
+        """The number of parts that have been in a prompt."""
         self._open: str | None = None
-        """What the assistant has said of a message that goes on."""
+        """The text so far of the assistant's open message; None if there is none."""
 
     @classmethod
     async def of(cls, client: AsyncClient, said: list[Said]) -> Oracle:
-        """After all of that was said."""
+        """The oracle after the items of `said`."""
         oracle = cls()
         for one in said:
             match one:
@@ -73,13 +73,13 @@ class Oracle:
 
     @property
     def text(self) -> str:
-        """All of it, as far as it has been part of a prompt."""
+        """The text of all parts."""
         return "".join(text for _, text in self._parts)
 
     # ------------------------------------------------------------ growing
 
     def say(self, text: str) -> None:
-        """Text of the open message, or of a program without roles. ValueError between the messages of a chat."""
+        """Append text to the open message, or to a program without roles. Raises ValueError between messages."""
         if self._open is not None:
             self._open += text
         elif self.messages:
@@ -88,17 +88,17 @@ class Oracle:
             self._append_text(text, special=not self._parts)
 
     def add_message(self, role: str, content: str) -> None:
-        """A whole message. ValueError in a program that began without roles."""
+        """Append a complete message. Raises ValueError in a program that began without roles."""
         self._check_chat()
         self.messages.append({"role": role, "content": content})
 
     def open_message(self) -> None:
-        """The assistant begins to speak."""
+        """Begin a message of the assistant."""
         self._check_chat()
         self._open = ""
 
     def close_message(self) -> None:
-        """The assistant has finished."""
+        """End the assistant's message."""
         self.messages.append({"role": "assistant", "content": self._open or ""})
         self._open = None
 
@@ -107,7 +107,7 @@ class Oracle:
             raise ValueError("a role, in a program that began with text outside of roles")
 
     async def add_generated(self, client: AsyncClient, done: Completion, sampling: Sampling) -> None:
-        """What was generated: its token ids, as far as they are what `done.text` says, and the rest as text."""
+        """Append generated text: by its token ids as far as they stand for `done.text`, the rest as text."""
         ids, kept = await _ids_of_text(client, done, sampling)
         if ids:
             self._append_ids(ids, done.text[:kept])
@@ -116,7 +116,7 @@ class Oracle:
             self._open += done.text
 
     def add_chosen(self, text: str) -> None:
-        """A selected text, encoded by itself as it was when it was scored."""
+        """Append a selected text, which is encoded on its own, as when it was scored."""
         self._parts.append((TextPrompt(text, add_special_tokens=False), text))
         self._encoded = len(self._parts)
         if self._open is not None:
@@ -140,7 +140,7 @@ class Oracle:
     # ------------------------------------------------------------ as a prompt
 
     async def prompt(self, client: AsyncClient) -> PartsPrompt:
-        """The prompt up to here. ServerError if the template refuses the messages."""
+        """The prompt so far. Raises ServerError if the template rejects the messages."""
         if self._open is not None:
             messages = self.messages
             if self._open:
@@ -150,7 +150,7 @@ class Oracle:
         return PartsPrompt([part for part, _ in self._parts])
 
     def _follow(self, rendered: str) -> None:
-        """Keep the parts that `rendered` begins with; the rest of it becomes one."""
+        """Keep the parts with which `rendered` begins; the rest of it becomes one part."""
         at = kept = 0
         for _, text in self._parts:
             if not rendered.startswith(text, at):
@@ -163,10 +163,10 @@ class Oracle:
 
 
 async def _ids_of_text(client: AsyncClient, done: Completion, sampling: Sampling) -> tuple[bytes, int]:
-    """The generated ids that stand for a beginning of `done.text`, and the length of that, in characters.
+    """Returns (generated ids that stand for a prefix of `done.text`, the length of that prefix in characters).
 
-    All of them for all of it, as a rule. A token that ended the turn is no part of the text: with roles, the template
-    writes it. A stop string that ended it was cut off, and may begin or end within a token:
+    Usually these are all ids, and all of the text. A stop token is not part of the text: with roles, the template
+    writes it. A stop string was cut off the text, and may begin or end within a token:
 
         ids    |The|_cat|_sat|.\\n|      stop = "\\n"
         text   |The _cat _sat .|         kept: three ids, and "." as text

@@ -1,4 +1,4 @@
-"""A worker without time or processes: a radix tree for its cache, tokens that are a function of the last one."""
+"""A simulated worker: its cache is a radix tree, and each token is a function of the one before and the position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def next_token(last: int, position: int) -> int:
 
 
 def continuation(prompt: bytes, count: int) -> list[int]:
-    """What any worker generates after `prompt`."""
+    """The tokens that every worker generates after `prompt`."""
     tokens = list(array("i", prompt))
     for _ in range(count):
         tokens.append(next_token(tokens[-1], len(tokens)))
@@ -54,7 +54,8 @@ class Sequence:
 
 @dataclass
 class SimWorker:
-    """Obeys orders, one `step` at a time. `tree` is a RadixTree(events=True), or None for a worker without events."""
+    """A worker that is driven by `obey` and `step`. `tree` is a RadixTree(events=True), or None for a worker without a
+    cache and events."""
 
     name: str
     tree: object = None
@@ -83,7 +84,7 @@ class SimWorker:
         return min(self.tree.match(run.namespace, run.ids, limit).length, limit)
 
     def step(self, rng: random.Random) -> StepDone:
-        """Every sequence gains 0, 1 or 3 tokens, or a part of its scores."""
+        """Run a step, in which each sequence generates 0, 1 or 3 tokens, or gets a part of its scores."""
         outputs = [o for s in list(self.sequences.values()) if (o := self._advance(s, rng)) is not None]
         rates = {"prefill_rate": 10_000.0, "step_seconds": 0.01}
         load = Load(running=len(self.sequences), free_pages=self.pool, newest_run=self.newest_run, **rates)

@@ -1,4 +1,4 @@
-"""A router in a thread with simulated workers in threads, and a blocking client, all over real ZMQ sockets."""
+"""A router and simulated workers in threads, and a blocking client, connected by real ZMQ sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _names = itertools.count()
 
 
 class Router:
-    """`RouterServer` on an event loop of its own thread."""
+    """Runs a `RouterServer` on an event loop in a thread."""
 
     def __init__(self, text: TextService, **config) -> None:
         name = f"inproc://test-router-{next(_names)}"
@@ -52,7 +52,7 @@ class Router:
 
 
 class Worker:
-    """A `SimWorker` that obeys over a Link, a step every `pace` seconds. `die` stops it without a word."""
+    """Runs a `SimWorker` over a Link in a thread, with a step every `pace` seconds. `die` ends it without a Leave."""
 
     def __init__(self, address: str, name: str, pace: float = 0.002, **info) -> None:
         self.sim = SimWorker(name, RadixTree(events=True), pool=100_000)
@@ -85,7 +85,7 @@ class Worker:
 
 
 class Client:
-    """Blocking: sends messages, and gathers what comes back by request."""
+    """A blocking client."""
 
     def __init__(self, address: str) -> None:
         self.link = wire.Link(address)
@@ -95,7 +95,7 @@ class Client:
             self.link.send(wire.encode(message))
 
     def receive(self, seconds: float = 5.0):
-        """The next message but for keep-alives."""
+        """The next message, keep-alives excepted."""
         while True:
             payload = self.link.recv(seconds)
             assert payload is not None, "no answer"
@@ -108,7 +108,7 @@ class Client:
         return self.receive()
 
     def gather(self, choices: int) -> dict[tuple[int, int], Delta]:
-        """Receive Deltas until so many choices are finished: one Delta each, with everything."""
+        """Receive Deltas until `choices` choices are finished. Returns one merged Delta by (request, choice)."""
         whole: dict[tuple[int, int], Delta] = {}
         while sum(d.finish is not None for d in whole.values()) < choices:
             message = self.receive()
@@ -124,7 +124,7 @@ class Client:
 
 @contextmanager
 def stack(text: TextService | None = None, workers: int = 1, pace: float = 0.002, **config) -> Iterator:
-    """(router, workers, client); everything is stopped at the end."""
+    """Run a router with workers. Yields (router, workers, client)."""
     router = Router(text or TextService.none(), **config)
     members = [Worker(router.server.worker_address, f"w{i}", pace) for i in range(workers)]
     client = Client(router.server.client_address)

@@ -1,4 +1,4 @@
-"""What the trees must do, said slowly: a dict of whole paths, one entry for each page."""
+"""Simple and slow reference implementations of the trees: dicts with one entry for each page's path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Path = tuple[int, ...]
 
 
 class NaiveCache:
-    """RadixTree's rules, page by page: `pages[namespace, path]` is [value, last use] of the path's last page."""
+    """Reference of RadixTree. `pages[namespace, path]` is [value, last use] of the last page of the path."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -61,7 +61,8 @@ class NaiveCache:
         return freed
 
     def take(self, values: list[int]) -> list[int]:
-        """What `evict` has freed by another order: leaves, page by page."""
+        """Remove pages with these values, which the tree has evicted in the order of a policy: only leaves, page by
+        page. Returns the values that could be removed."""
         freed: list[int] = []
         leased = self.leased()
         while leaves := [p for p in self.pages if self.pages[p][0] in values and p not in self.inner() | leased]:
@@ -79,7 +80,7 @@ class NaiveCache:
 
 
 class NaiveOwners:
-    """OwnerTree's rules, token by token. A run is (namespace, its path, tokens above it)."""
+    """Reference of OwnerTree, with one entry per token. A run is (namespace, path to its end, tokens before it)."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, Path], Counter[int]] = {}
@@ -105,7 +106,7 @@ class NaiveOwners:
         self.prune()
 
     def store(self, owner: int, namespace: str, run: int, at: int, parent: int, parent_at: int, ids: Path) -> bool:
-        """False where it does not fit, and then nothing happens."""
+        """Returns False, and changes nothing, if the arguments do not agree with the owner's runs."""
         known = self.runs.get((owner, run))
         if at:
             if known is None or len(known[1]) - known[2] != at:

@@ -1,4 +1,4 @@
-"""Small checkpoints of each family, made once a session."""
+"""Small checkpoints of each family, made once per test session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """`checkpoint(family, **changes)` -> (folder, transformers model), the same for the same arguments."""
+    """A function `checkpoint(family, **changes)` -> (folder, transformers model), cached by its arguments."""
     made: dict[str, tuple[Path, torch.nn.Module]] = {}
 
     def make(family: str, **changes) -> tuple[Path, torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""A scheduler and a runner without a router: runs in, outputs out, the page accounting checked at each step."""
+"""A scheduler and a runner without a router and a worker's loop; the page accounting is checked after each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
 class Clock:
-    """In place of `time`."""
+    """A replacement for the module `time`."""
 
     now = 0.0
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Engine:
-    """`chunk` is the token budget of a step, `rows` how many requests run at once."""
+    """`chunk` is the token budget of a step, `rows` the most running requests."""
 
     def __init__(
         self, runner: Runner, *, chunk: int = 512, rows: int = 64, max_model_len: int = 1024,
@@ -66,10 +66,10 @@ class Engine:
         return run.id
 
     def prepare(self, request: Request) -> None:
-        """What the worker does before a request is scheduled."""
+        """Called before a request is scheduled; for subclasses."""
 
     def step(self) -> bool:
-        """As the worker's loop does it; False when there is nothing more to do."""
+        """Run one step as the worker's loop does. Returns False if there is nothing left to do."""
         plan = self.scheduler.plan()
         launched = (plan, self.runner.launch(plan)) if plan else None
         self.land()
@@ -82,7 +82,7 @@ class Engine:
         return plan is not None or self.scheduler.has_work
 
     def land(self) -> None:
-        """Take in the step in flight."""
+        """Apply the result of the step in flight, if there is one."""
         if self._flight is not None:
             plan, wait = self._flight
             self._flight = None

@@ -1,4 +1,4 @@
-"""Small checkpoints of all families: those of `tests.checkpoints`, others, and models that see."""
+"""Makes small checkpoints of all families: those of `tests.checkpoints`, others, and vision models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
 GROWING = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
 GROWING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
-"""Without `mscale_all_dim`, from which transformers makes another scale of Mistral 4's softmax."""
+"""RoPE with YaRN. `mscale_all_dim` is left out, as transformers would change Mistral 4's softmax scale by it."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 OF_QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -75,8 +75,8 @@ FAMILIES = (*checkpoints.FAMILIES, *SIZES)
 
 
 def make_model(folder: Path | str, family: str, **changes: Any):
-    """`checkpoints.make_model`, of any family that is for text alone."""
-    fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers adds to them
+    """Like `checkpoints.make_model`, for any text-only family."""
+    fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers modifies them
     return checkpoints.make_model(folder, family, **fields)
 
 
@@ -96,9 +96,11 @@ SEES |= dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), VISION | {"depth": 1, "n
 
 
 def make_seeing(folder: Path, family: str, original: bool, text: dict[str, Any], **fields: Any):
-    """Write a small random model that sees into `folder` and return that of transformers, float32. Its `config.json`
-    has these fields alone, and those of `text`, beside each other for the oldest families, and transformers reads it
-    from there; and if not `original`, it is then replaced by what transformers makes of it, as are names of tensors."""
+    """Write a small random vision model to `folder`. Returns the transformers model, in float32.
+
+    `config.json` has only the fields given here and those of `text` (for the oldest families, at the top level). If
+    `original`, tensors have the names of published checkpoints; otherwise `config.json` and the names of tensors are
+    those that transformers saves."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -8,7 +8,7 @@ from radixrt.worker.plan import Plan
 
 
 def make_plan(rng: np.random.Generator, page_size: int, tokens: list[tuple[int, int]]) -> tuple[Plan, np.ndarray]:
-    """Sequences of (cached, new) tokens on pages drawn at random; (plan, page table)."""
+    """Make sequences of (cached, new) tokens on random pages. Returns (plan, page table)."""
     held = [-(-(start + count) // page_size) for start, count in tokens]
     pages = rng.permutation(np.arange(1, sum(held) + 1)).astype(np.int32)
     table = np.zeros((len(tokens), max(held)), dtype=np.int32)

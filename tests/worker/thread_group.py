@@ -13,7 +13,7 @@ from radixrt.worker.model.sharding import Shard
 
 
 class ThreadGroup:
-    """Sums in the order of ranks. What is written after a sum has begun must not change it: rooms are new ones."""
+    """Sums in the order of ranks. Each `room` is a new tensor, so that writing to it cannot change an earlier sum."""
 
     def __init__(self, shard: Shard, meeting: threading.Barrier, table: list[Any]) -> None:
         self.shard = shard
@@ -45,7 +45,7 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, act: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """What `act` gives on each rank."""
+    """Run `act` on each rank, in threads. Returns the results by rank."""
     meeting, table = threading.Barrier(size), [None] * size
 
     def run(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Real tokenizers, unpacked where a test can load them, and text that agents wrote."""
+"""Fixtures with real tokenizers, and with texts of agents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ODD_TEXT = (
 
 
 class Checkpoints:
-    """Folders and tokenizers by name, made when first asked for."""
+    """Folders and tokenizers by name, unpacked and loaded on first use."""
 
     def __init__(self, shared_data: Path, root: Path) -> None:
         self._data, self._root = shared_data / "tokenizers", root
@@ -79,13 +79,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(params=NAMES)
 def tokenizer(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Tokenizer:
-    """Each of the real tokenizers, and the made one."""
+    """Each of the real tokenizers, and `made`."""
     return checkpoints.tokenizer(request.param)
 
 
 @pytest.fixture(scope="session")
 def texts(shared_data: Path) -> list[str]:
-    """ODD_TEXT, and the first 2,000 characters of the longest strings in the first rows of every transcript."""
+    """ODD_TEXT, and the first 2,000 characters of the longest strings in the first rows of each file of transcripts."""
     return [*ODD_TEXT, *_sampled(shared_data)]
 
 

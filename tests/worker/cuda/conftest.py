@@ -1,4 +1,4 @@
-"""The kernels on a CPU, in Triton's interpreter; on a GPU they run in tests/gpu."""
+"""Tests of kernels on a CPU, in Triton's interpreter; tests/gpu runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class _Numpy(ModuleType):
 
 @pytest.fixture
 def steady_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the interpreter round alike wherever a row lies: those of numpy do not on every processor."""
+    """Make the interpreter's matrix products round independently of a row's position: on some processors, numpy's do
+    not."""
     if device.type == "cpu":
         from triton.runtime import interpreter
 

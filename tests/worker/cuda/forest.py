@@ -1,4 +1,4 @@
-"""Sequences on the paths of a random tree, whose pages they share as the tree says."""
+"""Sequences that share pages as the paths of a random tree share nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = Shape(4, 2, 16, 1)
 
 
 class Path(tuple):
-    """Of a request, as its lease; and the request."""
+    """The path of a request in the tree; also stands for the request and its lease."""
 
     @property
     def lease(self) -> Path:
@@ -34,9 +34,9 @@ class Path(tuple):
 
 
 class Forest:
-    """Up to `most` sequences on paths of up to `depth` nodes of `lengths` tokens (times the page size); each has at
-    least `least` tokens before the `new` ones that are to be computed, all of what is chosen at random. With `sinks`
-    those are random, too."""
+    """Random sequences: up to `most`, on paths of up to `depth` nodes with one of `lengths` pages each. Each sequence
+    has at least `least` tokens followed by one of `new` numbers of tokens to compute. With `sinks`, there are random
+    attention sinks."""
 
     def __init__(
         self, seed: int, new: tuple[int, ...], *, shape: Shape = SMALL, least: int = 0, fan_out: int = 3,
@@ -87,7 +87,7 @@ class Forest:
         return Sequences(self.rows, self.starts, self.counts, np.cumsum(self.counts) - self.counts)
 
     def expected(self) -> torch.Tensor:
-        """In float32."""
+        """The result of attention in float32, by the reference implementation."""
         ones, none = np.ones(len(self.rows), dtype=np.int32), np.zeros((3, 0), dtype=np.int32)
         ids = np.zeros(len(self.q), dtype=np.int32)
         starts, counts = self.starts.astype(np.int32), self.counts.astype(np.int32)
@@ -97,7 +97,8 @@ class Forest:
         return reference.begin(plan, self.q.device).over_pages(0, self.q.float())
 
     def decode(self, cuts: Cuts, kernels: Kernels, flashinfer) -> tuple[torch.Tensor, DecodePlanner, bool]:
-        """(As one step of decodes gives it, by a plan that was kept; the planner; whether FlashInfer had its part.)"""
+        """Run one step of decodes, whose plan is derived from that of the step before. Returns (output, planner,
+        whether FlashInfer was used)."""
         planner = DecodePlanner({None}, cuts)
         planner.plan(self.paths, self.rows, self.starts - 1, None)
         work = planner.plan(self.paths, self.rows, self.starts, None)[None]

@@ -1,4 +1,4 @@
-"""One rank of a group on the CPU, in a process of its own: files are the memory that the ranks share.
+"""One rank of a group on the CPU, in a process of its own; the ranks share memory by files.
 
 python -m tests.worker.cuda.peers_rank FOLDER RANK RANKS COUNT
 """
@@ -20,17 +20,17 @@ from radixrt.worker.cuda.peers import Peers, room_bytes  # noqa: E402
 
 HIDDEN, MOST_ROWS, TILE = 48, 7, 32
 DTYPE = torch.float16
-"""The interpreter rounds it as a GPU does; bfloat16 it cuts off."""
+"""Triton's interpreter rounds to float16 as a GPU does; conversions to bfloat16 truncate."""
 
 
 def rooms(folder: Path, ranks: int) -> list[torch.Tensor]:
-    """Every rank's memory, as it lies in a file."""
+    """The memory of all ranks, mapped from files."""
     size, files = room_bytes(ranks, HIDDEN, MOST_ROWS, DTYPE), [str(folder / str(rank)) for rank in range(ranks)]
     return [torch.from_file(file, shared=True, size=size, dtype=torch.uint8) for file in files]
 
 
 def added(residual: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """What `Peers.add` makes of parts[ranks, rows, hidden]."""
+    """The expected result of `Peers.add` for residual[rows, hidden] and parts[ranks, rows, hidden]."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -9,7 +9,7 @@ from radixrt.worker.cuda.variants import Shape
 
 
 class Wrapper:
-    """One sequence after the other, in float32."""
+    """A wrapper that computes one sequence after the other, in float32."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -38,7 +38,7 @@ class Wrapper:
 
 
 class PlainFlashInfer:
-    """As `ragged.FlashInfer`; `used` are the numbers of the wrappers that were planned."""
+    """Like `ragged.FlashInfer`. `used`: the numbers of the wrappers that were requested."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, tokens: int) -> None:
         self.tokens = tokens
