@@ -249,7 +249,7 @@ def load_model(
     weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
-        wide = "weights" if products is Products.NONE else "experts" if model.wide_experts else ""
+        wide = "weights" if products is Products.NONE else "experts" if model.has_unquantized_experts else ""
         if wide and loaded.hf_config.get("quantization_config"):
             log.warning(
                 "%s: %s that are stored in %s are multiplied out at load: they take the memory of 16 bits",

@@ -21,7 +21,7 @@ def make(folder, family: str):
 
 
 def are_narrow(runner) -> bool:
-    kinds = {layer.mlp.experts.narrow for layer in runner._model._layers}
+    kinds = {layer.mlp.experts.is_fp8 for layer in runner._model._layers}
     assert len(kinds) == 1
     return kinds.pop()
 

@@ -430,7 +430,7 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     elements = 0
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
-            elements += weight.numel() * spec.experts.chosen // spec.experts.count
+            elements += weight.numel() * spec.experts.top_k // spec.experts.count
         elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias")):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

@@ -572,7 +572,7 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe", "laguna"])
 @pytest.mark.parametrize("kind", METHODS)
-def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
+def test_fp8_weights_are_dequantized(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
     plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
     for name in [name for name in plain if name.endswith(("proj.weight", "query_key_value.weight", "dense.weight"))]:
@@ -779,7 +779,7 @@ def test_the_scale_of_mistral_4_is_plain():
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5}
     sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
     spec = read_spec({"model_type": "mistral4", "rope_parameters": rope} | sizes | FEW)
-    assert spec.scale == 128**-0.5 and spec.query_growth == (0.1, 8192)
+    assert spec.scale == 128**-0.5 and spec.query_scaling == (0.1, 8192)
     assert frequencies(spec.rope, spec.rope_dim, spec.max_model_len)[1] == 1
     assert read_spec({"model_type": "mistral4"} | sizes | FEW).scale == 128**-0.5
 

@@ -19,7 +19,7 @@ LARGEST = 128
 bfloat16 (`cuda.packed_experts`)."""
 
 
-def multiplied_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A matrix [R, C] in `dtype`, of blocks uint8[R, C / 32, 16] and scales uint8[R, C / 32]."""
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
     halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
@@ -67,7 +67,7 @@ class PackedStack:
         self.values[number] = _joined(halves.transpose(2, 3), 4).transpose(0, 1)
         self.scales[number] = _joined(scales.view(rows, -1, WIDTH // BLOCK), 8).transpose(0, 1)
 
-    def multiplied_out(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] of an expert, in `dtype`."""
         shifts = torch.arange(0, 32, 4, device=self.values.device)
         halves = (self.values[number][..., None] >> shifts & 15).transpose(-1, -2).flatten(-2)
