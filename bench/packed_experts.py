@@ -1,4 +1,4 @@
-"""A layer of gpt-oss' experts: kept in MXFP4, multiplied out to bfloat16, and the limits of both.
+"""A layer of gpt-oss' experts: kept in MXFP4, dequantized to bfloat16, and the limits of both.
 
     python -m bench.packed_experts [--sweep] [--tokens N ...]
 

@@ -96,20 +96,20 @@ def _read_blocks(weights: Weights, name: str, shape: tuple[int, int, int]) -> Bl
     return weights.bytes(f"{name}_blocks", (*most, count, BLOCK // 2)), weights.bytes(f"{name}_scales", (*most, count))
 
 
-def _pack_gate_up(of: Blocks, part: Part) -> PackedStack:
+def _pack_gate_up(stored: Blocks, part: Part) -> PackedStack:
     """`gate_up` with deinterleaved rows: gate, then up."""
-    (count, _, each), own = of[1].shape, slice(part.start, part.stop)
-    stack = PackedStack.empty(count, part.count, each * BLOCK, device=of[0].device)
-    for expert, (blocks, scales) in enumerate(zip(*of, strict=True)):
+    (count, _, num_blocks), own = stored[1].shape, slice(part.start, part.stop)
+    stack = PackedStack.empty(count, part.count, num_blocks * BLOCK, device=stored[0].device)
+    for expert, (blocks, scales) in enumerate(zip(*stored, strict=True)):
         stack.put(expert, deinterleave(blocks[own]), deinterleave(scales[own]))
     return stack
 
 
-def _pack_down(of: Blocks, part: Part) -> PackedStack:
-    count, rows, _ = of[1].shape
+def _pack_down(stored: Blocks, part: Part) -> PackedStack:
+    count, rows, _ = stored[1].shape
     first, last = _block_range(part)
-    stack = PackedStack.empty(count, rows, part.count, part.start - first * BLOCK, of[0].device)
-    for expert, (blocks, scales) in enumerate(zip(*of, strict=True)):
+    stack = PackedStack.empty(count, rows, part.count, part.start - first * BLOCK, stored[0].device)
+    for expert, (blocks, scales) in enumerate(zip(*stored, strict=True)):
         stack.put(expert, blocks[:, first:last], scales[:, first:last])
     return stack
 
@@ -119,9 +119,9 @@ def _block_range(part: Part) -> tuple[int, int]:
     return part.start // BLOCK, -(-part.stop // BLOCK)
 
 
-def _dequantizer(of: Blocks, part: Part, dtype: torch.dtype) -> Matrices:
+def _dequantizer(stored: Blocks, part: Part, dtype: torch.dtype) -> Matrices:
     """Dequantizes a part of an expert's matrix [out, in] when called."""
-    blocks, scales = of
+    blocks, scales = stored
 
     def matrix(expert: int) -> torch.Tensor:
         if part.dim == 0:

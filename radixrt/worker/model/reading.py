@@ -80,11 +80,11 @@ class Reader:
 
     def _linear(self, pieces: list[Piece], bias: bool) -> Product:
         """Several projections of the same input as one, their rows in the order of `pieces`."""
-        whole = self._biases(pieces) if bias else None
+        biases = self._biases(pieces) if bias else None
         if weight := self._scaled(pieces):
-            return ScaledLinear(weight, whole, self._weights.dtype, self._ops)
+            return ScaledLinear(weight, biases, self._weights.dtype, self._ops)
         weight = concatenate([self._weight(p) for p in pieces])
-        return Linear(weight, whole, self._batch_invariant, self._ops)
+        return Linear(weight, biases, self._batch_invariant, self._ops)
 
     def _fused(self, name: str, pieces: list[Piece]) -> list[Piece]:
         """This rank's parts of projections that a checkpoint stores as one matrix `name`, with their rows one after the
@@ -194,8 +194,8 @@ class Reader:
             pieces = self._fused(at + "qkv_proj", pieces)
         qkv = self._linear(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        whole, last = spec.qk_norm_all_heads, spec.qk_norm_after_rope
-        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, whole, self._group, last)
+        all_heads, after_rope = spec.qk_norm_all_heads, spec.qk_norm_after_rope
+        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, all_heads, self._group, after_rope)
 
     def _latent(self, at: str) -> Projections:
         """Heads are divided among ranks; the projections to latents are replicated."""
