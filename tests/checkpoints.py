@@ -1,4 +1,4 @@
-"""Small checkpoints made on the spot."""
+"""Small random checkpoints for tests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FAMILIES += ("glm4_moe", "minimax_m2", "phi3", "gemma3_text", "seed_oss", "smoll
 
 
 def require(family: str) -> None:
-    """Skip the test where transformers is older than the model."""
+    """Skip the test if the installed transformers does not have the family."""
     import pytest
     import transformers
 
@@ -86,7 +86,7 @@ def require(family: str) -> None:
 def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | None = None, seed: int = 0, **changes):
     """Write a small random checkpoint of `family` into `folder` and return the transformers model, float32.
 
-    `changes` are fields of its config; with `shard_bytes` the weights come in several files of that size.
+    `changes` are fields of its config; with `shard_bytes`, the weights are divided into files of at most that size.
     """
     from transformers import AutoConfig
 
@@ -152,7 +152,7 @@ def _random(config, seed: int = 0):
 
     torch.manual_seed(seed)
     settings = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if config.model_type == "mistral4":  # some versions look for it as a part of others only
+    if config.model_type == "mistral4":  # in some versions, AutoModelForCausalLM does not know it
         from transformers import Mistral4ForCausalLM
 
         model = Mistral4ForCausalLM._from_config(config, **settings).eval()
@@ -173,8 +173,8 @@ def _random(config, seed: int = 0):
 
 
 def make_published(folder: Path, family: str, **changes):
-    """Like `make_model`, but `config.json` has the fields that are given and few others, as people publish it, and
-    transformers reads it from there. Fields that are "REMOVED" are left out."""
+    """As `make_model`, but config.json has only the given fields and a few others, as published files do, and the model
+    is made from that file. Fields with the value "REMOVED" are left out."""
     from transformers import AutoConfig
 
     require(family)

@@ -96,7 +96,7 @@ def test_what_is_packed_is_what_was_stored(before, columns):
 
 
 def test_experts_stay_packed_where_they_are_to(packed, caplog):
-    """The same model, to the last bit; a scale that is too large for kernels is multiplied out."""
+    """The same model, to the last bit; a scale that is too large for kernels is dequantized."""
     spec = read_spec(read_json(packed[0] / "config.json"))
     tokens, positions = torch.arange(1, 40), torch.arange(39)
     logits, kinds = [], []

@@ -264,7 +264,7 @@ def test_layers_that_guess_further_tokens_are_left_out(checkpoint, tmp_path, cap
 
 @pytest.mark.parametrize("q_rank", [128, None])
 def test_blocks_of_fp8(tmp_path, q_rank):
-    """As V3 is stored: what is absorbed is multiplied out, all else stays as it is, the experts too."""
+    """As V3 is stored: the absorbed projections are dequantized, all else stays as it is, the experts too."""
     from tests.checkpoints import make_model
 
     sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "q_lora_rank": q_rank}

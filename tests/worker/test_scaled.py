@@ -254,7 +254,7 @@ def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
 
 
 def test_what_is_not_kept_in_fp8_is_counted_once(plain, tmp_path):
-    """Of q, k and v only q is in FP8: they are multiplied out."""
+    """Of q, k and v only q is in FP8: they are dequantized."""
     folder = store(plain, tmp_path / "fp8", of_rows, names=("q_proj",))
     weights = SafetensorsWeights(folder, torch.float32, CPU, products=Products.STORED)
     Decoder(read_spec(read_json(folder / "config.json")), weights)

@@ -78,7 +78,7 @@ PARTS = [Part(0, 128, 256), Part(1, 128, 256), Part(0, 128, 384), Part(1, 0, 128
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [*PARTS, Part(0, 96, 192), Part(1, 64, 192)])
 def test_a_part_is_what_the_whole_has_there(checkpoint, tmp_path, kind, part):
-    """Also where its ends lie within a block of one scale: then the whole is multiplied out, and cut."""
+    """Also where its ends lie within a block of one scale: then the whole is dequantized, and sliced."""
     scales, config = KINDS[kind]
     folder = store(checkpoint("qwen2", **SIZES)[0], tmp_path / "fp8", scales, **config)
     name, shape = "model.layers.0.mlp.gate_proj.weight", (384, 256)
