@@ -13,7 +13,7 @@ NORMS = NormsSpec(after_attention="post_norm1", after_mlp="post_norm2")
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Logits are multiplied by `logits_scaling`, which Granite divides by. With norms after attention and MLP
-    (`use_post_norm`), a `residual_multiplier` is not served."""
+    (`use_post_norm`), no other `residual_multiplier` than 1 is served."""
     normed = bool(config.get("use_post_norm", True))
     if normed:
         check_served(config, {"residual_multiplier": 1.0})
