@@ -63,15 +63,15 @@ def by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     count = torch.zeros(len(experts.down), dtype=torch.int32, device=x.device)
     count = count.scatter_add_(0, chosen.flatten(), torch.ones_like(order, dtype=torch.int32))
     ends = count.cumsum(0, dtype=torch.int32)
-    inner = F.grouped_mm(x[order // experts.chosen], experts.gate_up.transpose(1, 2), offs=ends)
+    inner = F.grouped_mm(x[order // experts.top_k], experts.gate_up.transpose(1, 2), offs=ends)
     found = F.grouped_mm(kernels.gate(inner, experts.activation), experts.down.transpose(1, 2), offs=ends)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    residual.add_((found[back].unflatten(0, (-1, experts.chosen)) * weights[..., None]).sum(1))
+    residual.add_((found[back].unflatten(0, (-1, experts.top_k)) * weights[..., None]).sum(1))
 
 
 def rows_by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """The reference in FP8 with scales per row: this project's sort, torch's grouped product."""
-    weights, chosen = routing.route(experts.router(x), experts.chosen, experts.normalized)
+    weights, chosen = routing.route(experts.router(x), experts.top_k, experts.normalized)
     order, known = routing.sort(chosen, len(experts.down), 0), quantize(x, Rounding.ROWS)
 
     def grouped(values: torch.Tensor, scales: torch.Tensor, weight: ScaledStack) -> torch.Tensor:
@@ -123,7 +123,7 @@ def error(way: Way, experts: Experts, x: torch.Tensor) -> float:
     """The relative error of the first tokens."""
     found, exact = torch.zeros_like(x), torch.zeros_like(x[:8], dtype=torch.float32)
     way(experts, x, found)
-    if experts.narrow:
+    if experts.is_fp8:
         experts.one_by_one(x[:8], exact, Gated())
     else:
         weights, chosen = experts.route(x[:8])
@@ -157,7 +157,7 @@ def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
     """The best tiles for each product, as lines of text."""
     experts = layers[0]
     gate_up, down = experts.gate_up, experts.down
-    scaled = experts.narrow
+    scaled = experts.is_fp8
     chosen = experts.route(x)[1].int()
     found: dict[str, list[tuple[float, Tile]]] = {"gate and up": [], "down": []}
     inner = torch.randn((chosen.numel(), down[0].shape[1] if not scaled else down.values.shape[2]), device=x.device)

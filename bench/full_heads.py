@@ -14,7 +14,7 @@ from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Variant
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model.deepseek_v2 import DEFAULTS, latent_decoder
-from radixrt.worker.model.latent import Ups
+from radixrt.worker.model.latent import UpProjections
 from radixrt.worker.model.linear import HeadLinear
 
 RANK, ROPE, NOPE, WIDTH = 512, 64, 128, 128
@@ -45,7 +45,7 @@ class FullCase:
         self.pages = Pages(self.keys, self.keys, table, (1.0, 1.0), None)
         self.q = draw(batch * new, heads, NOPE + ROPE)
         k_up, v_up = (HeadLinear(draw(heads, n, RANK) * RANK**-0.5) for n in (NOPE, WIDTH))
-        self.ups = Ups(HeadLinear(k_up.weight.transpose(1, 2)), v_up)
+        self.ups = UpProjections(HeadLinear(k_up.weight.transpose(1, 2)), v_up)
         self.out = torch.zeros(batch * new, heads, WIDTH, device=DEVICE, dtype=torch.bfloat16)
 
     @property

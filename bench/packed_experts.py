@@ -105,7 +105,7 @@ def measure(wide: list[Experts], packed: list[Experts], x: torch.Tensor, limits:
     wrong = error(packed[0], x)
     assert wrong < 2e-2, wrong
     row = {"bf16_ms": layer_ms(ours.add, wide, x), "mxfp4_ms": layer_ms(ours.add, packed, x)}
-    flops = 2 * (wide[0].gate_up[0].numel() + wide[0].down[0].numel()) * len(x) * wide[0].chosen
+    flops = 2 * (wide[0].gate_up[0].numel() + wide[0].down[0].numel()) * len(x) * wide[0].top_k
     least = {"bf16_limit_ms": limit_ms(wide[0], x, limits)}
     moved = len(wide[0].route(x)[1].unique()) * packed[0].down.nbytes * 3 / len(packed[0].down)
     least["mxfp4_limit_ms"] = max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)

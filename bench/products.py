@@ -101,7 +101,7 @@ def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, ad
 
 def check(x: Inputs, weight: Weight, tile: Tile | None) -> None:
     columns = len(weight.values) if isinstance(weight, Scaled) else len(weight)
-    exact = x.wide() @ weight.wide().t() if isinstance(weight, Scaled) else x.float() @ weight.float().t()
+    exact = x.dequantized() @ weight.dequantized().t() if isinstance(weight, Scaled) else x.float() @ weight.float().t()
     out = torch.zeros(len(x), columns, device="cuda", dtype=torch.bfloat16)
     multiply(x, weight, out, tile, add=True)
     error = float((out.float() - exact).norm() / exact.norm())

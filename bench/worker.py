@@ -110,7 +110,7 @@ def experts_bytes(model: Decoder, batch: int) -> float:
     for layer in model._layers:
         if isinstance(layer.mlp, Mixture):
             experts = layer.mlp.experts
-            share = 1 - (1 - experts.chosen / len(experts.down)) ** batch
+            share = 1 - (1 - experts.top_k / len(experts.down)) ** batch
             total += share * (experts.gate_up.nbytes + experts.down.nbytes)
     return total
 
@@ -296,8 +296,8 @@ def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[
         per_token += sum(2 * x.weight.numel() for x in of_heads(layer))
         if isinstance(layer.mlp, Mixture):
             experts = layer.mlp.experts
-            size = (1 if experts.narrow else 2) * (experts.gate_up.numel() + experts.down.numel())
-            per_token += size * experts.chosen / len(experts.down)
+            size = (1 if experts.is_fp8 else 2) * (experts.gate_up.numel() + experts.down.numel())
+            per_token += size * experts.top_k / len(experts.down)
     rows = []
     for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
         times = []

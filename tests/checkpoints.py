@@ -75,7 +75,7 @@ FAMILIES += ("glm4_moe", "minimax_m2", "phi3", "gemma3_text", "seed_oss", "smoll
 
 
 def require(family: str) -> None:
-    """Skip the test if this version of transformers does not have the model."""
+    """Skip the test if the installed transformers does not have the family."""
     import pytest
     import transformers
 
@@ -152,7 +152,7 @@ def _random(config, seed: int = 0):
 
     torch.manual_seed(seed)
     settings = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if config.model_type == "mistral4":  # some versions look for it as a part of others only
+    if config.model_type == "mistral4":  # in some versions, AutoModelForCausalLM does not know it
         from transformers import Mistral4ForCausalLM
 
         model = Mistral4ForCausalLM._from_config(config, **settings).eval()
@@ -173,8 +173,8 @@ def _random(config, seed: int = 0):
 
 
 def make_published(folder: Path, family: str, **changes):
-    """Like `make_model`, but `config.json` has only the given fields and a few others, as published checkpoints do, and
-    transformers reads it. Fields with the value "REMOVED" are left out."""
+    """As `make_model`, but config.json has only the given fields and a few others, as published files do, and the model
+    is made from that file. Fields with the value "REMOVED" are left out."""
     from transformers import AutoConfig
 
     require(family)

@@ -132,7 +132,7 @@ class TorchStep:
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
         self._attention.pool.write(layer, self._written, k, v)
-        return heads.values(self.over_pages(layer, q))
+        return heads.value_projection(self.over_pages(layer, q))
 
     def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """[T, heads, width of V] for q[T, heads, D], when K and V of the step are written to their pages."""

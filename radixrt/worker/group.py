@@ -37,7 +37,7 @@ class TorchGroup:
         self._device = device
         self._exact = exact
 
-    def room(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
+    def buffer(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(residual)
 
     def add(

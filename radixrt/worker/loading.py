@@ -257,7 +257,9 @@ def load_model(
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
         expanded = is_expanded(loaded.hf_config) and products is not Products.ALL
-        wide = "weights" if expanded or products is Products.NONE else "experts" if model.wide_experts else ""
+        wide = (
+            "weights" if expanded or products is Products.NONE else "experts" if model.has_unquantized_experts else ""
+        )
         if wide and (form := stored_as(loaded.hf_config)):
             log.warning(
                 "%s: %s that are stored in %s are multiplied out at load: they take the memory of 16 bits",

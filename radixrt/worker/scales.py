@@ -150,7 +150,7 @@ class _Observer:
             return attend_with_sinks(q, k, v, mask, sinks, self._scale)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
-        return heads.values(out[0].transpose(0, 1))
+        return heads.value_projection(out[0].transpose(0, 1))
 
 
 # ---------------------------------------------------------------- logging

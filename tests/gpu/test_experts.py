@@ -1,4 +1,4 @@
-"""Mixtures of experts whose weights are in FP8, multiplied as they are, against the same multiplied out."""
+"""Mixtures of experts whose weights are in FP8, multiplied as they are, against the same dequantized."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(folder, family: str):
 
 
 def are_narrow(runner) -> bool:
-    kinds = {layer.mlp.experts.narrow for layer in runner._model._layers}
+    kinds = {layer.mlp.experts.is_fp8 for layer in runner._model._layers}
     assert len(kinds) == 1
     return kinds.pop()
 
@@ -29,7 +29,7 @@ def are_narrow(runner) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_in_fp8(tmp_path, family, kind):
-    """As far from the weights multiplied out as rounding activations to FP8 makes it; by other chunks no farther from
+    """As far from the dequantized weights as rounding activations to FP8 makes it; by other chunks no farther from
     itself. (A token whose experts are nearly as likely as others may get these: the median of some prompts.)"""
     scales, config = KINDS[kind]
     folder = store(make(tmp_path / "plain", family), tmp_path / "fp8", scales, ("experts",), **config)

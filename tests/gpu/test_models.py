@@ -13,7 +13,7 @@ from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Runner
 from radixrt.worker.sample import Draws, draw
 from tests.worker.engine import GREEDY, Engine, prompts
-from tests.worker.families import GROWING, make_model
+from tests.worker.families import YARN_QUERY_SCALING, make_model
 
 SIZES = {
     "vocab_size": 4096,
@@ -43,7 +43,7 @@ OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermedia
 # A small scale: norms of random weights make scores so large that rounding of q and k shows many times over.
 OF_FAMILY |= {"gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 4096} | WINDOWS, "olmo3": WINDOWS}
 OF_FAMILY |= {"glm4_moe_lite": LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 256}}
-FARTHER = GROWING | {"original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1}
+FARTHER = YARN_QUERY_SCALING | {"original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1}
 OF_FAMILY |= {"ministral3": {"rope_parameters": FARTHER | {"mscale_all_dim": 1.0}}, "exaone4": WINDOWS}
 OF_FAMILY |= {
     "mistral4": LATENT | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "head_dim": 128, "rope_parameters": FARTHER}

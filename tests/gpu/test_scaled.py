@@ -1,4 +1,4 @@
-"""Models whose weights are in FP8, multiplied as they are, against the same multiplied out."""
+"""Models whose weights are in FP8, multiplied as they are, against the same dequantized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = {"qwen3_moe": 8}
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_in_fp8(tmp_path, family, kind):
-    """As far from the weights multiplied out as rounding activations to FP8 makes it; by other chunks no farther from
+    """As far from the dequantized weights as rounding activations to FP8 makes it; by other chunks no farther from
     itself, for a bit that differs may be rounded to another step of FP8."""
     make_model(tmp_path / "plain", family, **SIZES)
     scales, config = KINDS[kind]

@@ -12,25 +12,25 @@ from tests import checkpoints
 LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
-GROWING = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
-GROWING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
-"""RoPE with YaRN. `mscale_all_dim` is left out, as transformers would change Mistral 4's softmax scale by it."""
+YARN_QUERY_SCALING = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
+YARN_QUERY_SCALING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
+"""Without `mscale_all_dim`, since transformers then has another softmax scale for Mistral 4 (see `mistral4`)."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
-OF_QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-OF_QWEN |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
-OF_ERNIE: dict[str, Any] = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
-OF_HUNYUAN: dict[str, Any] = {"num_experts": 6, "moe_topk": 3, "head_dim": 16}
-OF_GRANITE: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
-OF_GRANITE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_tok": 3}
+QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+QWEN_MOE |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
+ERNIE_MOE: dict[str, Any] = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
+HUNYUAN_MOE: dict[str, Any] = {"num_experts": 6, "moe_topk": 3, "head_dim": 16}
+GRANITE_MOE: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
+GRANITE_MOE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_tok": 3}
 
-OF_EXAONE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
-HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
-OF_SWASH = OF_GRANITE | {"layer_rope_theta": [10_000.0, 0]}
+EXAONE_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+GRANITE_HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
+GRANITE_HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
+GRANITE_SWASH = GRANITE_MOE | {"layer_rope_theta": [10_000.0, 0]}
 
 SIZES: dict[str, dict[str, Any]] = {
-    "afmoe": OF_EXAONE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
+    "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
     "arcee": {"head_dim": 32},
     "cohere": {"logit_scale": 0.25},
@@ -39,33 +39,33 @@ SIZES: dict[str, dict[str, Any]] = {
     "cwm": WINDOWS | {"head_dim": 32},
     "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     "ernie4_5": {"head_dim": 32},
-    "ernie4_5_moe": OF_ERNIE,
+    "ernie4_5_moe": ERNIE_MOE,
     "exaone4": WINDOWS | {"head_dim": 32},
-    "exaone_moe": OF_EXAONE | WINDOWS | {"head_dim": 32},
+    "exaone_moe": EXAONE_MOE | WINDOWS | {"head_dim": 32},
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
-    "granite_swa": WINDOWS | OF_SWASH,
-    "granitemoe": OF_GRANITE,
-    "granitemoe_swa": WINDOWS | OF_SWASH | {"shared_intermediate_size": 72},
-    "granitemoehybrid": OF_GRANITE | HYBRID,
-    "granitemoeshared": OF_GRANITE | {"shared_intermediate_size": 72},
+    "granite_swa": WINDOWS | GRANITE_SWASH,
+    "granitemoe": GRANITE_MOE,
+    "granitemoe_swa": WINDOWS | GRANITE_SWASH | {"shared_intermediate_size": 72},
+    "granitemoehybrid": GRANITE_MOE | GRANITE_HYBRID,
+    "granitemoeshared": GRANITE_MOE | {"shared_intermediate_size": 72},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": OF_HUNYUAN,
+    "hunyuan_v1_moe": HUNYUAN_MOE,
     "hyperclovax": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
-    "hy_v3": OF_EXAONE | {"head_dim": 32},
+    "hy_v3": EXAONE_MOE | {"head_dim": 32},
     "internlm3": {"head_dim": 32},
     "iquestcoder": {"head_dim": 32},
-    "laguna": OF_EXAONE
+    "laguna": EXAONE_MOE
     | WINDOWS
     | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
-    "mellum": OF_EXAONE | WINDOWS | {"head_dim": 32},
+    "mellum": EXAONE_MOE | WINDOWS | {"head_dim": 32},
     "ministral": WINDOWS | {"head_dim": 32},
-    "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
-    "mistral4": LATENT | EXPERTS | {"rope_parameters": GROWING},
+    "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
+    "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
-    "qwen2_moe": OF_QWEN,
+    "qwen2_moe": QWEN_MOE,
     "sarvam_mla": LATENT | EXPERTS | {"q_lora_rank": None},
     "sarvam_moe": EXPERTS | {"head_dim": 16},
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
@@ -75,14 +75,14 @@ FAMILIES = (*checkpoints.FAMILIES, *SIZES)
 
 
 def make_model(folder: Path | str, family: str, **changes: Any):
-    """Like `checkpoints.make_model`, for any text-only family."""
-    fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers modifies them
+    """As `checkpoints.make_model`, for any family that is not multimodal."""
+    fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers modifies nested ones
     return checkpoints.make_model(folder, family, **fields)
 
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
-SEES = {
+VISION_CONFIGS = {
     "gemma3": VISION | LAYERS,
     "kimi_k25": VISION | LAYERS | {"pos_emb_height": 4, "pos_emb_width": 4},
     "mistral3": VISION | LAYERS | {"model_type": "pixtral", "head_dim": 8},
@@ -90,24 +90,26 @@ SEES = {
     "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
     "qwen3_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
 }
-SEES["qwen3_vl_moe"] = SEES["qwen3_vl"]
-SEES["exaone4_5"] = SEES["qwen2_5_vl"] | {"num_key_value_heads": 2}
-SEES |= dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32})
+VISION_CONFIGS["qwen3_vl_moe"] = VISION_CONFIGS["qwen3_vl"]
+VISION_CONFIGS["exaone4_5"] = VISION_CONFIGS["qwen2_5_vl"] | {"num_key_value_heads": 2}
+VISION_CONFIGS |= dict.fromkeys(
+    ("glm4v", "glm46v", "glm4v_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+)
 
 
-def make_seeing(folder: Path, family: str, original: bool, text: dict[str, Any], **fields: Any):
-    """Write a small random vision model to `folder`. Returns the transformers model, in float32.
+def make_multimodal(folder: Path, family: str, original: bool, text: dict[str, Any], **fields: Any):
+    """Write a small random multimodal checkpoint into `folder` and return the transformers model, float32.
 
-    `config.json` has only the fields given here and those of `text` (for the oldest families, at the top level). If
-    `original`, tensors have the names of published checkpoints; otherwise `config.json` and the names of tensors are
-    those that transformers saves."""
+    `fields` are those of config.json, `text` those of its `text_config`; the oldest families have them side by side.
+    transformers makes the model from that file. If `original`, this file and the published names of tensors are kept;
+    otherwise the folder is as transformers saves it."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
     sizes |= {"initializer_range": 0.2, "pad_token_id": None} | text
-    config = {"model_type": family, "vision_config": SEES[family], "torch_dtype": "bfloat16"} | fields
+    config = {"model_type": family, "vision_config": VISION_CONFIGS[family], "torch_dtype": "bfloat16"} | fields
     config |= sizes if family.startswith("qwen2") else {"text_config": sizes}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from radixrt.worker.kv import KVPool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.mxfp4 import LARGEST, PackedStack, fits, multiplied_out
+from radixrt.worker.model.mxfp4 import LARGEST, PackedStack, dequantize, fits
 from tests.checkpoints import make_model
 from tests.worker.engine import Engine, prompts
 from tests.worker.pages import make_plan
@@ -56,15 +56,15 @@ def packed(tmp_path_factory):
     return folder, model
 
 
-def test_mxfp4_is_multiplied_out_exactly():
+def test_mxfp4_is_dequantized_exactly():
     """All bytes, all scales; 255 is no number."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(254, 1, 1)
     scales = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 16)
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t()
-    assert torch.equal(multiplied_out(blocks, scales, torch.float32), expected)
+    assert torch.equal(dequantize(blocks, scales, torch.float32), expected)
     some = slice(2, None)  # what is above is as small as bfloat16 gets
-    assert torch.equal(multiplied_out(blocks, scales, torch.bfloat16)[some].float(), expected[some])
-    assert multiplied_out(blocks[:1, :1], torch.full((1, 1), 255, dtype=torch.uint8), torch.float32).isnan().all()
+    assert torch.equal(dequantize(blocks, scales, torch.bfloat16)[some].float(), expected[some])
+    assert dequantize(blocks[:1, :1], torch.full((1, 1), 255, dtype=torch.uint8), torch.float32).isnan().all()
 
 
 def test_logits_of_a_checkpoint_in_mxfp4(packed, caplog):
@@ -88,15 +88,15 @@ def test_what_is_packed_is_what_was_stored(before, columns):
     for number in range(2):
         stack.put(number, blocks[number], scales[number])
     for number in range(2):
-        whole = multiplied_out(blocks[number], scales[number], torch.float32)
-        assert torch.equal(stack.multiplied_out(number, torch.float32), whole[:, before : before + columns])
+        whole = dequantize(blocks[number], scales[number], torch.float32)
+        assert torch.equal(stack.dequantized(number, torch.float32), whole[:, before : before + columns])
     assert len(stack) == 2 and stack.numel() == 2 * 5 * columns
     assert stack.nbytes == 2 * 5 * 68 * -(-(before + columns) // 128)
     assert fits(scales) and not fits(torch.tensor([LARGEST + 1]))
 
 
 def test_experts_stay_packed_where_they_are_to(packed, caplog):
-    """The same model, to the last bit; a scale that is too large for kernels is multiplied out."""
+    """The same model, to the last bit; a scale that is too large for kernels is dequantized."""
     spec = read_spec(read_json(packed[0] / "config.json"))
     tokens, positions = torch.arange(1, 40), torch.arange(39)
     logits, kinds = [], []
@@ -104,7 +104,7 @@ def test_experts_stay_packed_where_they_are_to(packed, caplog):
         weights = SafetensorsWeights(packed[0], torch.float32, CPU, progress=False, packed=keep)
         model = Decoder(spec, weights)
         assert not weights.unused()
-        kinds.append((model.wide_experts, model.narrow))
+        kinds.append((model.has_unquantized_experts, model.is_fp8))
         with torch.inference_mode():
             logits.append(model.forward(tokens, positions, lambda layer, heads: mix(layer, heads)))
     assert torch.equal(*logits) and kinds == [(True, False), (False, False)]
@@ -127,7 +127,7 @@ def test_mxfp4_is_kept_where_kernels_for_it_work(packed, monkeypatch):
     assert not loading.keeps_mxfp4("auto", on_gpu, kernels=True)
 
 
-def test_scales_that_kernels_cannot_have_are_multiplied_out(packed, tmp_path):
+def test_scales_that_kernels_cannot_have_are_dequantized(packed, tmp_path):
     folder = tmp_path / "large"
     shutil.copytree(packed[0], folder)
     tensors = load_file(folder / "model.safetensors")
@@ -135,17 +135,17 @@ def test_scales_that_kernels_cannot_have_are_multiplied_out(packed, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, packed=True)
     model = Decoder(read_spec(read_json(folder / "config.json")), weights)
-    assert [layer.mlp.experts.packed for layer in model._layers] == [True, False]
-    assert model.wide_experts
+    assert [layer.mlp.experts.is_mxfp4 for layer in model._layers] == [True, False]
+    assert model.has_unquantized_experts
 
 
 def test_random_weights_are_packed_as_a_checkpoint_is(packed):
     config = read_json(packed[0] / "config.json")
     spec = read_spec(config)
     models = [Decoder(spec, RandomWeights(0, torch.float32, CPU, packed=keep)) for keep in (True, False, True)]
-    assert [model.wide_experts for model in models] == [False, True, False]
+    assert [model.has_unquantized_experts for model in models] == [False, True, False]
     kept, wide, again = (model._layers[1].mlp.experts.down for model in models)
-    values = kept.multiplied_out(3, torch.float32)
+    values = kept.dequantized(3, torch.float32)
     assert values.shape == wide[3].shape and 0.01 < values.std() < 0.04
     assert torch.equal(kept.values, again.values) and not torch.equal(kept.values[0], kept.values[1])
 
@@ -162,7 +162,7 @@ def test_all_ranks_together_are_the_model(packed, checkpoint, stored, size):
     def run(group=None):
         weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, packed=stored == "packed")
         model = Decoder(spec, weights, group=group)
-        assert model.wide_experts == (stored != "packed")
+        assert model.has_unquantized_experts == (stored != "packed")
         assert not weights.unused()
         with torch.inference_mode():
             return model.forward(tokens, positions, with_sinks(model)), torch.stack(model.sinks)
@@ -182,7 +182,7 @@ def test_what_config_json_says(shared_data):
     spec = read_spec(config)
     assert spec.windows == (128, None) * 12 and spec.sinks and spec.qkv_bias and spec.output_bias
     assert (spec.max_model_len, spec.head_dim, spec.activation) == (131_072, 64, "clamped_swiglu")
-    assert (spec.experts.count, spec.experts.chosen, spec.experts.intermediate_size) == (32, 4, 2880)
+    assert (spec.experts.count, spec.experts.top_k, spec.experts.intermediate_size) == (32, 4, 2880)
     assert spec.rope["truncate"] is False and spec.rope["rope_theta"] == 150_000
     few = {name: config[name] for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
     few |= {"num_attention_heads": 64, "intermediate_size": 2880, "num_local_experts": 32}

@@ -144,7 +144,7 @@ def test_experts_are_chosen_as_by_transformers(name):
     sizes = {"hidden_size": 16, "n_routed_experts": 16, "num_experts_per_tok": 4, "num_attention_heads": 2}
     config = AutoConfig.for_model(family, **sizes, **changes, num_hidden_layers=5, max_position_embeddings=64)
     spec = read_spec(config.to_dict()).experts
-    assert (spec.count, spec.chosen, spec.routing.sigmoid) == (16, 4, family == "deepseek_v3")
+    assert (spec.count, spec.top_k, spec.routing.sigmoid) == (16, 4, family == "deepseek_v3")
     theirs = (DeepseekV3TopkRouter if family == "deepseek_v3" else DeepseekV2TopkRouter)(config)
     torch.nn.init.normal_(theirs.weight)
     bias = None
@@ -165,7 +165,7 @@ def test_logits_of_a_router_are_not_rounded():
     """In 16 bits the scores of experts are often equal."""
     router = Linear(torch.randn(16, 64).bfloat16())
     x, none = torch.randn(9, 64).bfloat16(), torch.empty(0)
-    wide = Experts(router, none, none, 4, True, "silu", False, Routing(wide=True))
+    wide = Experts(router, none, none, 4, True, "silu", False, Routing(float32_logits=True))
     assert (
         torch.equal(wide.logits(x), x.float() @ router.weight.float().t()) and wide.route(x)[0].dtype == torch.float32
     )
@@ -264,7 +264,7 @@ def test_layers_that_guess_further_tokens_are_left_out(checkpoint, tmp_path, cap
 
 @pytest.mark.parametrize("q_rank", [128, None])
 def test_blocks_of_fp8(tmp_path, q_rank):
-    """As V3 is stored: what is absorbed is multiplied out, all else stays as it is, the experts too."""
+    """As V3 is stored: the absorbed projections are dequantized, all else stays as it is, the experts too."""
     from tests.checkpoints import make_model
 
     sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "q_lora_rank": q_rank}
@@ -283,7 +283,7 @@ def test_blocks_of_fp8(tmp_path, q_rank):
     kept, wide = decoder(Products.STORED), decoder(Products.NONE)
     for layer in kept._layers:
         assert all(isinstance(x, ScaledLinear) for x in (*layer.heads.products, layer.output.product))
-    assert not kept.wide_experts and isinstance(kept._layers[1].mlp.shared.down, ScaledLinear)
+    assert not kept.has_unquantized_experts and isinstance(kept._layers[1].mlp.shared.down, ScaledLinear)
     for model in (kept, wide):
         assert torch.equal(model._layers[0].heads.ups.v.weight, wide._layers[0].heads.ups.v.weight)
     found, expected = (m.forward(tokens, tokens - 1, attend_plainly(spec.scale)) for m in (kept, wide))
@@ -298,7 +298,7 @@ def attend_plainly(scale: float):
         scores = torch.einsum("qhd,kd->hqk", q, k[:, 0]) * scale
         hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return heads.values(torch.einsum("hqk,kd->qhd", weights, v[:, 0]))
+        return heads.value_projection(torch.einsum("hqk,kd->qhd", weights, v[:, 0]))
 
     return attend
 

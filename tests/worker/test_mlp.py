@@ -7,7 +7,7 @@ import torch
 
 from radixrt.worker.model.layers import NoNorm, Output, TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.mlp import Mlp, Shared
+from radixrt.worker.model.mlp import Mlp, SharedMlp
 from radixrt.worker.model.scaled import Scaled, ScaledLinear
 
 
@@ -17,7 +17,7 @@ class Fused(TorchOps):
     def __init__(self) -> None:
         self.asked = 0
 
-    def gated(self, x, weight, activation):
+    def gated_linear(self, x, weight, activation):
         self.asked += 1
         return self.gate(x @ weight.t(), activation)
 
@@ -25,7 +25,7 @@ class Fused(TorchOps):
 class Never(Fused):
     """Leaves it to two."""
 
-    def gated(self, x, weight, activation):
+    def gated_linear(self, x, weight, activation):
         self.asked += 1
 
 
@@ -33,7 +33,7 @@ def linear(rows, columns, ops, **kinds):
     return Linear(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)), ops=ops, **kinds)
 
 
-@pytest.mark.parametrize("kind", [Mlp, Shared])
+@pytest.mark.parametrize("kind", [Mlp, SharedMlp])
 @pytest.mark.parametrize("ops", [Fused(), Never()], ids=["fused", "not"])
 def test_product_and_gate_by_one_kernel(kind, ops):
     gate_up, down = linear(32, 8, ops), linear(8, 16, None)
@@ -43,7 +43,7 @@ def test_product_and_gate_by_one_kernel(kind, ops):
     if kind is Mlp:
         Mlp(gate_up, Output(down, None, 0), "silu").add(x, residual, NoNorm(), ops)
     else:
-        Shared(gate_up, down, "silu").add(x, residual, ops)
+        SharedMlp(gate_up, down, "silu").add(x, residual, ops)
     assert ops.asked == before + 1
     torch.testing.assert_close(residual, expected)
 
@@ -58,7 +58,7 @@ def test_product_and_gate_by_one_kernel(kind, ops):
     ids=["no ops", "batch invariant", "bias"],
 )
 def test_what_one_kernel_does_not_do(gate_up):
-    assert gate_up.gated(torch.randn(5, 8), "silu") is None
+    assert gate_up.gated_linear(torch.randn(5, 8), "silu") is None
 
 
 def test_what_is_rounded_next_is_gated_by_the_kernel_that_rounds():

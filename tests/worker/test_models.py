@@ -14,7 +14,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Runner
 from tests.worker.engine import GREEDY, Engine, prompts
-from tests.worker.families import FAMILIES, GROWING
+from tests.worker.families import FAMILIES, YARN_QUERY_SCALING
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -73,10 +73,10 @@ VARIANTS = [
     ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("gpt_oss", {"num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"]}),
     ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}, "attention_bias": False}),
-    ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0}, "sliding_window": 16}),
+    ("ministral3", {"rope_parameters": YARN_QUERY_SCALING | {"llama_4_scaling_beta": 0.0}, "sliding_window": 16}),
     (
         "mistral4",
-        {"rope_parameters": GROWING | {"mscale": 0.7}, "rope_interleave": False, "norm_topk_prob": False}
+        {"rope_parameters": YARN_QUERY_SCALING | {"mscale": 0.7}, "rope_interleave": False, "norm_topk_prob": False}
         | {"q_lora_rank": None, "first_k_dense_replace": 1, "attention_bias": True, "routed_scaling_factor": 2.0},
     ),
     ("glm", {"attention_bias": False, "num_key_value_heads": 1}),
@@ -430,7 +430,7 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     elements = 0
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
-            elements += weight.numel() * spec.experts.chosen // spec.experts.count
+            elements += weight.numel() * spec.experts.top_k // spec.experts.count
         elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias")):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

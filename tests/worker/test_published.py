@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: every odd setting of their config.json, against transformers."""
+"""Checkpoints with config.json files as they are published, with all their variants, against transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec
 from tests.checkpoints import make_published, require
 from tests.worker.engine import Engine, prompts
-from tests.worker.families import GROWING, SEES, make_seeing
+from tests.worker.families import VISION_CONFIGS, YARN_QUERY_SCALING, make_multimodal
 from tests.worker.test_models import all_logits, load
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
@@ -46,27 +46,27 @@ LITE = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group"
 GLM: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1}
 GLM |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "topk_group": 1}
 GLM |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "num_key_value_heads": 2, "rope_theta": 1e6}
-HALF = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 MINIMAX: dict[str, Any] = {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 MINIMAX |= {"attn_type_list": [1, 1], "qk_norm_type": "per_layer", "use_qk_norm": True, "use_routing_bias": True}
 MINIMAX |= {"scoring_func": "sigmoid", "shared_intermediate_size": 0, "num_key_value_heads": 2, "rope_theta": 5e6}
-FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
-PHI: dict[str, Any] = ORIGINAL | {"rope_scaling": FACTORS | {"type": "longrope"}, "num_key_value_heads": 2}
+LONGROPE_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+PHI: dict[str, Any] = ORIGINAL | {"rope_scaling": LONGROPE_FACTORS | {"type": "longrope"}, "num_key_value_heads": 2}
 PHI |= {"pad_token_id": None}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
-PARTIAL = {"rope_scaling": {name: x[:3] for name, x in FACTORS.items()} | {"type": "longrope"}}
-PARTIAL |= {"partial_rotary_factor": 0.75}
+PARTIAL_ROTARY = {"rope_scaling": {name: x[:3] for name, x in LONGROPE_FACTORS.items()} | {"type": "longrope"}}
+PARTIAL_ROTARY |= {"partial_rotary_factor": 0.75}
 GEMMA: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16}
 GEMMA |= {"sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid"}
 GEMMA_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 GEMMA_ROPE |= {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
-NEWER = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
+YARN_RENAMED = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 PLAIN: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": None}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 8}
 GRANITE |= {"tie_word_embeddings": True, "rope_theta": 1e7}
-ANEW = GROWING | ORIGINAL | {"type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}
-DEVSTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": ANEW | {"mscale_all_dim": 1.0}}
+YARN_SCALED_QUERIES = YARN_QUERY_SCALING | ORIGINAL | {"type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}
+DEVSTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": YARN_SCALED_QUERIES | {"mscale_all_dim": 1.0}}
 FLASH: dict[str, Any] = DEEPSEEK | {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 FLASH |= {"rope_scaling": None, "partial_rotary_factor": 1.0, "rope_theta": 1e6, "pad_token_id": None}
 DOTS: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1}
@@ -80,20 +80,20 @@ NORTH: dict[str, Any] = COHERE | {"head_dim": 16, "rms_norm_eps": 1e-6, "sliding
 NORTH |= {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 0, "expert_selection_fn": "sigmoid"}
 NORTH |= {"norm_topk_prob": False, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
 NORTH |= {"prefix_dense_sliding_window_pattern": 1, "use_parallel_block": True, "use_gated_activation": True}
-FEWER = {k: x for k, x in NORTH.items() if not k.startswith("prefix")} | {"first_k_dense_replace": 2}
+NORTH_MINIMAL = {k: x for k, x in NORTH.items() if not k.startswith("prefix")} | {"first_k_dense_replace": 2}
 NORTH |= {"layer_types": [("sliding_attention", "full_attention")[i % 4 == 0] for i in range(5)]}
-PLUS: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2}
-PLUS |= {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "shared_expert_combination_strategy": "average"}
-PLUS |= {"first_k_dense_replace": 0, "rms_norm_eps": None, "sliding_window": 16, "num_hidden_layers": 4}
-PLUS |= {"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"}
+A_PLUS: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2}
+A_PLUS |= {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "shared_expert_combination_strategy": "average"}
+A_PLUS |= {"first_k_dense_replace": 0, "rms_norm_eps": None, "sliding_window": 16, "num_hidden_layers": 4}
+A_PLUS |= {"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
 QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN |= {"sliding_window": 32_768, "max_window_layers": 21, "use_sliding_window": False, "num_key_value_heads": 2}
 OLMOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": None, "norm_topk_prob": False}
 OLMOE |= {"attention_bias": False, "rope_scaling": None, "rope_theta": 1e4, "num_key_value_heads": 4}
 ERNIE: dict[str, Any] = {"use_bias": False, "rope_theta": 5e5, "tie_word_embeddings": True, "num_key_value_heads": 2}
-ERNIES: dict[str, Any] = {"moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_k": 2}
-ERNIES |= {"moe_layer_end_index": 1, "moe_layer_interval": 1, "moe_intermediate_size": 16, "moe_use_aux_free": True}
+ERNIE_MOE: dict[str, Any] = {"moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_k": 2}
+ERNIE_MOE |= {"moe_layer_end_index": 1, "moe_layer_interval": 1, "moe_intermediate_size": 16, "moe_use_aux_free": True}
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 HUNYUAN: dict[str, Any] = {"rope_scaling": ALPHA | {"type": "dynamic"}, "attention_head_dim": 16, "head_dim": 16}
 HUNYUAN |= {"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "num_key_value_heads": 2, "pad_token_id": None}
@@ -114,7 +114,7 @@ LAGUNA |= {"gating": "per-head", "norm_topk_prob": True, "moe_router_logit_softc
 LAGUNA |= {"mlp_only_layers": [0], "decoder_sparse_step": 1, "qkv_bias": False, "attention_bias": False}
 LAGUNA |= {"moe_apply_router_weight_on_input": False, "num_key_value_heads": 2}
 LAGUNA["layer_types"] = ["full_attention", "sliding_attention"]
-FOUR = {"num_attention_heads_per_layer": [4, 8, 8, 8], "num_hidden_layers": 4, "layer_types": LLLG[::-1]}
+LAGUNA_4_LAYERS = {"num_attention_heads_per_layer": [4, 8, 8, 8], "num_hidden_layers": 4, "layer_types": LLLG[::-1]}
 LAGUNA["rope_parameters"] = {
     "full_attention": YARN | {"rope_type": "yarn", "partial_rotary_factor": 0.5, "rope_theta": 5e5, "beta_fast": 32.0},
     "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 1e4},
@@ -128,15 +128,15 @@ HY |= {"enable_moe_fp32_combine": False, "moe_router_use_sigmoid": True, "rope_p
 CWM = {"head_dim": 16, "rope_scaling": {"factor": 16.0, "rope_type": "llama3", **ORIGINAL}, "sliding_window": 16}
 CWM["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MELLUM = EXPERTS | {"sliding_window": 16, "rope_parameters": GEMMA_ROPE, "norm_topk_prob": True}
-MELLUM |= {"rope_theta": 100.0, "rope_local_base_freq": 50.0}  # which it does not read
-MICRO = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40}
-MICRO |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4}
+MELLUM |= {"rope_theta": 100.0, "rope_local_base_freq": 50.0}  # which transformers ignores
+GRANITE_4 = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 40}
+GRANITE_4 |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4}
 SARVAM: dict[str, Any] = {"num_experts": 8, "num_shared_experts": 1, "num_experts_per_tok": 2, "head_dim": 16}
 SARVAM |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 1}
 SARVAM |= {"topk_group": 1, "use_qkv_bias": False, "use_qk_norm": True, "rope_theta": 8e6, "num_key_value_heads": 2}
-LARGER = {name: value for name, value in DEEPSEEK.items() if name not in ("n_routed_experts", "n_shared_experts")}
-LARGER |= {"num_experts": 8, "num_shared_experts": 1, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
-LARGER |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"type": "deepseek_yarn"}, "head_dim": 32}
+SARVAM_105B = {name: value for name, value in DEEPSEEK.items() if name not in ("n_routed_experts", "n_shared_experts")}
+SARVAM_105B |= {"num_experts": 8, "num_shared_experts": 1, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+SARVAM_105B |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"type": "deepseek_yarn"}, "head_dim": 32}
 SWASH = GRANITE | {"layer_rope_theta": [1e4, 0], "layer_types": ["sliding_attention", "full_attention"]}
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -177,12 +177,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3": ("deepseek_v3", DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     "glm 4.5": ("glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
     "glm 4.5 air": ("glm4_moe", GLM | {"use_qk_norm": False, "attention_bias": True, "routed_scaling_factor": 1.0}),
-    "glm of transformers 5": ("glm4_moe", GLM | {"rope_parameters": HALF, "partial_rotary_factor": "REMOVED"}),
+    "glm of transformers 5": ("glm4_moe", GLM | {"rope_parameters": HALF_ROTARY, "partial_rotary_factor": "REMOVED"}),
     "minimax m2": ("minimax_m2", MINIMAX),
     "phi 3 mini 4k": ("phi3", PHI | {"sliding_window": 100, "rope_scaling": None}),
     "phi 3 mini 128k": ("phi3", PHI | {"num_key_value_heads": "REMOVED", "sliding_window": 262_144}),
     "phi 4": ("phi3", PHI | {"rope_theta": 250_000, "original_max_position_embeddings": 512, "rope_scaling": None}),
-    "phi 4 mini": ("phi3", PHI | PARTIAL | {"tie_word_embeddings": True}),
+    "phi 4 mini": ("phi3", PHI | PARTIAL_ROTARY | {"tie_word_embeddings": True}),
     "gemma 3 1b": ("gemma3_text", GEMMA | {"rope_local_base_freq": 100, "rope_theta": 1e6, "rope_scaling": None}),
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
     "gemma 3, original beside it": (
@@ -198,7 +198,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         PLAIN | {"num_hidden_layers": 4, "layer_types": LLLG, "sliding_window": 16, "use_sliding_window": False},
     ),
     "olmo 2": ("olmo2", PLAIN | {"num_key_value_heads": 4, "rope_theta": 5e5}),
-    "olmo 3": ("olmo3", PLAIN | {"sliding_window": 16, "num_hidden_layers": 5, "rope_scaling": NEWER}),
+    "olmo 3": ("olmo3", PLAIN | {"sliding_window": 16, "num_hidden_layers": 5, "rope_scaling": YARN_RENAMED}),
     "olmo 3, with a field of gemma's": ("olmo3", PLAIN | {"rope_local_base_freq": 100.0, "sliding_window": 16}),
     "granite 3": ("granite", PLAIN | GRANITE),
     "devstral 2": ("ministral3", LONG | DEVSTRAL | {"pad_token_id": None}),
@@ -220,7 +220,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", PLAIN | OLMOE),
     "flex olmo": ("flex_olmo", PLAIN | {"num_experts": 7, "num_experts_per_tok": 5, "rope_theta": 5e5}),
     "ernie 4.5 0.3b": ("ernie4_5", ERNIE | {"head_dim": 16}),
-    "ernie 4.5 21b": ("ernie4_5_moe", ERNIE | ERNIES),
+    "ernie 4.5 21b": ("ernie4_5_moe", ERNIE | ERNIE_MOE),
     "hunyuan 7b": ("hunyuan_v1_dense", HUNYUAN),
     "hunyuan a13b": ("hunyuan_v1_moe", HUNYUAN | A13B),
     "afm 4.5b": ("arcee", LONG | {"hidden_act": "relu2", "mlp_bias": False, "rope_scaling": YARN | {"mscale": 1.0}}),
@@ -228,13 +228,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "command r7b": ("cohere2", COHERE | {"sliding_window": 16, "sliding_window_pattern": 4, "num_hidden_layers": 5}),
     "command r7b, heads": ("cohere2", COHERE | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 5}),
     "north mini code": ("cohere2_moe", NORTH),
-    "north mini, of few words": ("cohere2_moe", FEWER),
-    "command a plus": ("cohere2_moe", COHERE | PLUS),
+    "north mini, of few words": ("cohere2_moe", NORTH_MINIMAL),
+    "command a plus": ("cohere2_moe", COHERE | A_PLUS),
     "ministral": ("ministral", PLAIN | {"head_dim": 16, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "ministral by its older name": ("mistral", PLAIN | {"head_dim": 8, "sliding_window": 16, "layer_types": LLLG[2:]}),
     "granite 3 1b a400m": ("granitemoe", PLAIN | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "trinity mini": ("afmoe", TRINITY),
-    "laguna xs": ("laguna", PLAIN | LAGUNA | FOUR),
+    "laguna xs": ("laguna", PLAIN | LAGUNA | LAGUNA_4_LAYERS),
     "laguna s": ("laguna", PLAIN | LAGUNA | {"num_attention_heads_per_layer": [4, 6]}),
     "laguna m": ("laguna", PLAIN | LAGUNA | {"layer_types": "REMOVED", "rope_parameters": "REMOVED"}),
     "apertus 8b": ("apertus", LONG | APERTUS | {"rope_scaling": LLAMA3 | ORIGINAL | {"type": "llama3"}}),
@@ -248,13 +248,16 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm 3": ("internlm3", PLAIN | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}, "qkv_bias": False}),
     "internlm 3, biases": ("internlm3", PLAIN | {"bias": True, "qkv_bias": True, "head_dim": 16}),
     "mellum 2": ("mellum", PLAIN | MELLUM | {"num_hidden_layers": 4, "layer_types": LLLG}),
-    "granite 4 micro": ("granitemoehybrid", PLAIN | MICRO),
-    "granite 4, experts": ("granitemoehybrid", PLAIN | MICRO | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite 4 micro": ("granitemoehybrid", PLAIN | GRANITE_4),
+    "granite 4, experts": (
+        "granitemoehybrid",
+        PLAIN | GRANITE_4 | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
     "granite moe, shared": ("granitemoeshared", PLAIN | GRANITE | {"shared_intermediate_size": 40}),
     "granite swash": ("granite_swa", PLAIN | SWASH | {"sliding_window": 16}),
     "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
     "sarvam 30b": ("sarvam_moe", PLAIN | SARVAM),
-    "sarvam 105b": ("sarvam_mla", LARGER),
+    "sarvam 105b": ("sarvam_mla", SARVAM_105B),
     "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
 }
 
@@ -282,15 +285,15 @@ def test_logits_of_published_configs(tmp_path, name):
         ({}, 512),
     ],
 )
-def test_how_long_a_context_is(changes, tokens):
+def test_max_model_len(changes, tokens):
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = {"model_type": "llama", "num_hidden_layers": 2} | sizes | LONG | changes
     assert read_spec(config).max_model_len == tokens
 
 
 @pytest.mark.parametrize(("served", "prompt"), [(64, 60), (0, 150), (65, 65)])
-def test_longrope_is_short_where_no_context_is_longer_than_those_of_the_training(tmp_path, served, prompt, caplog):
-    """transformers goes by the length of each sequence, whose first keys were others."""
+def test_longrope_uses_short_factors_up_to_the_original_length(tmp_path, served, prompt, caplog):
+    """transformers chooses by the length of each sequence, so that the first keys of a growing one become wrong."""
     model = make_published(tmp_path, "phi3", **PHI)
     ids = prompts(1, prompt, prompt, 256)[0]
     with torch.inference_mode():
@@ -303,16 +306,16 @@ def test_longrope_is_short_where_no_context_is_longer_than_those_of_the_training
 
 
 def test_longrope_has_other_names_in_older_files():
-    """transformers still reads the newest of them."""
+    """The current transformers only reads the newest name, so that it is not compared."""
     sizes = {"model_type": "phi3", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48}
     config = sizes | {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512} | PHI
     newest = read_spec(config).rope
     for name in ("su", "yarn"):
-        rope = read_spec(config | {"rope_scaling": FACTORS | {"type": name}}).rope
+        rope = read_spec(config | {"rope_scaling": LONGROPE_FACTORS | {"type": name}}).rope
         assert {key: rope[key] for key in newest} == newest
 
 
-def test_a_window_that_hides_nothing_is_none():
+def test_a_window_as_long_as_the_context_is_none():
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = {"model_type": "phi3", "num_hidden_layers": 2, "max_position_embeddings": 64} | sizes
     assert [read_spec(config | {"sliding_window": size}).windows[1] for size in (63, 64, 999)] == [63, None, None]
@@ -323,34 +326,34 @@ WINDOWED += ["gpt_oss", "granite_swa", "granitemoe_swa", "laguna", "mellum", "mi
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_windows_that_nothing_switches_on_or_off(family):
-    """transformers does not read `use_sliding_window` of these."""
-    config = {"model_type": family, "layer_types": LLLG, "sliding_window": 16, "use_sliding_window": False} | FEW
+def test_use_sliding_window_is_ignored(family):
+    """As in transformers, for these families."""
+    config = {"model_type": family, "layer_types": LLLG, "sliding_window": 16, "use_sliding_window": False} | MINIMAL
     assert read_spec(config).windows == (16, 16, 16, None)
 
 
-def test_the_base_of_positions_is_kept_where_scaling_is_added():
-    """transformers forgets it."""
+def test_rope_theta_is_kept_if_rope_scaling_is_added():
+    """transformers loses it, so that it is not compared."""
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     written = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN}
     config = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64} | sizes | written
     assert read_spec(config).rope["rope_theta"] == 1e6
 
 
-SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}
-MROPE = {"rope_scaling": SECTIONS, "rope_theta": 1e6}
+MROPE_SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}
+MROPE = {"rope_scaling": MROPE_SECTIONS, "rope_theta": 1e6}
 MROPE_3 = {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}
-THIN = EXPERTS | {"moe_intermediate_size": 20}
-OTHERWISE = {"use_sliding_window": True, "norm_topk_prob": False}
+SMALL_EXPERTS = EXPERTS | {"moe_intermediate_size": 20}
+IGNORED_FIELDS = {"use_sliding_window": True, "norm_topk_prob": False}
 QWEN_3 = {"head_dim": 16, "rope_scaling": MROPE_3, "rope_theta": 5e6, "attention_bias": False}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-GLM_SEES: dict[str, Any] = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "attention_bias": True}
-GLM_SEES |= {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}
-WIDER = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-MISTRAL_4 = DEEPSEEK | {"rope_scaling": None, "rope_parameters": ANEW, "n_group": 1, "topk_group": 1}
+GLM_VISION: dict[str, Any] = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "attention_bias": True}
+GLM_VISION |= {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}
+MROPE_8 = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+MISTRAL_4 = DEEPSEEK | {"rope_scaling": None, "rope_parameters": YARN_SCALED_QUERIES, "n_group": 1, "topk_group": 1}
 KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
-SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma 3": ("gemma3", GEMMA, {"mm_tokens_per_image": 4}),
     "mistral small 3.1": ("mistral3", {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e9}, UNTIED),
     "mistral small, windows": (
@@ -366,14 +369,18 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen 2 vl, heads": ("qwen2_vl", MROPE | {"head_dim": 16}, {}),
     "qwen 2.5 vl 3b": ("qwen2_5_vl", MROPE | {"max_window_layers": 1, "sliding_window": 16}, TIED),
     "qwen 2.5 vl, longer": ("qwen2_5_vl", {"rope_scaling": YARN | {"mrope_section": [1, 1, 2]}}, {}),
-    "qwen 2 vl of transformers 5": ("qwen2_vl", {"rope_parameters": SECTIONS | {"rope_theta": 1e5}}, {}),
+    "qwen 2 vl of transformers 5": ("qwen2_vl", {"rope_parameters": MROPE_SECTIONS | {"rope_theta": 1e5}}, {}),
     "qwen 3 vl 4b": ("qwen3_vl", QWEN_3 | TIED, TIED),
     "qwen 3 vl, windows": ("qwen3_vl", QWEN_3 | WINDOW | {"use_sliding_window": True}, {}),
-    "qwen 3 vl moe": ("qwen3_vl_moe", THIN | QWEN_3 | {"norm_topk_prob": True, "mlp_only_layers": []}, UNTIED),
-    "qwen 3 vl moe, otherwise": ("qwen3_vl_moe", THIN | WINDOW | OTHERWISE, UNTIED),
-    "glm 4.1v": ("glm4v", GLM_SEES | {"model_type": "glm4v_text"}, UNTIED),
-    "glm 4.6v flash": ("glm46v", GLM_SEES | {"model_type": "glm4v_text"}, UNTIED),
-    "glm 4.5v": ("glm4v_moe", GLM | GLM_SEES | {"model_type": "glm4v_moe_text", "head_dim": 16} | WIDER, UNTIED),
+    "qwen 3 vl moe": ("qwen3_vl_moe", SMALL_EXPERTS | QWEN_3 | {"norm_topk_prob": True, "mlp_only_layers": []}, UNTIED),
+    "qwen 3 vl moe, otherwise": ("qwen3_vl_moe", SMALL_EXPERTS | WINDOW | IGNORED_FIELDS, UNTIED),
+    "glm 4.1v": ("glm4v", GLM_VISION | {"model_type": "glm4v_text"}, UNTIED),
+    "glm 4.6v flash": ("glm46v", GLM_VISION | {"model_type": "glm4v_text"}, UNTIED),
+    "glm 4.5v": (
+        "glm4v_moe",
+        GLM | GLM_VISION | {"model_type": "glm4v_moe_text", "head_dim": 16} | MROPE_8,
+        UNTIED,
+    ),
     "exaone 4.5": ("exaone4_5", EXAONE | {"model_type": "exaone4_5_text", "layer_types": LLLG}, UNTIED),
     "kimi k2.5": ("kimi_k25", KIMI | {"model_type": "kimi_k2"}, UNTIED),
     "kimi k2.5, tied": ("kimi_k25", KIMI | {"model_type": "kimi_k2"} | UNTIED, {}),
@@ -381,12 +388,12 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("original", [True, False])
-@pytest.mark.parametrize("name", SEEING)
-def test_the_text_of_a_model_that_sees(tmp_path, name, original, caplog):
-    """By either names of its tensors."""
-    family, text, fields = SEEING[name]
-    model = make_seeing(tmp_path, family, original, text, **fields)
-    if family == "kimi_k25" and original:  # transformers calls its layers blocks, as those that see are called
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_logits_of_multimodal_models(tmp_path, name, original, caplog):
+    """With both the published names of tensors and those of transformers 5."""
+    family, text, fields = MULTIMODAL[name]
+    model = make_multimodal(tmp_path, family, original, text, **fields)
+    if family == "kimi_k25" and original:  # transformers renames its layers to blocks, as in the vision encoder
         rewrite(
             tmp_path, lambda weights: {key.replace("model.blocks", "model.layers"): x for key, x in weights.items()}
         )
@@ -401,9 +408,9 @@ def test_the_text_of_a_model_that_sees(tmp_path, name, original, caplog):
 
 @pytest.mark.parametrize("original", [True, False])
 @pytest.mark.parametrize("inner", [20, 16, 32])
-def test_experts_are_stored_either_way_round(tmp_path, original, inner):
-    """As Qwen3-VL's are published, [in, out]; transformers 5 writes them the other way. One of them may be square."""
-    make_seeing(tmp_path, "qwen3_vl_moe", original, EXPERTS | QWEN_3 | {"moe_intermediate_size": inner})
+def test_fused_experts_may_be_transposed(tmp_path, original, inner):
+    """Qwen3-VL is published with [in, out]; transformers 5 writes [out, in]. One of the matrices may be square."""
+    make_multimodal(tmp_path, "qwen3_vl_moe", original, EXPERTS | QWEN_3 | {"moe_intermediate_size": inner})
     prompt = prompts(1, 40, 40, 256)[0]
     before = all_logits(Engine(load(tmp_path)), prompt)
     whole = ("experts.gate_up_proj", "experts.down_proj")
@@ -411,8 +418,8 @@ def test_experts_are_stored_either_way_round(tmp_path, original, inner):
     assert torch.equal(all_logits(Engine(load(tmp_path)), prompt), before)
 
 
-def test_gemma_by_what_its_file_leaves_out(shared_data):
-    """Of the 4b, in the words of its file: transformers' defaults are the other numbers."""
+def test_defaults_of_gemma(shared_data):
+    """The published config.json of the 4b lacks fields whose values are the defaults of transformers."""
     numbers = json.loads((shared_data / "model_configs/gemma_numbers.json").read_text())["gemma-3-4b"]
     names = ("hidden_size", "intermediate_size", "num_hidden_layers")
     text = {name: numbers[name] for name in names} | {"model_type": "gemma3_text", "sliding_window": 1024}
@@ -442,7 +449,7 @@ def rewrite(folder: Path, change) -> None:
     """Replace all weights by `change(weights)`."""
     path, other = folder / "model.safetensors", folder / "written"
     save_file({name: tensor.clone() for name, tensor in change(load_file(path)).items()}, other, {"format": "pt"})
-    other.replace(path)  # somebody may have mapped it
+    other.replace(path)  # a new file, since the old one may be mapped into memory
 
 
 def edit(folder: Path, **changes) -> None:
@@ -450,7 +457,7 @@ def edit(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_more_files_and_tensors_than_are_needed(folder):
+def test_unneeded_files_and_tensors_are_ignored(folder):
     before = logits(folder)
     noise = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     rewrite(folder, lambda weights: {name: tensor.double() for name, tensor in weights.items()} | noise)
@@ -468,8 +475,8 @@ def test_more_files_and_tensors_than_are_needed(folder):
         load(folder)
 
 
-def test_tensors_that_the_model_has_no_place_for_are_said(folder, caplog):
-    """They change the model, but for positions, scales, and a head that is tied."""
+def test_unused_tensors_are_logged(folder, caplog):
+    """They may mean that it is another model. RoPE frequencies, scales and a tied head are not logged."""
     side = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "model.layers.1.mlp.up_proj.input_scale": 1}
     rewrite(folder, lambda weights: weights | {name: torch.as_tensor(value) for name, value in side.items()})
     load(folder)
@@ -493,7 +500,7 @@ def test_shards_that_are_missing_are_named(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("change", ["another shard", "left out", "no map"])
 def test_tensors_are_found_wherever_shards_have_them(checkpoint, tmp_path, change):
-    """An index of another version of the checkpoint names the shards, as for transformers."""
+    """The index may be outdated: as in transformers, it only tells the names of the shards."""
     folder, _ = checkpoint("llama", shard_bytes=100_000)
     shutil.copytree(folder, tmp_path / "model")
     path, name = tmp_path / "model/model.safetensors.index.json", "model.layers.1.mlp.up_proj.weight"
@@ -506,7 +513,7 @@ def test_tensors_are_found_wherever_shards_have_them(checkpoint, tmp_path, chang
     assert torch.equal(logits(tmp_path / "model"), logits(folder))
 
 
-def test_a_pointer_in_place_of_a_file_is_told(folder):
+def test_a_git_lfs_pointer_is_named(folder):
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n")
     with pytest.raises(ValueError, match="git lfs pull"):
         load(folder)
@@ -515,7 +522,7 @@ def test_a_pointer_in_place_of_a_file_is_told(folder):
         load(folder)
 
 
-def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
+def test_a_stored_head_of_a_tied_model_is_used_if_it_differs(folder):
     untied = logits(folder)
     edit(folder, tie_word_embeddings=True)
     assert torch.equal(logits(folder), untied)
@@ -530,15 +537,17 @@ def test_a_tied_head_that_is_stored_counts_where_it_differs(folder):
         load(folder)
 
 
-TOGETHER = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
+FUSED_EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
 
 
-@pytest.mark.parametrize("family", [*TOGETHER, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna", "cohere2_moe"])
+@pytest.mark.parametrize(
+    "family", [*FUSED_EXPERTS, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna", "cohere2_moe"]
+)
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
-    # Tensors lie at other addresses, by which products may round.
+    # Tensors have other addresses, and how a product rounds may depend on their alignment.
     assert torch.allclose(logits(tmp_path), logits(folder), rtol=0, atol=1e-5)
 
 
@@ -556,23 +565,23 @@ LIMIT = torch.finfo(torch.float8_e4m3fn).max
 
 
 def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]:
-    """FP8 weight, name of its scale, scale, and what both stand for."""
+    """(FP8 weight, suffix of its scale's name, scale, dequantized weight)."""
     size = {"block": (24, 40), "row": (1, weight.shape[1]), "rows": (1, weight.shape[1])}.get(kind, tuple(weight.shape))
     scale = torch.zeros([-(-n // s) for n, s in zip(weight.shape, size, strict=True)])
-    stored, meant = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape)
+    stored, resolved = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             at = slice(i * size[0], (i + 1) * size[0]), slice(j * size[1], (j + 1) * size[1])
             scale[i, j] = weight[at].abs().max() / LIMIT
             stored[at] = (weight[at] / scale[i, j]).to(stored.dtype)
-            meant[at] = stored[at].float() * scale[i, j]
+            resolved[at] = stored[at].float() * scale[i, j]
     shape = {"rows": scale.shape, "block": scale.shape, "row": (len(scale),), "tensor": (), "modelopt": (1,)}[kind]
-    return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), meant
+    return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), resolved
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe", "laguna"])
 @pytest.mark.parametrize("kind", METHODS)
-def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, caplog):
+def test_fp8_weights_are_dequantized(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
     plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
     for name in [name for name in plain if name.endswith(("proj.weight", "query_key_value.weight", "dense.weight"))]:
@@ -587,7 +596,7 @@ def test_fp8_weights_are_multiplied_out(checkpoint, tmp_path, family, kind, capl
 
 
 def test_fp8_experts_of_one_tensor_have_a_scale_each(checkpoint, tmp_path):
-    """As Mistral Small 4 has them."""
+    """As in Mistral Small 4."""
     shutil.copytree(checkpoint("mistral4")[0], tmp_path / "stored")
     plain, stored = load_file(tmp_path / "stored/model.safetensors"), {}
     for name in [name for name in plain if "mlp.experts" in name]:
@@ -598,7 +607,7 @@ def test_fp8_experts_of_one_tensor_have_a_scale_each(checkpoint, tmp_path):
     rewrite(tmp_path / "plain", lambda _: plain)
     rewrite(tmp_path / "stored", lambda _: plain | stored)
     edit(tmp_path / "stored", quantization_config={"quant_method": "fp8", "weight_block_size": None})
-    # Tensors lie at other addresses, by which products may round.
+    # Tensors have other addresses, and how a product rounds may depend on their alignment.
     assert torch.allclose(logits(tmp_path / "stored"), logits(tmp_path / "plain"), rtol=0, atol=1e-5)
     blocks = {name: torch.ones(8, 1, 1, 2) for name in stored if name.endswith("_scale_inv")}
     rewrite(tmp_path / "stored", lambda weights: weights | blocks)
@@ -629,7 +638,7 @@ def test_other_quantized_weights_are_refused(folder, quantization, words):
         load(folder)
 
 
-def test_quantized_weights_that_nobody_spoke_of_are_refused(folder):
+def test_quantized_weights_without_a_quantization_config_are_refused(folder):
     name, weight = "model.layers.1.mlp.up_proj.weight", {}
     weight[torch.int8] = torch.ones((128, 64), dtype=torch.int8)
     weight[torch.float8_e4m3fn] = weight[torch.int8].to(torch.float8_e4m3fn)
@@ -642,10 +651,10 @@ def test_quantized_weights_that_nobody_spoke_of_are_refused(folder):
         load(folder)
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- warnings and refusals
 
 
-def test_what_is_served_otherwise_is_said(folder, caplog):
+def test_what_is_served_differently_is_logged(folder, caplog):
     edit(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"}, rope_scaling={"type": "dynamic", "factor": 2.0})
     with caplog.at_level(logging.WARNING):
         look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
@@ -657,7 +666,7 @@ def test_what_is_served_otherwise_is_said(folder, caplog):
     [
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not served; default, dyn"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' has no short_factor"),
-        ({"rope_scaling": FACTORS | {"type": "longrope"}}, "short_factor has 4 numbers, not 8"),
+        ({"rope_scaling": LONGROPE_FACTORS | {"type": "longrope"}}, "short_factor has 4 numbers, not 8"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3' has no low_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' has no factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer"),
@@ -665,7 +674,7 @@ def test_what_is_served_otherwise_is_said(folder, caplog):
         ({"model_type": "glm4_moe", "partial_rotary_factor": 0.05}, "0 of 16 elements cannot be rotated"),
     ],
 )
-def test_positions_that_are_not_served_are_named_before_weights_are_read(folder, changes, words):
+def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, changes, words):
     (folder / "model.safetensors").unlink()
     edit(folder, **changes)
     with pytest.raises(ValueError, match=words):
@@ -713,82 +722,82 @@ def test_positions_that_are_not_served_are_named_before_weights_are_read(folder,
         ({"text_config": {"quantization_config": {"quant_method": "aqlm"}}}, "quant_method 'aqlm' is not served"),
     ],
 )
-def test_what_of_a_family_is_not_served_is_named(folder, changes, words):
+def test_features_that_are_not_served_are_named(folder, changes, words):
     edit(folder, **changes)
     with pytest.raises(ValueError, match=words):
         load(folder)
 
 
-LENGTH = {"max_position_embeddings": 8192}
-FEW: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
-FEW |= {"intermediate_size": 48} | LENGTH
-OF_ANY_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
-OF_ANY_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-OF_ANY_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
-OF_ANY_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
-NEEDED = dict.fromkeys(FAMILIES, set(FEW)) | dict.fromkeys(OF_ANY_LENGTH, set(FEW) - set(LENGTH))
-NEEDED |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(FEW) - {"intermediate_size"}}
-WITH = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
-WITH["exaone4_5"] = {"model_type": "exaone4"}
-WITH["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
-WITH["deepseek_v2"] |= {"moe_intermediate_size": 1407}
+MAX_LENGTH = {"max_position_embeddings": 8192}
+MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
+MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
+DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
+DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
+DEFAULT_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
+DEFAULT_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
+REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(MINIMAL) - {"intermediate_size"}}
+EXTRA_FIELDS = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
+EXTRA_FIELDS["exaone4_5"] = {"model_type": "exaone4"}
+EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
+EXTRA_FIELDS["deepseek_v2"] |= {"moe_intermediate_size": 1407}
 
 
-def of_few_words(family: str) -> dict[str, Any]:
-    """A file that says what it must, each field after an error that names it."""
-    said: dict[str, Any] = dict(WITH.get(family, {}))
-    config = {"text_config": said} if family in SEES else said
+def minimal_config(family: str) -> dict[str, Any]:
+    """The smallest config.json of a family: fields are added as long as errors name a missing one."""
+    fields: dict[str, Any] = dict(EXTRA_FIELDS.get(family, {}))
+    config = {"text_config": fields} if family in VISION_CONFIGS else fields
     while True:
         try:
             read_spec({"model_type": family} | config)
         except ValueError as error:
             name = str(error).removeprefix("config.json has no ")
-            assert name not in said
-            said[name] = FEW[name]
+            assert name not in fields
+            fields[name] = MINIMAL[name]
         else:
             return config
 
 
-def meant(config: dict[str, Any]) -> tuple[ModelSpec, list[tuple[list[float], float]]]:
-    """A spec, and its positions as what they come to."""
+def resolved(config: dict[str, Any]) -> tuple[ModelSpec, list[tuple[list[float], float]]]:
+    """(the spec without RoPE parameters, the RoPE frequencies of all layers), to compare two config.json files."""
     spec = read_spec(config)
     found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in spec.ropes]
-    tied = spec.tied and config["model_type"] != "qwen3_vl_moe"  # what transformers writes contradicts itself
+    tied = spec.tied and config["model_type"] != "qwen3_vl_moe"  # transformers writes contradicting values
     plain = dataclasses.replace(spec, rope={}, layer_ropes=(), tied=tied)
     return plain, [(angles.tolist(), factor) for angles, factor in found]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_file_leaves_out_is_as_transformers_has_it(family):
-    """And what it may not leave out is named."""
-    config = of_few_words(family)
-    assert set(config.get("text_config", config)) - set(WITH.get(family, {})) == NEEDED[family]
+def test_defaults_are_those_of_transformers(family):
+    """Fields without a default are named in an error."""
+    config = minimal_config(family)
+    assert set(config.get("text_config", config)) - set(EXTRA_FIELDS.get(family, {})) == REQUIRED_FIELDS[family]
     known = "deepseek_v3" if family == "kimi_k2" else family
     require(known)
     theirs = AutoConfig.for_model(known, **copy.deepcopy(config)).to_dict()
-    assert meant({"model_type": family} | config) == meant(theirs)
+    assert resolved({"model_type": family} | config) == resolved(theirs)
 
 
-def test_a_model_that_sees_has_a_part_for_text():
+def test_a_multimodal_model_needs_a_text_config():
     with pytest.raises(ValueError, match="config.json has no text_config"):
-        read_spec({"model_type": "mistral3"} | FEW)
+        read_spec({"model_type": "mistral3"} | MINIMAL)
 
 
-def test_the_scale_of_mistral_4_is_plain():
-    """As it was published, in the words of its file."""
+def test_mistral_4_has_no_factor_of_the_softmax_scale():
+    """With the published RoPE parameters."""
     rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "mscale": 1.0}
     rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1}
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5}
     sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
-    spec = read_spec({"model_type": "mistral4", "rope_parameters": rope} | sizes | FEW)
-    assert spec.scale == 128**-0.5 and spec.query_growth == (0.1, 8192)
+    spec = read_spec({"model_type": "mistral4", "rope_parameters": rope} | sizes | MINIMAL)
+    assert spec.scale == 128**-0.5 and spec.query_scaling == (0.1, 8192)
     assert frequencies(spec.rope, spec.rope_dim, spec.max_model_len)[1] == 1
-    assert read_spec({"model_type": "mistral4"} | sizes | FEW).scale == 128**-0.5
+    assert read_spec({"model_type": "mistral4"} | sizes | MINIMAL).scale == 128**-0.5
 
 
 @pytest.mark.parametrize("pattern", [None, 4, "LLLG"])
-def test_exaone_without_a_window_attends_to_all(pattern):
-    spec = read_spec({"model_type": "exaone4", "sliding_window": None, "sliding_window_pattern": pattern} | FEW)
+def test_exaone_without_a_window_has_full_attention(pattern):
+    spec = read_spec({"model_type": "exaone4", "sliding_window": None, "sliding_window_pattern": pattern} | MINIMAL)
     assert spec.windows == (None,) * 4 and spec.ropes == (spec.rope,) * 4
 
 

@@ -16,17 +16,17 @@ from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, r
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.quantized import Products, dequantized, read_scaled
+from radixrt.worker.model.quantized import Products, dequantize, read_scaled
 from radixrt.worker.model.scaled import (
     BLOCK,
     FP8,
     LIMIT,
-    WIDEST,
+    MAX_COLUMNS,
     Rounding,
     Scaled,
     ScaledLinear,
+    concatenate_scaled,
     rounded,
-    stack_scaled,
 )
 from tests.checkpoints import make_model
 
@@ -55,7 +55,7 @@ def test_each_value_is_within_half_a_step(rounding, columns):
     groups = -(-columns // BLOCK) if rounding is Rounding.BLOCKS else 1
     assert found.values.shape == x.shape and found.scales.shape == (7, groups)
     each = found.scales.repeat_interleave(BLOCK if groups > 1 else columns, 1)[:, :columns]
-    assert ((found.wide() - x).abs() <= STEP * x.abs() + each * 2**-10).all()
+    assert ((found.dequantized() - x).abs() <= STEP * x.abs() + each * 2**-10).all()
     for group in range(groups):
         part = slice(group * BLOCK, (group + 1) * BLOCK) if rounding is Rounding.BLOCKS else slice(None)
         assert (found.values[:, part].float().abs().amax(1) == LIMIT).all()
@@ -65,26 +65,26 @@ def test_zeros_stay_zeros_and_nan_stays_nan():
     x = torch.zeros(3, 256)
     x[1, 7], x[2, 9] = torch.nan, torch.inf
     for rounding in Rounding:
-        found = rounded(x, rounding).wide()
+        found = rounded(x, rounding).dequantized()
         assert (found[0] == 0).all()
         assert found[1].isnan().any() and found[2].isnan().any()
 
 
 def test_weights_side_by_side():
     rows = [Scaled.of(spread((n, 64))) for n in (16, 48)]
-    assert torch.equal(stack_scaled(rows).wide(), torch.cat([part.wide() for part in rows]))
+    assert torch.equal(concatenate_scaled(rows).dequantized(), torch.cat([part.dequantized() for part in rows]))
     blocks = [
         Scaled.by_blocks(spread((n, 256)).clamp(-LIMIT, LIMIT).to(FP8), torch.rand(-(-n // BLOCK), 2))
         for n in (128, 256, 144)
     ]
-    whole = stack_scaled(blocks)
-    assert torch.equal(whole.wide(), torch.cat([part.wide() for part in blocks]))
+    whole = concatenate_scaled(blocks)
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in blocks]))
     assert whole.scales.shape == (5, 4), "cuBLASLt wants a multiple of four"
-    assert stack_scaled(blocks[::-1]) is None, "144 rows end within a block"
-    assert stack_scaled([Scaled.of(spread((16, 256))), blocks[0]]) is None
-    assert stack_scaled([Scaled.of(spread((24, 64)))]) is None, "24 rows"
-    assert stack_scaled([Scaled.of(spread((16, 72)))]) is None, "72 columns"
-    assert stack_scaled([Scaled.of(torch.ones(16, WIDEST + 16))]) is None
+    assert concatenate_scaled(blocks[::-1]) is None, "144 rows end within a block"
+    assert concatenate_scaled([Scaled.of(spread((16, 256))), blocks[0]]) is None
+    assert concatenate_scaled([Scaled.of(spread((24, 64)))]) is None, "24 rows"
+    assert concatenate_scaled([Scaled.of(spread((16, 72)))]) is None, "72 columns"
+    assert concatenate_scaled([Scaled.of(torch.ones(16, MAX_COLUMNS + 16))]) is None
 
 
 def test_the_reference_of_a_product():
@@ -182,11 +182,11 @@ def test_what_is_stored_in_fp8_is_multiplied_so(plain, tmp_path, kind):
     scales, config = KINDS[kind]
     folder = store(plain, tmp_path / "fp8", scales, **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
-    for kept, multiplied_out in zip(products_of(stored), products_of(wide), strict=True):
-        assert isinstance(kept, ScaledLinear) and isinstance(multiplied_out, Linear)
+    for kept, dequantized in zip(products_of(stored), products_of(wide), strict=True):
+        assert isinstance(kept, ScaledLinear) and isinstance(dequantized, Linear)
         assert kept.weight.rounding is (Rounding.BLOCKS if kind == "blocks" else Rounding.ROWS)
-        assert torch.equal(kept.weight.wide(), multiplied_out.weight)
-        assert (kept.bias is None) == (multiplied_out.bias is None)
+        assert torch.equal(kept.weight.dequantized(), dequantized.weight)
+        assert (kept.bias is None) == (dequantized.bias is None)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
@@ -204,7 +204,7 @@ def test_an_mlp_without_a_gate(checkpoint, tmp_path, kind):
     scales, config = KINDS[kind]
     folder = store(checkpoint("arcee", **SIZES)[0], tmp_path / "fp8", scales, **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
-    assert stored.narrow and not wide.narrow
+    assert stored.is_fp8 and not wide.is_fp8
     for layer in stored._layers:
         assert isinstance(layer.mlp.up, ScaledLinear) and isinstance(layer.mlp.down.product, ScaledLinear)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
@@ -216,10 +216,10 @@ def test_rows_of_heads_that_are_turned_otherwise_take_their_scales_along(checkpo
     scales, config = KINDS[kind]
     folder = store(checkpoint("glm4", **SIZES)[0], tmp_path / "fp8", scales, **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
-    for kept, multiplied_out in zip(products_of(stored)[::4], products_of(wide)[::4], strict=True):
+    for kept, dequantized in zip(products_of(stored)[::4], products_of(wide)[::4], strict=True):
         assert isinstance(kept, Linear if kind == "blocks" else ScaledLinear)
-        weight = kept.weight if kind == "blocks" else kept.weight.wide()
-        assert torch.equal(weight, multiplied_out.weight) and torch.equal(kept.bias, multiplied_out.bias)
+        weight = kept.weight if kind == "blocks" else kept.weight.dequantized()
+        assert torch.equal(weight, dequantized.weight) and torch.equal(kept.bias, dequantized.bias)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
@@ -230,7 +230,7 @@ def test_scales_of_any_dtype_are_kept_in_float32(shape, dtype):
     weight, scale = torch.randn(256, 384).to(FP8), torch.rand(shape).to(dtype)
     found = read_scaled("q_proj", weight, scale, (BLOCK, BLOCK))
     assert found is not None and found.scales.dtype == torch.float32
-    assert torch.equal(found.wide(), dequantized("q_proj", weight, scale, (BLOCK, BLOCK), torch.float32))
+    assert torch.equal(found.dequantized(), dequantize("q_proj", weight, scale, (BLOCK, BLOCK), torch.float32))
 
 
 def test_as_many_blocks_as_rows_are_blocks():
@@ -238,8 +238,8 @@ def test_as_many_blocks_as_rows_are_blocks():
     weight, scale = torch.ones(256, 128 * BLOCK).to(FP8), torch.rand(2, 128)
     found = read_scaled("down_proj", weight, scale, (BLOCK, BLOCK))
     assert found is not None and found.rounding is Rounding.BLOCKS
-    wide = dequantized("down_proj", weight, scale, (BLOCK, BLOCK), torch.float32)
-    assert torch.equal(wide[::BLOCK, ::BLOCK], scale) and torch.equal(found.wide(), wide)
+    wide = dequantize("down_proj", weight, scale, (BLOCK, BLOCK), torch.float32)
+    assert torch.equal(wide[::BLOCK, ::BLOCK], scale) and torch.equal(found.dequantized(), wide)
 
 
 def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
@@ -254,14 +254,14 @@ def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
 
 
 def test_what_is_not_kept_in_fp8_is_counted_once(plain, tmp_path):
-    """Of q, k and v only q is in FP8: they are multiplied out."""
+    """Of q, k and v only q is in FP8: they are dequantized."""
     folder = store(plain, tmp_path / "fp8", of_rows, names=("q_proj",))
     weights = SafetensorsWeights(folder, torch.float32, CPU, products=Products.STORED)
     Decoder(read_spec(read_json(folder / "config.json")), weights)
     assert 0 < weights._bar.n <= weights._bar.total
 
 
-def test_blocks_of_another_size_are_multiplied_out(plain, tmp_path):
+def test_blocks_of_another_size_are_dequantized(plain, tmp_path):
     def halves(weight):
         scale, _ = of_tensor(weight)
         grid = scale.expand(-(-weight.shape[0] // 64), -(-weight.shape[1] // 64)).contiguous()
@@ -278,7 +278,7 @@ def test_random_weights(plain):
     wide, narrow = (Decoder(spec, RandomWeights(0, torch.float32, CPU, p)) for p in (Products.STORED, Products.ALL))
     assert all(isinstance(x, Linear) for x in products_of(wide))
     for a, b in zip(products_of(narrow), products_of(wide), strict=True):
-        assert error(a.weight.wide(), b.weight) < 0.05
+        assert error(a.weight.dequantized(), b.weight) < 0.05
 
 
 # ---------------------------------------------------------------- what is chosen
@@ -316,7 +316,7 @@ def test_products_in_fp8_need_a_gpu_that_has_them(monkeypatch, without, words):
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize(("activations", "products"), [({"num_bits": 8}, Products.STORED), (None, Products.NONE)])
-def test_weights_alone_in_fp8_are_multiplied_out(monkeypatch, key, activations, products):
+def test_weights_alone_in_fp8_are_dequantized(monkeypatch, key, activations, products):
     """As the checkpoint has it; a group of K and V says nothing of it."""
     group = {"weights": {"type": "float", "num_bits": 8}, "input_activations": activations}
     config = {key: {"quant_method": "compressed-tensors", "config_groups": {"a": group, "b": {"weights": None}}}}
@@ -354,6 +354,6 @@ def test_an_unknown_quantization(monkeypatch):
         choose("int4", monkeypatch=monkeypatch)
 
 
-def test_on_a_cpu_weights_are_multiplied_out(plain):
+def test_on_a_cpu_weights_are_dequantized(plain):
     config = resolve(WorkerConfig(model=str(plain), device="cpu"))
     assert choose_products(config.quantization, look_up(config), exact=False, kernels=False) is Products.NONE

@@ -53,10 +53,10 @@ def test_a_stack_holds_what_is_put_into_it(rounding):
     assert len(stack) == 2 and stack.numel() == 2 * 256 * HIDDEN
     assert stack.nbytes == sum(weight.values.nbytes + weight.scales.nbytes for weight in weights)
     for number, weight in enumerate(weights):
-        assert torch.equal(stack[number].wide(), weight.wide())
+        assert torch.equal(stack[number].dequantized(), weight.dequantized())
     other = Rounding.BLOCKS if rounding is Rounding.ROWS else Rounding.ROWS
     assert not stack.put(0, weight_of(other, 256, HIDDEN))
-    assert torch.equal(stack[0].wide(), weights[0].wide())
+    assert torch.equal(stack[0].dequantized(), weights[0].dequantized())
 
 
 @pytest.mark.parametrize("rounding", Rounding)
@@ -72,11 +72,11 @@ def test_the_reference_rounds_what_goes_into_each_product(rounding):
     exact, expected = residual.clone(), residual.clone()
     for token in range(len(x)):
         for share, number in zip(shares[token], numbers[token].tolist(), strict=True):
-            gate_up, down = experts.gate_up[number].wide(), experts.down[number].wide()
+            gate_up, down = experts.gate_up[number].dequantized(), experts.down[number].dequantized()
             gate, up = (gate_up @ x[token]).chunk(2)
             exact[token] += share * (down @ (F.silu(gate) * up))
-            gate, up = (gate_up @ rounded(x[token : token + 1], rounding).wide()[0]).chunk(2)
-            expected[token] += share * (down @ rounded((F.silu(gate) * up)[None], rounding).wide()[0])
+            gate, up = (gate_up @ rounded(x[token : token + 1], rounding).dequantized()[0]).chunk(2)
+            expected[token] += share * (down @ rounded((F.silu(gate) * up)[None], rounding).dequantized()[0])
     assert error(found - residual, expected - residual) < 1e-4
     assert 1e-2 < error(found - residual, exact - residual) < 0.06
 
@@ -107,7 +107,7 @@ def mixtures(model: Decoder) -> list[Experts]:
 def are_narrow(model: Decoder) -> bool:
     kinds = {isinstance(weights, ScaledStack) for mlp in mixtures(model) for weights in (mlp.gate_up, mlp.down)}
     assert len(kinds) == 1, "all of them or none"
-    assert kinds == {mlp.narrow for mlp in mixtures(model)}
+    assert kinds == {mlp.is_fp8 for mlp in mixtures(model)}
     return kinds.pop()
 
 
@@ -117,14 +117,14 @@ def test_what_is_stored_in_fp8_stays_so(plain, tmp_path, kind):
     folder = store(plain, tmp_path / "fp8", scales, ("experts",), **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
     assert are_narrow(stored) and not are_narrow(wide)
-    for kept, multiplied_out in zip(mixtures(stored), mixtures(wide), strict=True):
-        assert isinstance(kept.router, Linear) and torch.equal(kept.router.weight, multiplied_out.router.weight)
+    for kept, dequantized in zip(mixtures(stored), mixtures(wide), strict=True):
+        assert isinstance(kept.router, Linear) and torch.equal(kept.router.weight, dequantized.router.weight)
         for name in ("gate_up", "down"):
-            weights, exact = getattr(kept, name), getattr(multiplied_out, name)
+            weights, exact = getattr(kept, name), getattr(dequantized, name)
             assert weights.rounding is (Rounding.BLOCKS if kind == "blocks" else Rounding.ROWS)
             assert len(weights) == len(exact) and weights.numel() == exact.numel()
             for number, weight in enumerate(exact):
-                assert torch.equal(weights[number].wide(), weight)
+                assert torch.equal(weights[number].dequantized(), weight)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
@@ -136,7 +136,7 @@ def test_all_of_them_are_rounded_where_that_is_asked_for(plain):
         for name in ("gate_up", "down"):
             weights = getattr(rounded_, name)
             for number, weight in enumerate(getattr(exact, name)):
-                assert torch.equal(weights[number].wide(), Scaled.of(weight).wide())
+                assert torch.equal(weights[number].dequantized(), Scaled.of(weight).dequantized())
     assert 1e-4 < error(logits(narrow), logits(stored)) < 0.2
 
 
@@ -145,7 +145,7 @@ def test_random_weights(plain):
     wide, narrow = (Decoder(spec, RandomWeights(0, torch.float32, CPU, p)) for p in (Products.STORED, Products.ALL))
     assert are_narrow(narrow) and not are_narrow(wide)
     for a, b in zip(mixtures(narrow), mixtures(wide), strict=True):
-        assert error(torch.stack([weight.wide() for weight in a.gate_up]), b.gate_up) < 0.05
+        assert error(torch.stack([weight.dequantized() for weight in a.gate_up]), b.gate_up) < 0.05
 
 
 def some_by_rows(weight):
@@ -170,14 +170,14 @@ def test_gate_and_up_may_have_other_scales_than_down(plain, tmp_path):
         ("gate_proj", "w1", "up_proj", "w3"),
     ],
 )
-def test_what_is_stored_in_fp8_in_part_is_multiplied_out(plain, tmp_path, names):
+def test_what_is_stored_in_fp8_in_part_is_dequantized(plain, tmp_path, names):
     folder = store(plain, tmp_path / "fp8", of_rows, names)
     assert not are_narrow(decoder(folder, Products.STORED))
     assert torch.equal(logits(decoder(folder, Products.STORED)), logits(decoder(folder, Products.NONE)))
     assert are_narrow(decoder(folder, Products.ALL))
 
 
-def test_experts_whose_scales_are_not_alike_are_multiplied_out(plain, tmp_path):
+def test_experts_whose_scales_are_not_alike_are_dequantized(plain, tmp_path):
     stored = load_file(plain / "model.safetensors")
     last = [weight.float() for name, weight in stored.items() if "experts.3." in name]
 
@@ -189,7 +189,7 @@ def test_experts_whose_scales_are_not_alike_are_multiplied_out(plain, tmp_path):
     assert torch.equal(logits(decoder(folder, Products.STORED)), logits(decoder(folder, Products.NONE)))
 
 
-def test_a_block_of_rows_of_gate_and_up_is_multiplied_out(tmp_path):
+def test_a_block_of_rows_of_gate_and_up_is_dequantized(tmp_path):
     """144 rows of the gate: the second block of scales would have 16 of them and 112 of up. By rows they stay."""
     sizes = FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 144}
     make_model(tmp_path / "plain", "qwen3_moe", **SIZES, **sizes)
@@ -198,7 +198,7 @@ def test_a_block_of_rows_of_gate_and_up_is_multiplied_out(tmp_path):
         assert are_narrow(decoder(folder, Products.STORED)) == narrow
 
 
-def test_sizes_that_products_do_not_take_are_multiplied_out(tmp_path):
+def test_sizes_that_products_do_not_take_are_dequantized(tmp_path):
     make_model(tmp_path, "qwen3_moe", **SIZES, **(FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 40}))
     assert not are_narrow(decoder(tmp_path, Products.ALL))
 

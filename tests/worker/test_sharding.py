@@ -78,7 +78,7 @@ PARTS = [Part(0, 128, 256), Part(1, 128, 256), Part(0, 128, 384), Part(1, 0, 128
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [*PARTS, Part(0, 96, 192), Part(1, 64, 192)])
 def test_a_part_is_what_the_whole_has_there(checkpoint, tmp_path, kind, part):
-    """Also where its ends lie within a block of one scale: then the whole is multiplied out, and cut."""
+    """Also where its ends lie within a block of one scale: then the whole is dequantized, and sliced."""
     scales, config = KINDS[kind]
     folder = store(checkpoint("qwen2", **SIZES)[0], tmp_path / "fp8", scales, **config)
     name, shape = "model.layers.0.mlp.gate_proj.weight", (384, 256)
@@ -91,7 +91,7 @@ def test_a_part_is_what_the_whole_has_there(checkpoint, tmp_path, kind, part):
     if kind == "blocks" and part not in PARTS:
         assert scaled is None
     else:
-        assert torch.equal(scaled.wide(), weights.scaled(name, shape).wide()[cut])
+        assert torch.equal(scaled.dequantized(), weights.scaled(name, shape).dequantized()[cut])
 
 
 def test_the_last_block_may_be_short():
@@ -121,7 +121,7 @@ def mix(layer, heads):
     q, k, v = heads.split()
     each = q.shape[1] // k.shape[1]
     q, k = (x[..., : v.shape[-1]] + x[..., -v.shape[-1] :] for x in (q, k))  # V of a latent is the narrower one
-    return heads.values(q + k.repeat_interleave(each, 1).cumsum(0) * v.repeat_interleave(each, 1))
+    return heads.value_projection(q + k.repeat_interleave(each, 1).cumsum(0) * v.repeat_interleave(each, 1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -245,7 +245,7 @@ def test_experts_in_one_tensor_are_divided_too(checkpoint, tmp_path, turned, blo
     save_file(tensors, tmp_path / "plain" / "model.safetensors")
     save_file(tensors | stored, tmp_path / "whole" / "model.safetensors")
     spec = spec_of(checkpoint, "qwen3_moe")
-    spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, inputs_first=turned))
+    spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, maybe_transposed=turned))
 
     def run(where, group=None):
         weights = SafetensorsWeights(where, torch.float32, CPU, False, block or (128, 128), Products.STORED)

@@ -28,7 +28,7 @@ class ThreadGroup:
         self._meeting.wait(30)
         return found
 
-    def room(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
+    def buffer(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
         self.turns.append(turn)
         return torch.full_like(residual, torch.nan)
 

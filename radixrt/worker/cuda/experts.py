@@ -243,10 +243,10 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
     logits, count = experts.logits(x), len(experts.down)
-    rows = len(x) * experts.chosen / count
-    if experts.narrow:
+    rows = len(x) * experts.top_k / count
+    if experts.is_fp8:
         return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
-    if experts.packed:
+    if experts.is_mxfp4:
         return _add_packed(experts, logits, x, residual, rows)
     tile = MANY if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
@@ -257,7 +257,7 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         inner = hopper.product(spread(x, order), order, experts.gate_up, experts.activation, experts.gate_up_bias)
         made = hopper.product(inner, order, experts.down, None)
     elif by_expert and tile is None:
-        weights, chosen = routing.route(logits, experts.chosen, experts.normalized, experts.routing, experts.bias)
+        weights, chosen = routing.route(logits, experts.top_k, experts.normalized, experts.routing, experts.bias)
         order = routing.sort(chosen, count, 0)
         made = _by_torch(experts, x, order)
     else:
@@ -282,7 +282,7 @@ def _hopper(device: torch.device) -> ModuleType | None:
 def _begin(
     experts: Experts, logits: torch.Tensor, rows: int, x: torch.Tensor, rounding: Rounding | None
 ) -> tuple[torch.Tensor, Order, Rounded | None]:
-    return routing.begin(logits, experts.chosen, experts.normalized, rows, x, rounding, experts.routing, experts.bias)
+    return routing.begin(logits, experts.top_k, experts.normalized, rows, x, rounding, experts.routing, experts.bias)
 
 
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:

@@ -20,7 +20,7 @@ from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items, Tiling, make_items, make_merges, sequence_tiles
-from radixrt.worker.model.latent import Ups
+from radixrt.worker.model.latent import UpProjections
 from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.spec import ModelSpec
 
@@ -76,7 +76,7 @@ class FullHeads:
             begin = end
         return Keys.of(found[0], found[1], self.latents(tokens), self.variant)
 
-    def multiply_out(self, ups: Ups, keys: Keys, first: int) -> None:
+    def multiply_out(self, ups: UpProjections, keys: Keys, first: int) -> None:
         """Compute `keys` of the heads from `first` on, from the latents in the workspace."""
         latents = keys.latents[:, : self.latent.rank]
         for columns, out in zip(ups.columns, (keys.k, keys.v), strict=True):
@@ -96,7 +96,7 @@ class FullHeads:
         down = torch.zeros((self.heads, latent.value_dim, latent.rank), **kinds)
         q = torch.zeros((3, self.heads, latent.nope_dim + latent.rope_dim), **kinds)
         out = q.new_empty((3, self.heads, latent.value_dim))
-        step.run(q, Ups(HeadLinear(up), HeadLinear(down)), Pages(keys, keys, table, (1.0, 1.0), None), out)
+        step.run(q, UpProjections(HeadLinear(up), HeadLinear(down)), Pages(keys, keys, table, (1.0, 1.0), None), out)
         scratch, nothing = Scratch.make(1, self.out_shape, q.device), table.new_zeros((1, MERGE_FIELDS))
         attend.merge(scratch.partials, nothing, nothing[0], out, self.out_shape)
         if q.is_cuda:
@@ -182,7 +182,7 @@ class FullStep:
         self._scratch = Scratch.make(self._partials, self._full.out_shape, integers.device)
         self._cache = self._full.kernel_cache()
 
-    def run(self, q: torch.Tensor, ups: Ups, pages: Pages, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, ups: UpProjections, pages: Pages, out: torch.Tensor) -> None:
         """Write the results of the chunks' tokens among rotated q[T, heads, nope + rope] to out[T, heads, width of a
         head's value], when latents are written to their pages. Does little on the host, since it runs for every
         layer."""

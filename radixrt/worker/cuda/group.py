@@ -45,10 +45,10 @@ class PeerGroup(TorchGroup):
     def _by_peers(self, rows: int) -> bool:
         return self._peers is not None and self._peers.fits(rows)
 
-    def room(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
+    def buffer(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
         if self._by_peers(len(residual)):
             return self._peers.buffer(turn, len(residual))
-        return super().room(turn, residual)
+        return super().buffer(turn, residual)
 
     def add(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops

@@ -142,7 +142,7 @@ def _means_kernel(
     tl.store(out_ptr + token * 2 + k, tl.sum(x * x, 0) / size)
 
 
-def means(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
+def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
     """float32[T, 2] for qkv[T, heads + 2 kv_heads, D]: the mean square of all elements of q, and of k."""
     tokens, _, dim = qkv.shape
     out = torch.empty((tokens, 2), dtype=torch.float32, device=qkv.device)

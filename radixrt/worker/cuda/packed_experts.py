@@ -235,5 +235,5 @@ def _apart(device: torch.device, tile: Tile, dtype: torch.dtype = torch.bfloat16
     x = torch.randn((len(chosen), columns), generator=generator, device=device).to(dtype)
     found = product(x, order, stack, tile, None).float()
     each = zip(x.float().split(counts), range(len(counts)), strict=True)
-    exact = torch.cat([a @ stack.multiplied_out(number, torch.float32).T for a, number in each])
+    exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
     return float((found - exact).norm() / exact.norm())

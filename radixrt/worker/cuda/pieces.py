@@ -22,7 +22,7 @@ from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.latent import multiplied
 from radixrt.worker.cuda.step import StepAttention, append
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.latent import LatentHeads, Ups
+from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Projected
 from radixrt.worker.model.spec import ModelSpec
 
@@ -100,7 +100,7 @@ class Pieces:
         self._q = torch.empty((*place, spec.head_dim), dtype=dtype, device=model.device)
         self._out = torch.zeros((*place, spec.value_dim), dtype=model.dtype, device=model.device)
         self._values, self._full = self._out, None
-        self._ups: dict[int, Ups] = {}
+        self._ups: dict[int, UpProjections] = {}
         """With latent attention, by layer. Sums of latents then go to `_out`, and `_values` is a buffer of its own."""
         if spec.latent:
             kinds = {"dtype": model.dtype, "device": model.device}

@@ -246,10 +246,10 @@ def of_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def few(
+def small_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None, add: bool = False
 ) -> torch.Tensor | None:
-    """See `Ops.few`."""
+    """See `Ops.small_linear`."""
     if len(x) > STREAMED[-1] or x.dim() != 2 or x.itemsize != 2 or weight.dtype != x.dtype:
         return None
     tile = tile_for(len(x), *weight.shape, x.device)
@@ -274,8 +274,8 @@ WORTH = 0.975
 """See `gates`."""
 
 
-def gated(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
-    """See `Ops.gated`."""
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
+    """See `Ops.gated_linear`."""
     if len(x) < MANY or x.dim() != 2 or not (x.dtype == weight.dtype == torch.bfloat16):
         return None
     if x.shape[1] % WHOLE or len(weight) // 2 % WHOLE or not (x.is_contiguous() and weight.is_contiguous()):

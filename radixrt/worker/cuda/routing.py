@@ -119,7 +119,7 @@ PLAIN = Routing()
 def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float]:
     """The compile-time parameters of `_route` for `count` experts."""
     groups = count // routing.groups, routing.groups, routing.kept_groups
-    return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.least
+    return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.min_weight_sum
 
 
 def route(

@@ -14,7 +14,7 @@ from radixrt.worker.cuda.decodes import Lists
 from radixrt.worker.cuda.full_chunks import FullStep
 from radixrt.worker.cuda.segments import SharedKeys
 from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.model.latent import LatentHeads, Ups
+from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Heads, Projected
 
 
@@ -99,7 +99,7 @@ class StepAttention:
         return values
 
     def over_latents(
-        self, layer: int, queries: tuple[torch.Tensor, torch.Tensor | None], ups: Ups, out: torch.Tensor,
+        self, layer: int, queries: tuple[torch.Tensor, torch.Tensor | None], ups: UpProjections, out: torch.Tensor,
         values: torch.Tensor,
     ) -> None:  # fmt: skip
         """Write the results of latent attention to values[T, heads, width of a head's value]. `queries` are (the
@@ -162,5 +162,5 @@ def append(
     assert isinstance(heads, Heads)
     return kernels.append(
         heads.qkv, heads.cos, heads.sin, slots, pages.keys, pages.values, heads.num_heads, heads.norms, heads.eps,
-        pages.scales, out, heads.means,
+        pages.scales, out, heads.mean_squares,
     )  # fmt: skip

@@ -27,7 +27,7 @@ class Shape:
     page_size: int
     latent: int | None = None
     """For latent attention: V is the first `latent` elements of K (see `latent.py`)."""
-    stated_scale: float | None = None
+    scale_override: float | None = None
     """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False
     """Whether there are sinks, float32[heads] (see `ModelSpec.sinks`)."""
@@ -63,7 +63,7 @@ class Shape:
     @property
     def scale(self) -> float:
         """Scale of the softmax."""
-        return self.head_dim**-0.5 if self.stated_scale is None else self.stated_scale
+        return self.head_dim**-0.5 if self.scale_override is None else self.scale_override
 
     def kernel_cache(self) -> KernelCache | None:
         """A new KernelCache for a step's kernels; None if the pages of layers may be aligned differently."""

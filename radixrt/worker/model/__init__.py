@@ -1,6 +1,6 @@
 """Model families, one file each, named as the checkpoint's `model_type`.
 
-A family says in `spec(config)` how its `config.json` reads as a `ModelSpec`; `decoder` computes any of them.
+The function `spec(config)` of each turns the parsed `config.json` into a `ModelSpec`; `decoder` computes any of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from radixrt.worker.model.spec import ModelSpec
 
 
 def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
-    """The spec of a parsed `config.json`, for contexts of up to `longest` tokens (0: as many as the model is made for).
-    ValueError names what of it is not served."""
+    """The spec of a parsed `config.json`, for contexts of up to `longest` tokens (0: the model's own limit). ValueError
+    names what is not served, or the field that is missing."""
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise ValueError(not_served(family))
@@ -28,6 +28,6 @@ def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
         raise ValueError(f"config.json has no {missing.args[0]}") from None
     if 0 < longest < spec.max_model_len:
         spec = dataclasses.replace(spec, max_model_len=longest)
-    for rope in spec.ropes:  # says what is not served before gigabytes are read
+    for rope in spec.ropes:  # raises if not served, before gigabytes of weights are read
         frequencies(rope, spec.rope_dim, spec.max_model_len)
     return spec

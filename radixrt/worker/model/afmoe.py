@@ -1,4 +1,4 @@
-"""Arcee's Trinity: what attention gives is gated; windows, and experts by sigmoid."""
+"""Arcee's Trinity: gated attention, sliding windows, experts selected by sigmoid."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ NORMS = NormsSpec(
     after_attention="post_attention_layernorm",
     before_mlp="pre_mlp_layernorm",
     after_mlp="post_mlp_layernorm",
-    wide=True,
+    float32_weight=True,
 )
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-5, "global_attn_every_n_layers": 4, "sliding_window": 1024}
 DEFAULTS |= {"num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "moe_intermediate_size": 1408}
 DEFAULTS |= {"num_dense_layers": 1, "route_scale": 1.0, "max_position_embeddings": 16_384}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
-"""Of fields that a file may have: what the models that there are say."""
+"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types`, or every `global_attn_every_n_layers`-th layer attends to all; only layers with windows know
-    positions. Embeddings are times hidden_size^0.5 with `mup_enabled`."""
+    """Without `layer_types`, every `global_attn_every_n_layers`-th layer has full attention. Only layers with windows
+    have RoPE. With `mup_enabled`, embeddings are multiplied by hidden_size^0.5."""
     check_served(config, SERVED)
     config = DEFAULTS | config
     kinds, rope = layer_kinds(config, config["global_attn_every_n_layers"]), rope_parameters(config)
@@ -52,7 +52,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     )
     experts = ExpertsSpec(
         count=config["num_experts"],
-        chosen=config["num_experts_per_tok"],
+        top_k=config["num_experts_per_tok"],
         intermediate_size=inner,
         normalized=True,
         layers=frozenset(range(config["num_dense_layers"], config["num_hidden_layers"])),

@@ -1,4 +1,4 @@
-"""Apertus: Llama whose heads are normalized, with MLPs that have no gate."""
+"""Apertus: Llama with norms of q and k, and MLPs without a gate, whose activation is xIELU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NORMS = NormsSpec(before_attention="attention_layernorm", before_mlp="feedforwar
 ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "max_position_embeddings": 65_536}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Their activation is xIELU."""
+    """Without RoPE parameters, transformers uses ROPE."""
     check_served(config, {"hidden_act": XIELU, "qk_norm": True, "post_norm": False})
     config = DEFAULTS | config | {"hidden_act": "silu", "mlp_bias": False}
     if not (config.get("rope_scaling") or config.get("rope_parameters")):

@@ -1,4 +1,4 @@
-"""Arcee's AFM: Llama with MLPs that have no gate."""
+"""Arcee's AFM: Llama with MLPs without a gate, whose activation is squared ReLU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec, check_served
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Their activation is the square of relu."""
+    """As Llama, but for the activation."""
     check_served(config, {"hidden_act": SQUARED_RELU})
     config = {"rms_norm_eps": 1e-5} | config | {"hidden_act": "silu"}
     return dataclasses.replace(llama.spec(config), activation=SQUARED_RELU)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder: config.json, safetensors in one or many shards, end-of-sequence ids."""
+"""Reads a checkpoint folder: config.json, safetensors in one or several shards, end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -14,51 +14,54 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from radixrt.worker.model import integers
-from radixrt.worker.model.quantized import SCALES, Products, dequantized, part_of_scale, read_scaled
+from radixrt.worker.model.quantized import SCALES, Products, dequantize, part_of_scale, read_scaled
 from radixrt.worker.model.scaled import BLOCK, Scaled
 from radixrt.worker.model.sharding import Part
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OTHER_FORMS = "consolidated*"
-"""Files of the same weights under other names, beside those of transformers."""
+ORIGINAL_FILES = "consolidated*"
+"""Files of the same weights in the publisher's original format, with other tensor names than in transformers."""
 SIDE_TENSORS = ("rotary_emb.inv_freq", "_scale", "_scale_inv")
-SEEING = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.")
-"""How names of tensors begin that make something of images."""
+"""Endings of the names of tensors that may be left unused: RoPE frequencies are computed, and scales are only read with
+their weights."""
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.")
+"""Beginnings of the names of a vision encoder's tensors, which are ignored."""
 TOKENIZER_FILES = ("tokenizer_config", "special_tokens_map", "tokenizer")
 LFS_POINTER = b"version https://git-lfs"
-tqdm.monitor_interval = 0  # no thread of its own
+tqdm.monitor_interval = 0  # no monitor thread
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
-HUB_OTHERS = ["original/*", OTHER_FORMS]
+HUB_OTHERS = ["original/*", ORIGINAL_FILES]
 
 
 class Weights(Protocol):
-    """Where tensors come from: their names as transformers has them, their dtype and device as the worker wants."""
+    """A source of tensors, by their names in transformers. They are in the dtype and on the device of the worker,
+    unless stated otherwise."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor is there that need not be."""
+        """Whether an optional tensor exists."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
     def packed(self) -> bool:
-        """Experts in MXFP4 are kept so (`mxfp4.PackedStack`)."""
+        """Whether experts that are stored in MXFP4 stay so (`mxfp4.PackedStack`); otherwise they are dequantized."""
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
-        """A tensor of that `shape`, or only a part of it."""
+        """A tensor of the given `shape`, dequantized, or a part of it."""
 
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
-        """A matrix for products in FP8, or a part of it; None if it is to be loaded for others."""
+        """A matrix in FP8 with its scales, or a part of it; None if it is not to be used in FP8: then `load` it."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As it is stored; of a tensor that is there."""
+        """The stored shape of a tensor that exists."""
 
     def get(self, name: str) -> torch.Tensor | None:
-        """As it is stored, whatever its shape and dtype; None if there is no such tensor."""
+        """A tensor in its stored shape and dtype; None if it does not exist."""
 
     def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of uint8 of that `shape`."""
+        """A uint8 tensor of the given `shape`."""
 
 
 def find(model: str) -> Path:
@@ -69,12 +72,12 @@ def find(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS))
-    except Exception as error:  # no network, no such name, not a valid name: all the same to the caller
+    except Exception as error:  # no network, no such name, an invalid name: the caller need not tell these apart
         raise ValueError(f"{model} is neither a folder nor a model that the hub gave: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} where there is no such file. ValueError if the file is broken."""
+    """The JSON object in a file; {} if there is no such file. ValueError if the file is broken."""
     if not path.is_file():
         return {}
     try:
@@ -87,7 +90,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_ids(folder: Path) -> frozenset[int]:
-    """Ids that end a sequence, of all files that name one: generation_config, config and the tokenizer's."""
+    """Token ids that end a sequence: the union of what generation_config.json, config.json and the tokenizer's files
+    name."""
     ids: set[int] = set()
     model = read_json(folder / "config.json")
     for named in (read_json(folder / "generation_config.json"), model, model.get("text_config") or {}):
@@ -104,12 +108,12 @@ def eos_ids(folder: Path) -> frozenset[int]:
 
 
 class SafetensorsWeights:
-    """The weights of a folder. Each tensor is read when it is asked for; a progress bar counts bytes on stderr.
+    """The safetensors of a folder. Each tensor is read when it is requested; a progress bar on stderr counts bytes.
 
-    What is loaded of FP8 is multiplied with its scales, by row, or one for each `block` of rows and columns; `products`
-    are in FP8, experts in MXFP4 stay so if `packed`. Weights of other forms (`integers`) are dequantized by the file's
-    `quantization`. ValueError for a folder without safetensors, a shard that is
-    missing or broken, a tensor that is missing, of another shape, or quantized in another way.
+    `block`: rows and columns of a weight that share a scale, if it has scales for blocks. `products`: which matrices
+    `scaled` returns in FP8. `packed`: see `Weights.packed`. `quantization`: the file's `quantization_config`, by which
+    weights in the formats of `integers` are dequantized. ValueError if the folder has no safetensors, a shard is
+    missing or broken, or a tensor is missing, has another shape, or is quantized in a way that is not served.
     """
 
     def __init__(
@@ -130,17 +134,17 @@ class SafetensorsWeights:
         self._block = block
         self._device = device
         self._files: dict[Path, Any] = {}
-        self._places = self._find_tensors(folder)
-        self._unread = set(self._places)
-        size = sum(path.stat().st_size for path in set(self._places.values()))
+        self._files_by_name = self._find_tensors(folder)
+        self._unread = set(self._files_by_name)
+        size = sum(path.stat().st_size for path in set(self._files_by_name.values()))
         self._bar = tqdm(
             total=size, desc="loading weights", unit="B", unit_scale=True, file=sys.stderr, mininterval=0.5,
             disable=not progress,
         )  # fmt: skip
 
     def _find_tensors(self, folder: Path) -> dict[str, Path]:
-        """Tensor name -> shard, as transformers looks for them: in one file, or in those that an index names, whichever
-        it says, or in whatever there is."""
+        """Tensor name -> file. As in transformers, the files are model.safetensors, or the shards that an index names,
+        or all safetensors of the folder. Which shard has a tensor is read from the shards: indices may be outdated."""
         single = folder / SINGLE
         if not single.is_file() and (index := read_json(folder / INDEX).get("weight_map")):
             shards = {file: folder / file for file in sorted(set(index.values()))}
@@ -149,7 +153,7 @@ class SafetensorsWeights:
                 raise ValueError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}")
             return {name: path for path in shards.values() for name in self._open(path).keys()}
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-        foreign = [path.name for path in paths if path.match(OTHER_FORMS)]
+        foreign = [path.name for path in paths if path.match(ORIGINAL_FILES)]
         paths = [path for path in paths if path.name not in foreign]
         if foreign and not paths:
             raise ValueError(f"{folder} holds no safetensors of transformers, only {', '.join(foreign)}: convert them")
@@ -170,51 +174,58 @@ class SafetensorsWeights:
         return self._files[path]
 
     def _name(self, name: str) -> str:
-        """The name in this checkpoint: one saved without its head lacks `model.`, one that sees has more before it."""
+        """The tensor's name in this checkpoint: one that was saved without its head lacks the prefix `model.`, and
+        multimodal ones have another prefix."""
         bare = name.removeprefix("model.")
         others = (bare, f"language_model.{name}", f"model.language_model.{bare}")
-        return name if name in self._places else next((other for other in others if other in self._places), name)
+        return (
+            name
+            if name in self._files_by_name
+            else next((other for other in others if other in self._files_by_name), name)
+        )
 
     def __contains__(self, name: str) -> bool:
-        return self._name(name) in self._places or self._integer_layer(name) is not None
+        return self._name(name) in self._files_by_name or self._integer_layer(name) is not None
 
     def _integer_layer(self, name: str) -> str | None:
-        """The beginning of the names of a layer's tensors, if its weight is stored in a form of `integers`."""
+        """The common prefix of a layer's tensors, if the weight `name` is stored in a format of `integers`."""
         if not self._quantization or not name.endswith(".weight"):
             return None
         layer = name.removesuffix("weight")
         for suffix in integers.SUFFIXES:
-            if (found := self._name(layer + suffix)) in self._places:
+            if (found := self._name(layer + suffix)) in self._files_by_name:
                 return found.removesuffix(suffix)
         found = self._name(name)
         return found.removesuffix("weight") if self._stored_dtype(found) in ("I8", "U8") else None
 
     def _stored_dtype(self, name: str) -> str:
-        """As safetensors calls it; "" if there is no such tensor."""
-        return self._open(self._places[name]).get_slice(name).get_dtype() if name in self._places else ""
+        """The name that safetensors has for the dtype; "" if there is no such tensor."""
+        if name not in self._files_by_name:
+            return ""
+        return self._open(self._files_by_name[name]).get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple[int, ...]:
         name = self._name(name)
-        return tuple(self._open(self._places[name]).get_slice(name).get_shape())
+        return tuple(self._open(self._files_by_name[name]).get_slice(name).get_shape())
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
-        if part is not None and self._cuts_a_block(name, shape, part):
-            return _taken(self.load(name, shape), part)
+        if part is not None and self._splits_block(name, shape, part):
+            return _copied_part(self.load(name, shape), part)
         tensor, scale = self._read(name, shape, part)
-        return dequantized(name, tensor, scale, self._block, self.dtype)
+        return dequantize(name, tensor, scale, self._block, self.dtype)
 
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         if self._products is Products.NONE or (self._products is Products.STORED and not self._is_fp8(name)):
             return None
-        if part is not None and self._cuts_a_block(name, shape, part):
+        if part is not None and self._splits_block(name, shape, part):
             return None
         tensor, scale = self._read(name, shape, part)
         if tensor.dtype.itemsize > 1:
             return Scaled.of(tensor)
         return read_scaled(name, tensor, scale, self._block)
 
-    def _cuts_a_block(self, name: str, shape: Sequence[int], part: Part) -> bool:
-        """Whether what has one scale lies on both sides of a part's end."""
+    def _splits_block(self, name: str, shape: Sequence[int], part: Part) -> bool:
+        """Whether an end of the part lies within a block of values that share a scale."""
         scale = self._scale(name) if self._is_fp8(name) else None
         return scale is not None and part_of_scale(scale, shape, self._block, part) is None
 
@@ -222,20 +233,21 @@ class SafetensorsWeights:
         return self._stored_dtype(self._name(name)) == "F8_E4M3"
 
     def _read(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(a tensor, its scale if it is of FP8 and there is one), or those of a part."""
+        """(a tensor as stored, its scale if it is in FP8 and has one), or the same of a part. Formats of `integers` are
+        dequantized."""
         if (layer := self._integer_layer(name)) is not None:
             whole = self._dequantized(name, layer, shape)
-            return (whole if part is None else _taken(whole, part)), None
+            return (whole if part is None else _copied_part(whole, part)), None
         name = self._name(name)
-        if name not in self._places:
+        if name not in self._files_by_name:
             raise ValueError(f"the checkpoint has no tensor {name}")
-        first = name in self._unread  # what is not kept in FP8 after all is read again
+        first = name in self._unread  # a matrix is read twice if `scaled` turns out not to be usable
         self._unread.discard(name)
-        stored = self._open(self._places[name]).get_slice(name)
+        stored = self._open(self._files_by_name[name]).get_slice(name)
         if tuple(stored.get_shape()) != tuple(shape):
             raise ValueError(f"{name} has shape {list(stored.get_shape())}, config.json says {list(shape)}")
         if part is None:
-            tensor = self._open(self._places[name]).get_tensor(name)
+            tensor = self._open(self._files_by_name[name]).get_tensor(name)
         else:
             tensor = stored[(slice(None),) * part.dim + (slice(part.start, part.stop),)].contiguous()
         self._bar.update(tensor.nbytes if first else 0)
@@ -260,9 +272,9 @@ class SafetensorsWeights:
 
     def get(self, name: str) -> torch.Tensor | None:
         name = self._name(name)
-        if name not in self._places:
+        if name not in self._files_by_name:
             return None
-        tensor = self._open(self._places[name]).get_tensor(name)
+        tensor = self._open(self._files_by_name[name]).get_tensor(name)
         self._bar.update(tensor.nbytes if name in self._unread else 0)
         self._unread.discard(name)
         return tensor
@@ -277,21 +289,21 @@ class SafetensorsWeights:
         return tensor
 
     def unused(self) -> list[str]:
-        """Tensors that nobody asked for, but for those that say nothing of their own, or of text: the model may be
-        another one."""
-        unread = (name for name in self._unread if not name.removeprefix("model.").startswith(SEEING))
+        """Names of tensors that were not requested, except SIDE_TENSORS and those of vision encoders. If there are any,
+        the checkpoint may be that of another model."""
+        unread = (name for name in self._unread if not name.removeprefix("model.").startswith(VISION_PREFIXES))
         return sorted(name for name in unread if not name.endswith(SIDE_TENSORS))
 
     def close(self) -> None:
-        """Let go of the files, all of them read but for headers and tensors that nobody wants."""
+        """Close the files, and complete the progress bar, which has not counted headers and unused tensors."""
         self._bar.update(self._bar.total - self._bar.n)
         self._bar.close()
         self._files.clear()
 
 
 class Renamed:
-    """Weights that may be stored under other names. `pairs`: a part of a name, and its replacement if there is no
-    tensor of the requested name."""
+    """Weights that may be stored under other names. `pairs`: (a part of a name, its replacement), which all apply if
+    there is no tensor of the requested name."""
 
     def __init__(self, weights: Weights, pairs: Sequence[tuple[str, str]]) -> None:
         self._weights = weights
@@ -332,8 +344,8 @@ class Renamed:
         return self._weights.bytes(self._name(name), shape)
 
 
-def _taken(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """A part, which does not keep the whole alive."""
+def _copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """A copy of a part of a tensor, so that the whole can be freed."""
     return whole.narrow(part.dim, part.start, part.count).clone(memory_format=torch.contiguous_format)
 
 
@@ -345,8 +357,9 @@ def _begins_with(path: Path, start: bytes) -> bool:
 
 
 class RandomWeights:
-    """Weights for measuring speed without a checkpoint: normal with deviation 0.02, norms 1, biases 0; the same for
-    the same seed, whatever the order of loading. Experts that are `packed` have the same deviation."""
+    """Random weights, to measure speed without a checkpoint: normal with a standard deviation of 0.02, norms 1, biases
+    0. They depend on the seed and the tensor's name, not on the order of loading. With `packed`, there are MXFP4
+    experts, of the same standard deviation."""
 
     def __init__(
         self,
@@ -364,7 +377,7 @@ class RandomWeights:
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         if part is not None:
-            return _taken(self.load(name, shape), part)
+            return _copied_part(self.load(name, shape), part)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=self.dtype, device=self._device)
         if "norm" in name:
@@ -379,7 +392,7 @@ class RandomWeights:
         return self.packed and name.endswith("_blocks")
 
     def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Uniform 4-bit values, whose standard deviation is 2.8, with a scale of 2**-7."""
+        """MXFP4: uniform 4-bit values, whose standard deviation is 2.8, with a scale of 2**-7."""
         values = torch.empty(shape, dtype=torch.uint8, device=self._device)
         return values.fill_(120) if name.endswith("_scales") else values.random_(generator=self._generator(name))
 
@@ -396,4 +409,4 @@ class RandomWeights:
         return []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

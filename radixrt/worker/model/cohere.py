@@ -1,4 +1,4 @@
-"""Command R and Aya: attention and MLP side by side behind one LayerNorm; neighbours of a head are rotated together."""
+"""Command R and Aya: parallel attention and MLP behind one LayerNorm; interleaved RoPE."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served, common
 
-NORMS = NormsSpec(before_mlp="input_layernorm", wide=True, centered=True)
+NORMS = NormsSpec(before_mlp="input_layernorm", float32_weight=True, centered=True)
 DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "rope_theta": 5e5}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
-    """Heads that are normalized (`use_qk_norm`: Command R+) are not served; `features` are a successor's."""
+    """Norms of q and k (`use_qk_norm`: Command R+) are not served. `features`: other fields of ModelSpec, for derived
+    families."""
     check_served(config, {"use_qk_norm": False})
     config = DEFAULTS | config
     bias = bool(config.get("attention_bias"))

@@ -1,4 +1,4 @@
-"""CWM, Meta's Code World Model: Llama with windows in three of four layers."""
+"""CWM, Meta's Code World Model: Llama with sliding windows in three of four layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_fact
 ROPE |= {"original_max_position_embeddings": 8192}
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 DEFAULTS |= {"max_position_embeddings": 131_072}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types`; every fourth layer attends to all where a file has none, the first one too. Attention has no
-    biases."""
+    """Without `layer_types`, layers 0, 4, 8, ... have full attention. Attention has no biases."""
     config = DEFAULTS | config | {"attention_bias": False}
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config["rope_parameters"] = ROPE

@@ -1,4 +1,4 @@
-"""The decoder of all families: embed, attend, gate, project. It knows nothing of pages."""
+"""The decoder of all families. It knows nothing of pages: attention is a function that is passed to it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from radixrt.worker.model.spec import ModelSpec
 
 
 class Decoder:
-    """Weights in one dtype on one device, and the forward pass over tokens of any number of sequences.
+    """The weights of a model on one device, and the forward pass over tokens of any number of sequences.
 
-    `spec` is that of the whole model; of a `group` this rank has its part, which `Decoder.spec` describes."""
+    `spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
+    describes."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Decoder:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
         self.own_ids = shard.token_ids(spec.vocab_size)
-        """Whose logits this rank computes."""
+        """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
         reader = Reader(spec, weights, batch_invariant, self._ops, group)
@@ -56,24 +57,24 @@ class Decoder:
 
     @property
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
-        """By layer: float32[heads] of this rank, or None (see `ModelSpec.sinks`)."""
+        """By layer: the sinks of this rank's query heads, float32[heads], or None (see `ModelSpec.sinks`)."""
         return tuple(layer.sinks for layer in self._layers)
 
     @property
-    def wide_experts(self) -> bool:
-        """Whether a layer has experts of 16 bits or more."""
+    def has_unquantized_experts(self) -> bool:
+        """Whether a layer has experts that are neither in FP8 nor in MXFP4."""
         mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, Mixture))
-        return any(not (experts.narrow or experts.packed) for experts in mixtures)
+        return any(not (experts.is_fp8 or experts.is_mxfp4) for experts in mixtures)
 
     @property
-    def narrow(self) -> bool:
-        """Whether most of its weights are in FP8."""
+    def is_fp8(self) -> bool:
+        """Whether most weights are in FP8, judged by the last layer's MLP or experts."""
         mlp = self._layers[-1].mlp
-        return mlp.experts.narrow if isinstance(mlp, Mixture) else mlp.rounding is not None
+        return mlp.experts.is_fp8 if isinstance(mlp, Mixture) else mlp.rounding is not None
 
     @property
     def own_width(self) -> int:
-        """Of this rank's logits: `own_ids`, and on a last rank more behind, which mean nothing."""
+        """Columns of this rank's logits: those of `own_ids`, and on the last ranks maybe padding."""
         return len(self._head.weight)
 
     def forward(
@@ -83,26 +84,28 @@ class Decoder:
         attend: Attend,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 logits [S, vocab] of int tokens[T] at int positions[T], of those at `wanted` int64[S] or of all.
+        """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
+        int64[S], or for all.
 
-        Past its attention, the last layer is computed for what is wanted alone."""
+        After attention, the last layer is computed only for these tokens."""
         return self.gather(self.finish(*self.attend_all(tokens, positions, attend), wanted))
 
     def attend_all(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Up to the last layer's attention: what it gave (see `layers.Attend`), and the residual [T, hidden]."""
+        """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
+        the residual stream [T, hidden]."""
         residual = F.embedding(tokens, self._embedding)
         if self._embedding_factor != 1:
             residual *= self._embedding_factor
-        turns = self._positions.turns(positions, residual.dtype)
-        growth = self._positions.growth(positions, residual.dtype)
+        rotations = self._positions.rotations(positions, residual.dtype)
+        query_factors = self._positions.query_factors(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
-            cos, sin = turns[self._positions.kinds[number]]
+            cos, sin = rotations[self._positions.kinds[number]]
             heads = layer.heads.project(x, cos, sin, self._ops)
-            if growth is not None:
-                heads.scale_queries(growth)
+            if query_factors is not None:
+                heads.scale_queries(query_factors)
             x = attend(number, heads)
             if number < len(self._layers) - 1:
                 x = self._after_attention(number, x, residual)
@@ -115,7 +118,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """After `attend_all`: float32[S, own_width], the logits of this rank's token ids; in `out` if that is given."""
+        """The rest of the forward pass, from the results of `attend_all`: this rank's logits, float32[S, own_width],
+        written to `out` if given."""
         if wanted is not None:
             if not len(wanted):
                 return torch.empty((0, self.own_width), device=x.device)
@@ -124,7 +128,8 @@ class Decoder:
         return logits if self.spec.logits_factor == 1 else logits.mul_(self.spec.logits_factor)
 
     def _after_attention(self, number: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | Rounded:
-        """The rest of a layer, which goes onto residual[T, hidden] in place; what the next one begins with."""
+        """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
+        normalized input of the next layer or, after the last one, of the output projection."""
         layer, last = self._layers[number], number == len(self._layers) - 1
         norm = self._norm if last else self._layers[number + 1].attention_norm
         attended = layer.heads.gather(x)
@@ -138,7 +143,7 @@ class Decoder:
         return layer.mlp.add(x, residual, norm, self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32[S, vocab] of what all ranks have of it, from `finish`."""
+        """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""
         if self._group is None:
             return logits
         if not len(logits):
@@ -156,13 +161,14 @@ class Decoder:
             return logits if out is None else out.copy_(logits)
         if out is None:
             out = torch.empty((len(x), self.own_width), dtype=torch.float32, device=x.device)
-        # In float32, for rounding to 8 bits makes ties.
-        few = self._ops.few(x, self._head.weight, None, out)
+        # In float32, because bfloat16 has a significand of 8 bits: many logits would be equal.
+        few = self._ops.small_linear(x, self._head.weight, None, out)
         return few if few is not None else torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)
 
 
 class _Positions:
-    """The rotations of a model: a few kinds, `kinds` by layer."""
+    """What depends on positions alone: RoPE's cos and sin, and the scaling of queries. Layers with equal RoPE
+    parameters share a kind; `kinds` has the index of each layer's."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         known: list[dict[str, Any] | None] = []
@@ -170,19 +176,19 @@ class _Positions:
         self.kinds = [known.index(rope) for rope in spec.ropes]
         found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in known]
         self._angles = [(angles.to(device), factor) for angles, factor in found]
-        self._growth = spec.query_growth
+        self._query_scaling = spec.query_scaling
 
-    def turns(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """By kind: cos and sin [T, 1, half of what is rotated] of int positions[T]."""
+    def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By kind: cos and sin [T, 1, rope_dim / 2] for int positions[T]."""
         found = []
         for angles, factor in self._angles:
-            turn = positions[:, None, None].float() * angles
-            found.append(((turn.cos() * factor).to(dtype), (turn.sin() * factor).to(dtype)))
+            angle = positions[:, None, None].float() * angles
+            found.append(((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)))
         return found
 
-    def growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """What queries at int positions[T] are times, [T, 1, 1] (see `ModelSpec.query_growth`)."""
-        if self._growth is None:
+    def query_factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Factors [T, 1, 1] of queries at int positions[T] (see `ModelSpec.query_scaling`); None if there are none."""
+        if self._query_scaling is None:
             return None
-        beta, tokens = self._growth
+        beta, tokens = self._query_scaling
         return (1 + beta * torch.log(1 + positions.float().div(tokens).floor()))[:, None, None].to(dtype)

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms only after attention and MLP; where some layers have windows, only they know positions."""
+"""EXAONE 4: norms after attention and MLP instead of before; with sliding windows, only layers with them have RoPE."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 from radixrt.worker.model import olmo2
 from radixrt.worker.model.spec import ModelSpec, common, layer_kinds, layer_windows, rope_parameters
 
-NORMS = dataclasses.replace(olmo2.NORMS, wide=False)
+NORMS = dataclasses.replace(olmo2.NORMS, float32_weight=False)
 DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5}
 DEFAULTS |= {"num_key_value_heads": 32, "max_position_embeddings": 2048}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
-    """By `layer_types`, or every `sliding_window_pattern`-th layer attends to all; all do where there is no
-    `sliding_window`. Each head of q and k is normalized. `features` are a successor's."""
+    """Without `layer_types`, every `sliding_window_pattern`-th layer has full attention; without `sliding_window`, all
+    have. `features`: other fields of ModelSpec, for derived families."""
     config = DEFAULTS | config
-    every, windowed = config["sliding_window_pattern"], config["sliding_window"] is not None
-    if windowed and not config.get("layer_types") and not (isinstance(every, int) and every > 0):
+    every, has_windows = config["sliding_window_pattern"], config["sliding_window"] is not None
+    if has_windows and not config.get("layer_types") and not (isinstance(every, int) and every > 0):
         raise ValueError(f"sliding_window_pattern {every!r} is not served without layer_types; a number is")
-    kinds = layer_kinds(config, every if windowed else 1)
+    kinds = layer_kinds(config, every if has_windows else 1)
     rope = rope_parameters(config)
     own = {
         "qk_norm": True,
         "norms": NORMS,
         "windows": layer_windows(config | {"layer_types": kinds}),
-        "layer_ropes": tuple(None if windowed and kind == "full_attention" else rope for kind in kinds),
+        "layer_ropes": tuple(None if has_windows and kind == "full_attention" else rope for kind in kinds),
     }
     return common(config, **own | features)

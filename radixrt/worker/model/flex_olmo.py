@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import olmo2
-from radixrt.worker.model.olmoe import all_experts
+from radixrt.worker.model.olmoe import experts_spec
 from radixrt.worker.model.spec import ModelSpec, with_experts
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """What a layer's experts make together is normalized, as what an MLP makes."""
+    """The norm after the MLP applies to the sum of the experts."""
     config = DEFAULTS | config
-    return with_experts(olmo2.spec(config), all_experts(config, count=7, chosen=5))
+    return with_experts(olmo2.spec(config), experts_spec(config, count=7, top_k=5))

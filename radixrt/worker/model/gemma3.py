@@ -1,13 +1,13 @@
-"""Gemma 3 of 4b and more: the part of it that is for text."""
+"""Gemma 3, 4b and larger: only its language model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from radixrt.worker.model import gemma3_text
-from radixrt.worker.model.spec import ModelSpec, text_part
+from radixrt.worker.model.spec import ModelSpec, text_config
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of its `text_config`."""
-    return gemma3_text.spec(text_part({"tie_word_embeddings": True} | config))
+    """Reads `text_config`."""
+    return gemma3_text.spec(text_config({"tie_word_embeddings": True} | config))

@@ -1,5 +1,4 @@
-"""Gemma 3: norms before and after attention and MLP, layers with windows, whose positions turn faster, between some
-without."""
+"""Gemma 3: norms before and after attention and MLP; sliding windows in most layers, with another RoPE base."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ NORMS = NormsSpec(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
-    wide=True,
+    float32_weight=True,
     offset=1.0,
 )
 DEFAULTS = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 DEFAULTS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 DEFAULTS |= {"sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 DEFAULTS |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Weights of norms are stored less 1; embeddings are times hidden_size^0.5; the softmax has the scale
-    query_pre_attn_scalar^-0.5. What `rope_scaling` stretches is stretched in `max_position_embeddings` already."""
+    """Norms have the weight 1 + the stored one; embeddings are multiplied by hidden_size^0.5; the softmax scale is
+    query_pre_attn_scalar^-0.5. `max_position_embeddings` includes the extension by `rope_scaling` already."""
     config = DEFAULTS | config
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         if config.get(name):
@@ -48,7 +47,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         output_bias=bool(config.get("attention_bias")),
         qk_norm=True,
         norms=NORMS,
-        stated_scale=config["query_pre_attn_scalar"] ** -0.5,
+        scale_override=config["query_pre_attn_scalar"] ** -0.5,
         embedding_factor=config["hidden_size"] ** 0.5,
     )
     return dataclasses.replace(plain, max_model_len=config["max_position_embeddings"])

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-Z1 of April 2025 (0414), 9b and 32b: GLM-4 with norms also after attention and MLP."""
+"""GLM-4 and GLM-Z1 of April 2025 (0414), 9b and 32b: GLM-4 9b with additional norms after attention and MLP."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NORMS = NormsSpec(after_attention="post_self_attn_layernorm", after_mlp="post_ml
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """All else is as before."""
+    """As GLM-4 9b, but for the norms."""
     return glm.spec(config, norms=NORMS)

@@ -1,4 +1,4 @@
-"""GLM-4.6V Flash: the part of it that is for text."""
+"""GLM-4.6V Flash: only its language model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTS = {"glm4v_text": glm4v.spec, "glm4v_moe_text": glm4v_moe.spec}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of the family that `text_config` names. ValueError for another."""
+    """By the family that `text_config` names; ValueError if it is none of PARTS."""
     family = config["text_config"].get("model_type", "glm4v_text")
     if family not in PARTS:
         raise ValueError(f"text_config: model_type {family!r} is not served; {', '.join(PARTS)} are")

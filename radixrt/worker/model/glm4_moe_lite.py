@@ -11,11 +11,11 @@ DEFAULTS = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "q
 DEFAULTS |= {"v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4}
 DEFAULTS |= {"moe_intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 DEFAULTS |= {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """`mlp_layer_types` names the layers with experts, where it is there. ValueError unless they are the last ones."""
+    """`mlp_layer_types` replaces `first_k_dense_replace`; ValueError if dense layers follow sparse ones."""
     config = DEFAULTS | config
     if kinds := config.get("mlp_layer_types"):
         first = kinds.count("dense")

@@ -1,16 +1,16 @@
-"""GLM-4.1V: the part of it that is for text."""
+"""GLM-4.1V: only its language model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from radixrt.worker.model import glm4
-from radixrt.worker.model.spec import ModelSpec, text_part
+from radixrt.worker.model.spec import ModelSpec, text_config
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "max_position_embeddings": 32_768}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of text alone, the three positions of a token (M-RoPE) are one. Heads divide the hidden state."""
-    return glm4.spec(DEFAULTS | text_part(config) | {"head_dim": None, "attention_bias": True})
+    """For text, the three positions of M-RoPE are the same, which makes it RoPE. `head_dim` is ignored."""
+    return glm4.spec(DEFAULTS | text_config(config) | {"head_dim": None, "attention_bias": True})

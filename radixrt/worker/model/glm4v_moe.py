@@ -1,16 +1,17 @@
-"""GLM-4.5V and 4.6V: the part of them that is for text."""
+"""GLM-4.5V and 4.6V: only their language model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from radixrt.worker.model import glm4_moe
-from radixrt.worker.model.spec import ModelSpec, text_part
+from radixrt.worker.model.spec import ModelSpec, text_config
 
 DEFAULTS = {"attention_bias": True, "max_position_embeddings": 65_536}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of text alone, the three positions of a token (M-RoPE) are one. Heads are not normalized."""
-    return glm4_moe.spec(DEFAULTS | text_part(config) | {"use_qk_norm": False})
+    """For text, the three positions of M-RoPE are the same, which makes it RoPE. There are no norms of q
+    and k."""
+    return glm4_moe.spec(DEFAULTS | text_config(config) | {"use_qk_norm": False})

@@ -1,4 +1,4 @@
-"""gpt-oss 20b and 120b."""
+"""gpt-oss 20b and 120b: attention sinks, sliding windows, experts with biases and a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DEFAULTS = {
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Every other layer has a window, the first one too, unless `layer_types` says otherwise; attention has sinks; all
-    layers have experts, whose gate is clamped. ValueError for another clamp."""
+    """Without `layer_types`, layers 0, 2, 4, ... have a window. ValueError for other parameters of SwiGLU than those of
+    the published models."""
     config = DEFAULTS | config
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config["rope_scaling"] = dict(YARN)
@@ -34,12 +34,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     plain = common(config, windows=layer_windows(config), qkv_bias=biased, output_bias=biased, sinks=True)
     experts = ExpertsSpec(
         count=config.get("num_local_experts") or config.get("num_experts", 128),
-        chosen=config.get("num_experts_per_tok") or config.get("experts_per_token", 4),
+        top_k=config.get("num_experts_per_tok") or config.get("experts_per_token", 4),
         intermediate_size=config["intermediate_size"],
         normalized=True,
         layers=frozenset(range(layers)),
         prefix="mlp",
         names=(),
-        alternating=True,
+        interleaved_gate_up=True,
     )
     return dataclasses.replace(with_experts(plain, experts), activation="clamped_swiglu")

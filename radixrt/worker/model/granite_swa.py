@@ -1,4 +1,4 @@
-"""Granite Swash: Granite with windows, sinks, and a base of positions of each layer's own."""
+"""Granite Swash: Granite with sliding windows, attention sinks, and a RoPE base for each layer."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from radixrt.worker.model.spec import ModelSpec, layer_windows, rope_parameters
 
 DEFAULTS = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 DEFAULTS |= {"max_position_embeddings": 8192}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """As Granite."""
+    """Granite with `layer_features`."""
     config = DEFAULTS | config
-    return granite.spec(config, **windowed(config))
+    return granite.spec(config, **layer_features(config))
 
 
-def windowed(config: dict[str, Any]) -> dict[str, Any]:
-    """What differs from Granite, for `common`. By `layer_types`; every fourth layer attends to all where a file has
-    none, the first one too. `layer_rope_theta` has the bases, 0 where nothing is rotated."""
+def layer_features(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ModelSpec in which Swash differs from Granite. Without `layer_types`, layers 0, 4, 8, ... have full
+    attention. `layer_rope_theta` has the RoPE base of each layer; 0: no RoPE."""
     layers, rope = config["num_hidden_layers"], rope_parameters(config)
     kinds = config.get("layer_types") or [("sliding", "full")[i % 4 == 0] + "_attention" for i in range(layers)]
     bases = config.get("layer_rope_theta") or [rope["rope_theta"]] * layers

@@ -1,4 +1,4 @@
-"""Granite 3 with experts in every layer, whose matrices are stored together."""
+"""Granite 3 with experts in every layer, fused in one tensor."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from radixrt.worker.model import granite
 from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
 
 AT = "block_sparse_moe."
-TOGETHER = (
+FUSED_NAMES = (
     (f"{AT}router.layer.weight", f"{AT}input_linear.weight", f"{AT}output_linear.weight"),
     (f"{AT}router.weight", f"{AT}experts.gate_up_proj", f"{AT}experts.down_proj"),
 )
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """All else is as before."""
-    return with_experts(granite.spec(config | {"mlp_bias": False}), all_experts(config))
+    """Granite with experts."""
+    return with_experts(granite.spec(config | {"mlp_bias": False}), experts_spec(config))
 
 
-def all_experts(config: dict[str, Any]) -> ExpertsSpec:
-    """Of all layers. The weights of a token's experts sum to 1."""
+def experts_spec(config: dict[str, Any]) -> ExpertsSpec:
+    """Experts in all layers."""
     return ExpertsSpec(
         count=config.get("num_local_experts", 8),
-        chosen=config.get("num_experts_per_tok", 2),
+        top_k=config.get("num_experts_per_tok", 2),
         intermediate_size=config["intermediate_size"],
         normalized=True,
         layers=frozenset(range(config["num_hidden_layers"])),
         prefix="block_sparse_moe",
         names=("w1", "w3", "w2"),
-        together=TOGETHER,
+        fused_names=FUSED_NAMES,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import granite
-from radixrt.worker.model.granite_swa import windowed
+from radixrt.worker.model.granite_swa import layer_features
 from radixrt.worker.model.granitemoeshared import with_shared
 from radixrt.worker.model.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """And what they share, if anything is."""
-    return with_shared(granite.spec(config | {"mlp_bias": False}, **windowed(config)), config)
+    """With a shared expert if `shared_intermediate_size` is not 0."""
+    return with_shared(granite.spec(config | {"mlp_bias": False}, **layer_features(config)), config)

@@ -14,8 +14,8 @@ ATTENTION = ("attention", "full_attention")
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Without experts (`num_local_experts` 0) the MLP is the one that all tokens would share. ValueError for layers
-    that are not attention, which all are where a file names none."""
+    """Without experts (`num_local_experts` 0), the MLP is what would be the shared expert. ValueError if a layer is not
+    attention; without `layer_types`, all are state-space layers."""
     kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
     if others := sorted(set(kinds) - set(ATTENTION)):
         raise ValueError(f"layer_types {', '.join(others)} are not served; attention is")

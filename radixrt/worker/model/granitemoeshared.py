@@ -1,4 +1,4 @@
-"""Granite 3 with experts, and an MLP that all tokens share."""
+"""Granite 3 with experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OTHER_NAMES = (
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """It is as wide as `shared_intermediate_size` says."""
+    """Granite with experts and a shared one."""
     return with_shared(granite.spec(config | {"mlp_bias": False}), config)
 
 
 def with_shared(plain: ModelSpec, config: dict[str, Any]) -> ModelSpec:
-    """A decoder with experts, and with what they share, if anything is."""
-    experts = granitemoe.all_experts(config)
+    """The spec `plain` with experts, and with a shared expert of `shared_intermediate_size`, if that is not 0."""
+    experts = granitemoe.experts_spec(config)
     experts = dataclasses.replace(experts, shared_size=config.get("shared_intermediate_size") or 0)
     return with_experts(dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES), experts)

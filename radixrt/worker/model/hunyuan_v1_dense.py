@@ -1,4 +1,4 @@
-"""Hunyuan, dense, 0.5b to 7b: Llama whose heads are normalized after they are rotated."""
+"""Hunyuan, dense, 0.5b to 7b: Llama with norms of q and k after RoPE."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from radixrt.worker.model import llama
 from radixrt.worker.model.spec import ModelSpec, check_served, rope_parameters
 
 SERVED = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False}
-"""Of fields that a file may have: what the models that there are say."""
+"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """`alpha` of the scaling `dynamic` makes another base of it, whatever the length of a sequence."""
+    """`dynamic` RoPE with `alpha` has the base theta * alpha^(d / (d - 2)), whatever the length of a sequence."""
     check_served(config, SERVED)
     config = {"rms_norm_eps": 1e-5} | config
     rope = rope_parameters(config)
@@ -21,4 +21,4 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
         config |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     names = "query_layernorm", "key_layernorm"
-    return llama.spec(config, qk_norm=True, qk_norm_last=True, qk_norms=names)
+    return llama.spec(config, qk_norm=True, qk_norm_after_rope=True, qk_norm_names=names)

@@ -9,19 +9,19 @@ from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, check_served, with
 
 SERVED = {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 SERVED |= {"group_limited_greedy": False}
-"""Of fields that a file may have: what the models that there are say."""
+"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Experts, and the MLP that all tokens share, are as wide as `intermediate_size` says. What may be a list by layer
-    is the same for all of them."""
+    """`intermediate_size` is that of an expert, and of the shared expert. Fields that may be lists, by layer, must be
+    the same for all layers."""
     check_served(config, SERVED)
     inner = config["intermediate_size"]
-    same = {name: _of_all(config, name) for name in ("moe_intermediate_size", "num_shared_expert") if name in config}
+    same = {name: _uniform(config, name) for name in ("moe_intermediate_size", "num_shared_expert") if name in config}
     check_served(same, {"moe_intermediate_size": inner, "num_shared_expert": 1})
     experts = ExpertsSpec(
-        count=_of_all(config, "num_experts") or config.get("num_local_experts") or 1,
-        chosen=_of_all(config, "moe_topk") or config.get("num_experts_per_tok") or 1,
+        count=_uniform(config, "num_experts") or config.get("num_local_experts") or 1,
+        top_k=_uniform(config, "moe_topk") or config.get("num_experts_per_tok") or 1,
         intermediate_size=inner,
         normalized=True,
         layers=frozenset(range(config["num_hidden_layers"])),
@@ -34,8 +34,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     return with_experts(hunyuan_v1_dense.spec(config), experts)
 
 
-def _of_all(config: dict[str, Any], name: str) -> int | None:
-    """ValueError where layers differ."""
+def _uniform(config: dict[str, Any], name: str) -> int | None:
+    """The value of a field that may be a list by layer. ValueError if layers differ."""
     value = config.get(name)
     values = value if isinstance(value, list) and value else [value]
     if any(x != values[0] for x in values) or not (value is None or type(values[0]) is int):

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits as AWQ, GPTQ, compressed-tensors and ModelOpt store them, dequantized when they are read.
+"""Weights of 4 or 8 bits in the formats of AWQ, GPTQ, compressed-tensors and ModelOpt, dequantized at load.
 
     AWQ (gemm)          qweight int32[in, out / 8], qzeros int32[G, out / 8], scales [G, out]
     GPTQ                qweight int32[in / n, out], qzeros int32[G, out / n], scales [G, out], g_idx int32[in]
@@ -9,8 +9,8 @@
                         ModelOpt's: weight, weight_scale, weight_scale_2, the inverse of the global scale
     MXFP4               weight_packed uint8[out, in / 2], weight_scale uint8[out, in / 32]
 
-n = 32 / bits values share a word, the first in the lowest bits; G groups of consecutive columns share a scale.
-Activations are not quantized, whatever the file says of them.
+n = 32 / bits values are packed in a word, the first in the lowest bits. Each of the G groups of consecutive columns has a
+scale. Activations are not quantized, even if the file says that they should be.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from radixrt.worker.model.mxfp4 import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column, of eight, of the 4 bits at each place of a word."""
+"""Which of eight columns each 4 bits of a word belong to."""
 SUFFIXES = ("qweight", "weight_packed")
-"""Names in the place of `weight`."""
+"""Names of a packed weight, in place of `weight`."""
 Get = Callable[[str], torch.Tensor | None]
-"""The tensor of a name behind that of the layer; None if there is none."""
+"""Returns a layer's tensor by the last part of its name; None if there is no such tensor."""
 
 
 def read(get: Get, quantization: Mapping[str, Any]) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""InternLM 3: Llama by another name."""
+"""InternLM 3: Llama with other names of fields."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from radixrt.worker.model import llama
 from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """`qkv_bias` and `bias` are `attention_bias` and `mlp_bias`. ValueError unless they say the same."""
+    """`qkv_bias` and `bias` are Llama's `attention_bias` and `mlp_bias`. ValueError if they differ, since `bias` is
+    also that of attention's output."""
     config = DEFAULTS | config
     heads = bool(config.get("attention_bias", config.get("qkv_bias")))
     others = bool(config.get("mlp_bias", config.get("bias")))

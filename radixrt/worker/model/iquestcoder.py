@@ -9,6 +9,6 @@ from radixrt.worker.model.spec import ModelSpec, check_served
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """What its own code could also do no checkpoint asks for."""
+    """Options of its own code that no checkpoint uses are not served."""
     check_served(config, {"clip_qkv": None, "use_sliding_window": False})
     return llama.spec({"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5} | config)

@@ -1,5 +1,5 @@
-"""Poolside's Laguna: what attention gives is gated by head; layers with windows have more query heads than others, and
-rotate more of each; experts by sigmoid."""
+"""Poolside's Laguna: gated attention; layers with sliding windows have more query heads than others, and rotate more of
+each; experts selected by sigmoid."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from radixrt.worker.model.spec import (
     check_served,
     common,
     layer_windows,
+    moe_layers,
+    partial_rotary_dim,
     rope_parameters,
     ropes_by_kind,
-    rotated_part,
-    sparse_by_kind,
     with_experts,
 )
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 512, "max_position_embeddings": 131_072}
 DEFAULTS |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "gating": True}
 DEFAULTS |= {"shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 1.0}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 ROPES = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
-"""What `rope_parameters` does not say is not said elsewhere."""
+"""These fields of config.json are ignored: only `rope_parameters` counts."""
 ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 SERVED = {"norm_topk_prob": True, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0}
-"""Of fields that a file may have: what the models that there are say."""
+"""The only values of these fields that are served: those of the published models."""
 OTHER_NAMES = ((".mlp.shared_expert.", ".mlp.shared_experts."),)
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types`; all layers attend to all where a file has none. `num_attention_heads_per_layer` has heads by
-    layer, `mlp_layer_types` the layers with experts. A gate is of a head, or of an element (`gating`)."""
+    """Without `layer_types`, all layers have full attention; without `mlp_layer_types`, all but the first have experts.
+    `gating` says whether a gate is for a head or an element."""
     check_served(config, SERVED)
     config = DEFAULTS | config | ROPES
     layers, gating = config["num_hidden_layers"], config["gating"]
@@ -53,11 +53,11 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     plain = common(
         by_kind["full_attention"],
         windows=layer_windows(config),
-        layer_ropes=tuple(_in_part(rope_parameters(by_kind[kind]), head_dim) for kind in kinds),
+        layer_ropes=tuple(_with_rotary_dim(rope_parameters(by_kind[kind]), head_dim) for kind in kinds),
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
-        gate=GateSpec("g_proj", by_head=gating != "per-element", softplus=True),
+        gate=GateSpec("g_proj", per_head=gating != "per-element", softplus=True),
         other_names=OTHER_NAMES,
     )
     if len(heads) != layers or any(n % plain.num_kv_heads for n in heads):
@@ -66,10 +66,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         plain = dataclasses.replace(plain, layer_heads=heads)
     experts = ExpertsSpec(
         count=config["num_experts"],
-        chosen=config["num_experts_per_tok"],
+        top_k=config["num_experts_per_tok"],
         intermediate_size=config["moe_intermediate_size"],
         normalized=True,
-        layers=sparse_by_kind(config, dense=1),
+        layers=moe_layers(config, dense=1),
         prefix="mlp",
         names=("gate_proj", "up_proj", "down_proj"),
         bias=("experts.e_score_correction_bias", "gate.e_score_correction_bias"),
@@ -80,7 +80,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     return with_experts(plain, experts)
 
 
-def _in_part(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Of a head's first elements, as many as `partial_rotary_factor` says."""
-    rotated = rotated_part({}, rope, head_dim)
-    return rope | {"rotated": rotated or head_dim}
+def _with_rotary_dim(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Replace `partial_rotary_factor` by `rotated`, a number of elements, since layers differ in it."""
+    rotary_dim = partial_rotary_dim({}, rope, head_dim)
+    return rope | {"rotated": rotary_dim or head_dim}

@@ -1,11 +1,13 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in the form that its pages are small for.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in the absorbed form.
 
-Of a token all heads share a latent c and a rotated key r. A head's key is (U c, r) and its value is W c, so that
+For each token, all heads share a latent c and a rotated key r. A head's key is (U c, r) and its value is W c, where U
+and W are the head's up-projections. With a query (q, p) of unrotated and rotated elements,
 
     (q, p) . (U c, r)  =  (U^T q, p) . (c, r)          sum of weights * W c  =  W (sum of weights * c)
 
-and attention sees one KV head: keys (c, r), whose first elements are the values c; queries (U^T q, p). For many queries
-a key it takes fewer products to multiply keys and values out first, for every head (`cuda.full_heads`).
+so that attention sees one KV head, with keys (c, r), whose first elements are the values c, and queries (U^T q, p); and
+pages hold only (c, r). If there are many queries per key, it is cheaper to expand keys and values for every head first
+(`cuda.full_heads`).
 """
 
 from __future__ import annotations
@@ -21,45 +23,47 @@ from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding
 
 NORM_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says (transformers, `DeepseekV2RMSNorm`)."""
+"""Epsilon of the norms of latents, whatever `rms_norm_eps` says (transformers, `DeepseekV2RMSNorm`)."""
 
 
 @dataclass(frozen=True)
-class Ups:
-    """What a layer multiplies latents by: products of each head's own."""
+class UpProjections:
+    """Up-projections from the latent to the keys and values of each head."""
 
     k: HeadLinear
-    """[heads, rank, what is not rotated]: U, transposed."""
+    """U, transposed: [heads, rank, nope_dim]."""
     v: HeadLinear
-    """[heads, width of a head's value, rank]: W."""
+    """W: [heads, value_dim, rank]."""
 
     @cached_property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rank, heads * what is not rotated], [rank, heads * width of a head's value]: of all heads in one product."""
+        """(U, W) of all heads side by side: [rank, heads * nope_dim] and [rank, heads * value_dim], to expand latents
+        in one product each."""
         rank = self.v.weight.shape[2]
         return self.k.weight.transpose(1, 2).reshape(-1, rank).t(), self.v.weight.reshape(-1, rank).t()
 
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Projected, of latent attention: D is that of a latent and a rotated key, the width of V that of a latent."""
+    """`layers.Projected` of latent attention, in the absorbed form: D is rank + rope_dim, and V has rank elements."""
 
     q: torch.Tensor
-    """[T, heads, what is not rotated, then what is]; rows may lie apart."""
+    """[T, heads, nope_dim + rope_dim], not yet rotated; rows need not be contiguous."""
     latent: torch.Tensor
-    """[T, D]: the latent, then the key to be rotated; rows may lie apart."""
-    ups: Ups
+    """[T, rank + rope_dim]: the latent, not yet normalized, and the shared key, not yet rotated; rows need not be
+    contiguous."""
+    ups: UpProjections
     norm: torch.Tensor
     """The weight of the latent's RMSNorm."""
     eps: float
     cos: torch.Tensor
-    """[T, 1, half of what is rotated], and `sin` as well."""
+    """[T, 1, rope_dim / 2], as `sin`."""
     sin: torch.Tensor
     interleaved: bool
 
     @property
     def rank(self) -> int:
-        """The width of V."""
+        """Elements of the latent."""
         return len(self.norm)
 
     @property
@@ -67,7 +71,7 @@ class LatentHeads:
         return 2 * self.cos.shape[-1]
 
     @property
-    def values(self) -> HeadLinear:
+    def value_projection(self) -> HeadLinear:
         return self.ups.v
 
     def scale_queries(self, factors: torch.Tensor) -> None:
@@ -85,15 +89,16 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Projections of latent attention."""
+    """`layers.Projections` of latent attention."""
 
     down: Product
-    """Gives queries or what they come of, then what `LatentHeads.latent` is."""
+    """Projects hidden states to the query latent, or to queries if there is no such latent, and to
+    `LatentHeads.latent`, side by side."""
     q_norm: Norm | None
-    """None, as `q_up`, where queries come of the hidden state at once."""
+    """Norm of the query latent. None, as `q_up`, if there is none."""
     q_up: Product | None
     k_norm: torch.Tensor
-    ups: Ups
+    ups: UpProjections
     num_heads: int
     interleaved: bool
 

@@ -1,4 +1,4 @@
-"""What a decoder's layer is made of, and what of it is fused on a GPU."""
+"""The parts of a decoder layer, and the operations that have fused kernels on a GPU (`Ops`)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear,
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.mlp import Mixture, Mlp, Plain
+    from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), of a gate of at most `limit` and an up within it (gpt-oss,
-    transformers' `GptOssExperts`)."""
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most `limit` and up to [-limit, limit] (gpt-oss;
+    transformers, `GptOssExperts`)."""
     limit, alpha = CLAMPED_SWIGLU
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
-_GATES = {
+_ACTIVATIONS = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
@@ -37,7 +37,9 @@ _GATES = {
 
 
 class Ops(Protocol):
-    """What is fused on a GPU (`cuda.kernels`), and here in plain torch."""
+    """Operations with fused kernels on a GPU (`cuda.ops`); `TorchOps` computes them in plain torch.
+
+    `rounding`: quantize the result to FP8 with scales of that kind; None: keep the dtype of x."""
 
     def norm(
         self,
@@ -47,12 +49,11 @@ class Ops(Protocol):
         rounding: Rounding | None = None,
         centered: bool = False,
     ) -> torch.Tensor | Rounded:
-        """RMSNorm of x[T, H], less its mean if `centered`, by a weight of the dtype of x, or of float32 (see
-        `NormsSpec`); rounded, if asked for."""
+        """RMSNorm of x[T, H], or LayerNorm if `centered`. The weight [H] has the dtype of x, or float32 (see
+        `NormsSpec.float32_weight`)."""
 
     def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-        """act(first half) * second half of x[T, 2 I], or what else the activation makes of both: [T, I]; rounded, if
-        asked for."""
+        """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first."""
 
     def scaled(
         self,
@@ -62,10 +63,10 @@ class Ops(Protocol):
         dtype: torch.dtype,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x[T, K], which is rounded first if it is not yet, times the weight, plus bias[N], in `dtype`; added to
-        residual[T, N] in place, if that is given."""
+        """The product of x[T, K] and an FP8 weight [N, K] transposed, plus bias[N], in `dtype`; x is quantized first if
+        it is not yet. If residual[T, N] is given, the result is added to it, in place."""
 
-    def few(
+    def small_linear(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -73,30 +74,31 @@ class Ops(Protocol):
         out: torch.Tensor | None = None,
         add: bool = False,
     ) -> torch.Tensor | None:
-        """x[T, K] times weight[N, K] transposed, plus bias[N], of few rows: a tensor of its own, or written to
-        out[T, N], or added there. None, and nothing done, where torch's product is for them."""
+        """The product of few rows x[T, K] and weight[N, K] transposed, plus bias[N]: a new tensor, or written to
+        out[T, N], or added to it with `add`. None, and nothing is done, if torch's product is to be used."""
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """`gate` of x[T, K] times weight[2 I, K] transposed, of many rows, by one kernel: [T, I]. None, and nothing
-        done, where a product and a gate are faster."""
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """`gate` of the product of many rows x[T, K] and weight[2 I, K] transposed, by one kernel: [T, I]. None, and
+        nothing is done, if two kernels are faster."""
 
     def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add what a mixture of experts makes of x[T, hidden] to residual[T, hidden], in place."""
+        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place."""
 
-    def means(self, qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
-        """float32[T, 2] of qkv[T, heads + 2 kv_heads, D]: the means of the squares of all that q has, and of k."""
+    def mean_squares(self, qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
+        """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
+        and that of k."""
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
-    """RMSNorm (arXiv 1910.07467) in float32, over the last dimension, or by a `mean` of squares that is known. What a
-    weight multiplies is rounded to its dtype: that of x, or float32."""
+    """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
+    is multiplied in its own dtype, that of x or float32."""
     wide = x.float()
     mean = wide.square().mean(-1, keepdim=True) if mean is None else mean
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
 class TorchOps:
-    """The reference of what is fused."""
+    """The reference implementation of Ops."""
 
     @staticmethod
     def norm(
@@ -109,7 +111,7 @@ class TorchOps:
     @staticmethod
     def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         gate, up = x.chunk(2, dim=-1)
-        out = _GATES[activation](gate, up)
+        out = _ACTIVATIONS[activation](gate, up)
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
@@ -121,69 +123,71 @@ class TorchOps:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         known = x if isinstance(x, Rounded) else rounded(x, weight.rounding)
-        out = F.linear(known.wide(), weight.wide(), None if bias is None else bias.float())
+        out = F.linear(known.dequantized(), weight.dequantized(), None if bias is None else bias.float())
         return out.to(dtype) if residual is None else residual.add_(out)
 
     @staticmethod
-    def few(*_: object) -> None:
-        """All rows are for torch's products."""
+    def small_linear(*_: object) -> None:
+        """Torch's product is always used."""
 
     @staticmethod
-    def gated(*_: object) -> None:
-        """A product, and a gate."""
+    def gated_linear(*_: object) -> None:
+        """The product and `gate` are always separate."""
 
     @staticmethod
     def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         experts.one_by_one(x, residual, TorchOps())
 
     @staticmethod
-    def means(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
+    def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         q, k, _ = qkv.float().square().split((num_heads, kv_heads, kv_heads), dim=1)
         return torch.stack((q.flatten(1).mean(1), k.flatten(1).mean(1)), dim=1)
 
 
 class Projected(Protocol):
-    """What a layer gives to its attention: the projections of T tokens, not yet normalized and rotated."""
+    """The input of a layer's attention: queries, keys and values of T tokens, before norms and RoPE, which GPU kernels
+    apply while they store K and V."""
 
     @property
     def cos(self) -> torch.Tensor:
-        """[T, 1, half of what is rotated]."""
+        """[T, 1, rope_dim / 2]."""
 
     def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, width of V], normalized and rotated."""
+        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE."""
 
     def scale_queries(self, factors: torch.Tensor) -> None:
-        """Multiply q by factors[T, 1, 1], in place: turning it comes to the same after and before."""
+        """Multiply q by factors[T, 1, 1], in place. RoPE is linear, so this may come before it."""
 
     @property
-    def values(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes of sums of V by weights, [T, heads, width of V], what heads give, [T, heads, width of a head's
-        value]."""
+    def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from the weighted sums of V, [T, heads, width of V], to the heads' outputs, [T, heads, width of a
+        head's value]: the identity, except in latent attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Projected, of grouped-query attention."""
+    """`Projected` of grouped-query attention."""
 
     qkv: torch.Tensor
-    """[T, heads + 2 kv_heads, D]."""
+    """[T, heads + 2 kv_heads, D]: q, k, v."""
     num_heads: int
     norms: tuple[torch.Tensor, torch.Tensor] | None
-    """Weights [D] of the RMSNorm of each head of q and of k, where a model has one; with `means` those of all heads."""
+    """Weights of the RMSNorms of q and of k, if any: [D] each, for each head alone, or with `mean_squares` [heads * D]
+    and [kv_heads * D], for all heads together."""
     eps: float
     cos: torch.Tensor
-    """[T, 1, half of what is rotated], and `sin` as well."""
+    """[T, 1, rope_dim / 2], as `sin`."""
     sin: torch.Tensor
-    means: torch.Tensor | None = None
-    """float32[T, ranks, 2]: of all heads together, where they are normalized so, what `Ops.means` gave on each rank."""
+    mean_squares: torch.Tensor | None = None
+    """float32[T, ranks, 2]: `Ops.mean_squares` of each rank, if all heads are normalized together."""
 
     def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k and v [T, kv_heads, D], normalized and rotated."""
+        """q [T, heads, D], k and v [T, kv_heads, D], after norms and RoPE."""
         kv_heads = (self.qkv.shape[1] - self.num_heads) // 2
         q, k, v = self.qkv.split((self.num_heads, kv_heads, kv_heads), dim=1)
-        if self.norms is not None and self.means is not None:
-            # One rank's after the other: a sum by torch may round by its shape.
-            both = sum(self.means.unbind(1)) / self.means.shape[1]
+        if self.norms is not None and self.mean_squares is not None:
+            # Added rank by rank: how torch.sum rounds may depend on the shape.
+            both = sum(self.mean_squares.unbind(1)) / self.mean_squares.shape[1]
             q, k = (
                 _normalized(x, weight.view(-1, x.shape[-1]), self.eps, mean[:, None, None])
                 for x, weight, mean in zip((q, k), self.norms, both.unbind(1), strict=True)
@@ -197,41 +201,41 @@ class Heads:
         self.qkv[:, : self.num_heads].mul_(factors)
 
     @property
-    def values(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return _same
+    def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return _identity
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 Product = Linear | ScaledLinear
 
 Attend = Callable[[int, Projected], torch.Tensor]
-"""(layer, its heads) -> [T, heads, width of a head's value]; stores k and v first."""
+"""Attention: (layer number, its input) -> [T, heads, width of a head's value]. Stores K and V in pages first."""
 
 
 class Projections(Protocol):
-    """What a layer puts around its attention."""
+    """The projections of a layer's hidden states to queries, keys and values."""
 
     def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Projected:
-        """Of normalized x[T, hidden]; cos, sin are [T, 1, half of what is rotated]."""
+        """Project normalized hidden states x[T, hidden]; cos and sin are [T, 1, rope_dim / 2]."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What the output projection takes, [T, inner], of what attention gave, [T, heads, width of a head's value]."""
+        """Concatenate the heads' outputs [T, heads, width of a head's value] for the output projection."""
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of what `project` takes."""
+        """How the input of `project` is to be quantized."""
 
     @property
     def products(self) -> list[Product]:
-        """The matrices that every token is multiplied by."""
+        """The projections that are applied to every token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Projections of grouped-query attention; q, k and v are one matrix."""
+    """`Projections` of grouped-query attention; q, k and v are one matrix."""
 
     qkv: Product
     num_heads: int
@@ -239,31 +243,32 @@ class Grouped:
     norms: tuple[torch.Tensor, torch.Tensor] | None
     """See `Heads.norms`."""
     eps: float
-    whole: bool = False
-    """All heads are normalized together: of a `group` those of all ranks."""
+    norm_all_heads: bool = False
+    """One norm over all heads of q, and one over those of k; with a `group`, over the heads of all ranks."""
     group: Group | None = None
-    last: bool = False
-    """Each head is normalized after it is rotated."""
+    norm_after_rope: bool = False
+    """Norms come after RoPE."""
 
     def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
         qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
-        if self.last:
+        if self.norm_after_rope:
             self._rotate_and_normalize(qkv, cos, sin)
             return Heads(qkv, self.num_heads, None, self.eps, torch.ones_like(cos), torch.zeros_like(sin))
-        means = self._means(qkv, ops) if self.whole else None
+        means = self._means(qkv, ops) if self.norm_all_heads else None
         return Heads(qkv, self.num_heads, self.norms, self.eps, cos, sin, means)
 
     def _rotate_and_normalize(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """In place: what is fused normalizes first."""
+        """In place. Fused kernels can only normalize before RoPE; hence `project` passes on no norms, and a rotation by
+        0."""
         assert self.norms is not None
         kv_heads = (qkv.shape[1] - self.num_heads) // 2
         for heads, weight in zip(qkv.split((self.num_heads, kv_heads, kv_heads), dim=1), self.norms, strict=False):
             heads.copy_(_normalized(rotate(heads, cos, sin), weight, self.eps))
 
     def _means(self, qkv: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """See `Heads.means`. All ranks have as many heads; where several have the same of k, all heads of k are had as
-        often, and the mean over ranks is that over heads."""
-        means = ops.means(qkv, self.num_heads, (qkv.shape[1] - self.num_heads) // 2)
+        """See `Heads.mean_squares`. All ranks have the same number of heads. If ranks share heads of k, each head is on
+        the same number of ranks, so that the mean over ranks is still the mean over heads."""
+        means = ops.mean_squares(qkv, self.num_heads, (qkv.shape[1] - self.num_heads) // 2)
         return (means if self.group is None else self.group.gather(means)).unflatten(1, (-1, 2))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +285,7 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm, or LayerNorm if `centered`; `rounding` is that of what its result goes into."""
+    """RMSNorm, or LayerNorm if `centered`. `rounding`: how the result is quantized, as its consumer wants."""
 
     weight: torch.Tensor
     eps: float
@@ -293,7 +298,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class NoNorm:
-    """In the place of a `Norm`, where a model has none."""
+    """The identity, for models without a norm in some place."""
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         return x
@@ -301,60 +306,61 @@ class NoNorm:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A projection back to the residual stream. The ranks of a `group` divide its input features: what each of them
-    makes is a part of a sum, in `turn`."""
+    """A projection back to the residual stream. In a `group`, each rank has a part of its input features, and the
+    results of all ranks are added, in the buffer of `turn` (see `Group.buffer`)."""
 
     product: Product
     group: Group | None
     turn: int
     after: Norm | None = None
-    """Of the result, before it is added."""
+    """Norm of the result, before it is added to the residual stream."""
     factor: float = 1.0
-    """Of the result, where it has no such norm."""
+    """Multiplies the result; ignored if there is such a norm."""
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of what it multiplies."""
+        """How the input is to be quantized."""
         return self.product.rounding
 
     def add(
         self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
-        """Add the result to residual[T, hidden], in place; the norm of that."""
+        """Add the result to residual[T, hidden], in place. Returns the `norm` of the new residual."""
         if self.after is not None:
             residual.add_(self._normalized(x, residual, self.after, ops))
             return norm(residual, ops)
         if self.group is None:
             self.product.add(x, residual, self.factor)
             return norm(residual, ops)
-        part = self.group.room(self.turn, residual)
+        part = self.group.buffer(self.turn, residual)
         self.product.put(x, part)
         if self.factor != 1:
             part *= self.factor
         return self.group.add(self.turn, part, residual, norm, ops)
 
     def _normalized(self, x: torch.Tensor | Rounded, residual: torch.Tensor, after: Norm, ops: Ops) -> torch.Tensor:
-        """The norm of the result [T, hidden], of all ranks together."""
+        """The result [T, hidden], summed over ranks and normalized by `after`."""
         if self.group is None:
             return after(self.product(x), ops)
-        part = self.group.room(self.turn, residual)
+        part = self.group.buffer(self.turn, residual)
         self.product.put(x, part)
         return self.group.add(self.turn, part, torch.zeros_like(residual), after, ops)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What attention gave is times the sigmoid, or the softplus, of a product of what it took (arXiv 2505.06708)."""
+    """Multiplies the attention output by the sigmoid, or softplus, of a projection of attention's input (arXiv
+    2505.06708)."""
 
     norm: Norm | NoNorm
-    """Gives what attention took. It is computed again, for nothing is kept beside the residual stream while attention
-    is."""
+    """The norm before attention. It is computed again for the gate, because only the residual stream is kept during
+    attention."""
     product: Product
-    """To as many numbers as attention gave, or to one a head."""
+    """To one number per element of the attention output, or to one per head."""
     softplus: bool
 
     def __call__(self, attended: torch.Tensor, residual: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Of attended[T, inner], before its projection is added to residual[T, hidden]."""
+        """The gated attention output [T, inner]. `residual` [T, hidden] is still that before attention."""
         made = self.product(self.norm(residual, ops))
         if self.softplus:
             gate = softplus(made.float()).to(made.dtype)
@@ -371,8 +377,8 @@ class Layer:
     heads: Projections
     output: Output
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | Plain | Mixture
+    mlp: Mlp | UngatedMlp | Mixture
     sinks: torch.Tensor | None = None
-    """float32[heads], where attention has them (see `ModelSpec.sinks`)."""
+    """float32[heads] (see `ModelSpec.sinks`)."""
     gate: Gate | None = None
     """See `ModelSpec.gate`."""

@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from radixrt.worker.model.layers import Ops
 
 ROWS = 16
-"""Rows of every product when results must not depend on the batch: a product rounds by its shape."""
+"""Rows of every product if results must not depend on the batch: how a product rounds depends on its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`batch_invariant`: a row's result is the same to the last bit whatever the other rows are. `ops` may have another
-    product than torch's for few rows."""
+    """x[T, in] times weight[out, in] transposed, plus bias[out].
+
+    `batch_invariant`: a row's result does not depend on the other rows, to the last bit. `ops`: kernels for few rows
+    and for gates; None: only torch's product is used."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -26,11 +28,11 @@ class Linear:
     ops: Ops | None = None
 
     rounding: ClassVar[None] = None
-    """What it multiplies is not rounded (see `scaled.ScaledLinear`)."""
+    """The input is not to be quantized (see `scaled.ScaledLinear`)."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.batch_invariant:
-            few = self._few(x)
+            few = self._small_linear(x)
             return F.linear(x, self.weight, self.bias) if few is None else few
         if x.is_cuda and x.dtype.itemsize == 2:
             from radixrt.worker.cuda.invariant import product
@@ -40,8 +42,8 @@ class Linear:
         return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
 
     def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the result into `out` [T, out]."""
-        if self._few(x, out) is not None:
+        """Write the result to `out` [T, out]."""
+        if self._small_linear(x, out) is not None:
             return
         if self.batch_invariant or self.bias is not None:
             out.copy_(self(x))
@@ -49,30 +51,31 @@ class Linear:
             torch.mm(x, self.weight.t(), out=out)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
-        """Add the result times a factor to residual[T, out], in place: a sum that the product takes on, and that is
-        rounded once."""
-        if factor == 1 and self._few(x, residual, add=True) is not None:
+        """Add the result times a factor to residual[T, out], in place. Where possible, the product itself adds, so that
+        the sum is rounded only once."""
+        if factor == 1 and self._small_linear(x, residual, add=True) is not None:
             return
         if self.batch_invariant or self.bias is not None:
             residual.add_(self(x), alpha=factor)
         else:
             residual.addmm_(x, self.weight.t(), alpha=factor)
 
-    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """`Ops.gate` of the result, by one kernel; None, and nothing done, where a product and a gate are faster."""
+    def gated_linear(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """`Ops.gate` of the result, by one kernel; None, and nothing is done, if two kernels are faster."""
         if self.batch_invariant or self.ops is None or self.bias is not None:
             return None
-        return self.ops.gated(x, self.weight, activation)
+        return self.ops.gated_linear(x, self.weight, activation)
 
-    def _few(self, x: torch.Tensor, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor | None:
-        """See `Ops.few`."""
+    def _small_linear(self, x: torch.Tensor, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor | None:
+        """See `Ops.small_linear`."""
         none = self.batch_invariant or self.ops is None
-        return None if none else self.ops.few(x, self.weight, self.bias, out, add)
+        return None if none else self.ops.small_linear(x, self.weight, self.bias, out, add)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear:
-    """A product of each head's own: `weight` [heads, N, K], of any strides. `batch_invariant` as of Linear."""
+    """A product for each head with a weight of its own: `weight` [heads, N, K], of any strides. `batch_invariant`: see
+    Linear."""
 
     weight: torch.Tensor
     batch_invariant: bool = False
@@ -84,10 +87,10 @@ class HeadLinear:
         return out
 
     def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the result into `out` [T, heads, N]; both of any strides between heads and tokens."""
-        turned = self.weight.transpose(1, 2)
+        """Write the result to `out` [T, heads, N]; x and `out` may have any strides between heads and tokens."""
+        transposed = self.weight.transpose(1, 2)
         if not self.batch_invariant:
-            torch.bmm(x.transpose(0, 1), turned, out=out.transpose(0, 1))
+            torch.bmm(x.transpose(0, 1), transposed, out=out.transpose(0, 1))
         elif x.is_cuda and x.dtype.itemsize == 2:
             from radixrt.worker.cuda.invariant import head_product
 
@@ -95,13 +98,13 @@ class HeadLinear:
         else:
             tiles = F.pad(x, (0, 0, 0, 0, 0, -len(x) % ROWS)).unflatten(0, (-1, ROWS))
             for tile, part in zip(tiles, out.split(ROWS), strict=True):
-                part.copy_(torch.bmm(tile.transpose(0, 1).contiguous(), turned).transpose(0, 1)[: len(part)])
+                part.copy_(torch.bmm(tile.transpose(0, 1).contiguous(), transposed).transpose(0, 1)[: len(part)])
 
 
-def stack(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Rows of all parts as one matrix; the parts are used up, so that no more than one matrix is held twice."""
+def concatenate(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """torch.cat that clears the list `parts`, so that they are freed before the next matrix is loaded."""
     if len(parts) == 1:
         return parts[0]
-    whole = torch.cat(parts, dim)
+    joined = torch.cat(parts, dim)
     parts.clear()
-    return whole
+    return joined

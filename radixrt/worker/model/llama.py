@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 and what has their shape."""
+"""Llama 2, 3, 3.1, 3.2, 3.3 and models of the same architecture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from radixrt.worker.model.spec import ModelSpec, common
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
-    """All tokens attend to all before them; biases by `attention_bias` and `mlp_bias`; `features` are a successor's."""
+    """`features`: other fields of ModelSpec, for derived families."""
     bias = bool(config.get("attention_bias"))
     return common(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")), **features)

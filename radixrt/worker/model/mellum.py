@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3 with experts, windows, and positions that differ between layers with and without them."""
+"""Mellum 2: Qwen3 with experts, and with sliding windows, whose layers have other RoPE parameters."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from radixrt.worker.model.spec import (
     ModelSpec,
     common,
     layer_windows,
+    moe_layers,
     rope_parameters,
     ropes_by_kind,
-    sparse_by_kind,
     with_experts,
 )
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "num_experts_per_tok": 8}
 DEFAULTS |= {"moe_intermediate_size": 896, "norm_topk_prob": True, "max_position_embeddings": 131_072}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 ROPES = {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "rope_scaling": None}
-"""What `rope_parameters` does not say is not said elsewhere."""
+"""These fields of config.json are ignored: only `rope_parameters` counts."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types`; all layers attend to all where a file has none. All have experts but those that
-    `mlp_layer_types` says have none."""
+    """Without `layer_types`, all layers have full attention; without `mlp_layer_types`, all have experts."""
     config = DEFAULTS | config | ROPES
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     config |= {"layer_types": kinds}
@@ -40,10 +39,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     )
     experts = ExpertsSpec(
         count=config.get("num_experts") or config.get("num_local_experts") or 64,
-        chosen=config["num_experts_per_tok"],
+        top_k=config["num_experts_per_tok"],
         intermediate_size=config["moe_intermediate_size"],
         normalized=bool(config["norm_topk_prob"]),
-        layers=sparse_by_kind(config, dense=0),
+        layers=moe_layers(config, dense=0),
         prefix="mlp",
         names=("gate_proj", "up_proj", "down_proj"),
     )

@@ -1,5 +1,5 @@
-"""MiniMax M2 and its successors: q and k are normalized as a whole, a part of each head is rotated, and all layers have
-experts, by sigmoid."""
+"""MiniMax M2 and its successors: one norm over all heads of q, and of k; RoPE of a part of each head; experts selected
+by sigmoid in all layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SERVED = {
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
 }
-"""Of fields that a file may have: what the models that there are say."""
+"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """`rotary_dim` elements of a head are rotated. Layers that guess tokens further ahead are left out."""
+    """RoPE rotates `rotary_dim` elements of a head. Multi-token prediction layers are ignored."""
     config = DEFAULTS | config
     check_served(config, SERVED)
     if config.get("rotary_dim"):
@@ -28,13 +28,13 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         raise ValueError("attn_type_list: linear attention is not served")
     experts = ExpertsSpec(
         count=config.get("num_local_experts", 256),
-        chosen=config.get("num_experts_per_tok", 8),
+        top_k=config.get("num_experts_per_tok", 8),
         intermediate_size=config["intermediate_size"],
         normalized=True,
         layers=frozenset(range(layers)),
         prefix="block_sparse_moe",
         names=("w1", "w3", "w2"),
         bias=("e_score_correction_bias",),
-        routing=Routing(sigmoid=True, wide=True),
+        routing=Routing(sigmoid=True, float32_logits=True),
     )
-    return with_experts(common(config, partial_rotary=True, qk_norm_whole=bool(config["use_qk_norm"])), experts)
+    return with_experts(common(config, partial_rotary=True, qk_norm_all_heads=bool(config["use_qk_norm"])), experts)

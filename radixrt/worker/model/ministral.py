@@ -1,4 +1,4 @@
-"""Ministral 8B of 2024: Mistral with windows in some layers."""
+"""Ministral 8B of 2024: Mistral with sliding windows in some layers."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from radixrt.worker.model.spec import ModelSpec, common, layer_windows
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types` (Ministral 8B's file names the family so); without these every layer has the window
-    `sliding_window`, or none where that is null."""
+    """Without `layer_types` (which Ministral 8B's file has), every layer has the window `sliding_window`, or none if
+    that is null."""
     config = {"num_key_value_heads": 8, "sliding_window": 4096} | config
     config["layer_types"] = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
     return common(config, windows=layer_windows(config))

@@ -9,11 +9,11 @@ from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """The weights of a token's experts sum to 1."""
+    """Mistral with experts; `layer_types` is ignored."""
     config = {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | config | {"layer_types": None}
     experts = ExpertsSpec(
         count=config.get("num_local_experts", 8),
-        chosen=config.get("num_experts_per_tok", 2),
+        top_k=config.get("num_experts_per_tok", 2),
         intermediate_size=config["intermediate_size"],
         normalized=True,
         layers=frozenset(range(config["num_hidden_layers"])),

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: an MLP, or a mixture of experts and what all tokens share."""
+"""MLPs: with and without a gate, shared experts, and the mixture of experts that takes an MLP's place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from radixrt.worker.model.scaled import Rounded, Rounding
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """Gated; `gate_up` is one matrix, the rows of the gate first."""
+    """down(act(gate(x)) * up(x)); `gate_up` is one matrix, the rows of the gate first."""
 
     gate_up: Product
     down: Output
@@ -25,19 +25,19 @@ class Mlp:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of what it takes."""
+        """How the input is to be quantized."""
         return self.gate_up.rounding
 
     def add(
         self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
-        """Add what it makes of x[T, hidden] to residual[T, hidden], in place; the norm of that."""
-        return self.down.add(_inner(self, x, ops), residual, norm, ops)
+        """Add the output for x[T, hidden] to residual[T, hidden], in place. Returns the `norm` of the new residual."""
+        return self.down.add(_activated(self, x, ops), residual, norm, ops)
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """Without a gate."""
+class UngatedMlp:
+    """An MLP without a gate: down(activation(up(x)))."""
 
     up: Product
     down: Output
@@ -45,7 +45,7 @@ class Plain:
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of what it takes."""
+        """How the input is to be quantized."""
         return self.up.rounding
 
     def add(
@@ -56,7 +56,7 @@ class Plain:
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """In place (arXiv 2109.08668)."""
+    """relu(x)^2, in place (arXiv 2109.08668)."""
     return x.relu_().square_()
 
 
@@ -73,7 +73,7 @@ class Xielu:
 
     @classmethod
     def learned(cls, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> Xielu:
-        """Of what is stored of it."""
+        """From the learned parameters, as checkpoints store them."""
         alpha_p, alpha_n, beta, eps = (x.float().flatten() for x in (alpha_p, alpha_n, beta, eps))
         return cls(F.softplus(alpha_p), beta + F.softplus(alpha_n), beta, eps)
 
@@ -84,29 +84,30 @@ class Xielu:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """An MLP beside a mixture of experts. Of a group each rank has a part of it, as of every expert."""
+class SharedMlp:
+    """Shared experts: a gated MLP for every token, beside its routed experts. In a group, each rank has a part of its
+    intermediate features, as of every expert's."""
 
     gate_up: Product
     down: Product
     activation: str
     gate: Linear | None = None
-    """To one number, the same on all ranks, by whose sigmoid the result is scaled."""
+    """To one number, whose sigmoid scales the result; the same on all ranks."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
-        """Add what it makes of x[T, hidden] to residual[T, hidden], in place."""
-        inner = _inner(self, x, ops)
+        """Add the output for x[T, hidden] to residual[T, hidden], in place."""
+        inner = _activated(self, x, ops)
         if self.gate is None:
             self.down.add(inner, residual)
         else:
             residual.add_(self.down(inner).mul_(sigmoid(self.gate(x))))
 
 
-def _inner(mlp: Mlp | Shared, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:
-    """What `down` multiplies, of normalized x[T, hidden]."""
+def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:
+    """The input of `down`, for normalized x[T, hidden]."""
     rounding = mlp.down.rounding
     if rounding is None and isinstance(mlp.gate_up, Linear):
-        inner = mlp.gate_up.gated(x, mlp.activation)
+        inner = mlp.gate_up.gated_linear(x, mlp.activation)
         if inner is not None:
             return inner
     return ops.gate(mlp.gate_up(x), mlp.activation, rounding)
@@ -114,20 +115,20 @@ def _inner(mlp: Mlp | Shared, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Experts in place of an MLP, and what all tokens share. Each rank of a `group` has some of every expert's inner
-    features."""
+    """Routed experts, and maybe shared ones, in place of an MLP. In a `group`, each rank has a part of every expert's
+    intermediate features."""
 
     experts: Experts
     group: Group | None
-    shared: Shared | None = None
+    shared: SharedMlp | None = None
     after: Norm | None = None
-    """Of all that they make, before it is added."""
+    """Norm of the experts' sum, before it is added to the residual stream."""
     factor: float = 1.0
-    """Of it, where there is no such norm."""
+    """Multiplies the experts' sum; ignored if there is such a norm."""
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of what it takes."""
+        """How the input is to be quantized."""
         return self.experts.rounding
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> torch.Tensor | Rounded:
@@ -135,7 +136,7 @@ class Mixture:
         if self.group is None and self.after is None and self.factor == 1:
             self._add(x, residual, ops)
             return norm(residual, ops)
-        part = torch.zeros_like(residual) if self.group is None else self.group.room(AFTER_MLP, residual).zero_()
+        part = torch.zeros_like(residual) if self.group is None else self.group.buffer(AFTER_MLP, residual).zero_()
         self._add(x, part, ops)
         if self.after is not None:
             residual.add_(self._normalized(part, self.after, ops))
@@ -147,7 +148,7 @@ class Mixture:
         return self.group.add(AFTER_MLP, part, residual, norm, ops)
 
     def _normalized(self, part: torch.Tensor, after: Norm, ops: Ops) -> torch.Tensor:
-        """The norm of the result [T, hidden], of all ranks together."""
+        """The result [T, hidden], summed over ranks and normalized by `after`."""
         if self.group is None:
             return after(part, ops)
         return self.group.add(AFTER_MLP, part, torch.zeros_like(part), after, ops)

@@ -19,12 +19,12 @@ LARGEST = 128
 bfloat16 (`cuda.packed_experts`)."""
 
 
-def multiplied_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A matrix [R, C] in `dtype`, of blocks uint8[R, C / 32, 16] and scales uint8[R, C / 32]."""
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
-    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     powers = scales.contiguous().view(torch.float8_e8m0fnu).float()
-    return (values[halves.int()] * powers[..., None]).flatten(1).to(dtype)
+    return (values[nibbles.int()] * powers[..., None]).flatten(1).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class PackedStack:
         wanted = self.values.shape[1] * WIDTH // BLOCK
         blocks = torch.nn.functional.pad(blocks, (0, 0, 0, wanted - count))
         scales = torch.nn.functional.pad(scales, (0, wanted - count), value=LARGEST - 1)
-        halves = torch.stack((blocks & 15, blocks >> 4), -1).view(rows, -1, WIDTH // WORDS, WORDS)
-        self.values[number] = _joined(halves.transpose(2, 3), 4).transpose(0, 1)
+        nibbles = torch.stack((blocks & 15, blocks >> 4), -1).view(rows, -1, WIDTH // WORDS, WORDS)
+        self.values[number] = _joined(nibbles.transpose(2, 3), 4).transpose(0, 1)
         self.scales[number] = _joined(scales.view(rows, -1, WIDTH // BLOCK), 8).transpose(0, 1)
 
-    def multiplied_out(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] of an expert, in `dtype`."""
         shifts = torch.arange(0, 32, 4, device=self.values.device)
-        halves = (self.values[number][..., None] >> shifts & 15).transpose(-1, -2).flatten(-2)
+        nibbles = (self.values[number][..., None] >> shifts & 15).transpose(-1, -2).flatten(-2)
         scales = self.scales[number][..., None] >> shifts[::2] & 255
-        values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=halves.device)[halves]
+        values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=nibbles.device)[nibbles]
         powers = torch.exp2(scales.float() - 127).repeat_interleave(BLOCK, -1)
         whole = (values * powers).transpose(0, 1).flatten(1)
         return whole[:, self.before : self.before + self.columns].to(dtype)
@@ -95,6 +95,6 @@ def fits(scales: torch.Tensor) -> bool:
 
 
 def _joined(parts: torch.Tensor, bits: int) -> torch.Tensor:
-    """The values of the last dimension, of `bits` bits each, in one int32, the first in the lowest bits."""
+    """Pack the last dimension into one int32: values of `bits` bits each, the first in the lowest bits."""
     shifts = torch.arange(0, 32, bits, device=parts.device)
     return (parts.long() << shifts).sum(-1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""OLMo 2: norms only after attention and MLP; q and k are normalized as a whole."""
+"""OLMo 2: norms after attention and MLP instead of before; one norm over all heads of q, and of k."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NORMS = NormsSpec(
     after_attention="post_attention_layernorm",
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
-    wide=True,
+    float32_weight=True,
 )
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
-    """All tokens attend to all before them, unless the `features` of a successor say otherwise."""
+    """`features`: other fields of ModelSpec, for derived families."""
     config = {"rms_norm_eps": 1e-5} | config
     bias = bool(config.get("attention_bias"))
-    return common(config, qk_norm_whole=True, norms=NORMS, qkv_bias=bias, output_bias=bias, **features)
+    return common(config, qk_norm_all_heads=True, norms=NORMS, qkv_bias=bias, output_bias=bias, **features)

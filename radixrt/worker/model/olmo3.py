@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows in three of four layers, whose positions are not stretched."""
+"""OLMo 3: OLMo 2 with sliding windows in three of four layers, where RoPE is not scaled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DEFAULTS = {"sliding_window": 4096, "rope_theta": 5e5}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By `layer_types`; every fourth layer attends to all where a file has none."""
+    """Without `layer_types`, layers 3, 7, 11, ... have full attention."""
     config = DEFAULTS | config
     config["layer_types"] = layer_kinds(config, 4)
-    by_kind = ropes_by_kind(config | {"rope_local_base_freq": config["rope_theta"]})  # Gemma's
+    by_kind = ropes_by_kind(config | {"rope_local_base_freq": config["rope_theta"]})  # ignores Gemma's field
     return olmo2.spec(
         by_kind["full_attention"],
         windows=layer_windows(config),

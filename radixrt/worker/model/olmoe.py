@@ -1,4 +1,4 @@
-"""OLMoE: q and k are normalized as a whole, and all layers have experts."""
+"""OLMoE: Llama with one norm over all heads of q, and of k, and with experts in all layers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, check_served, with
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """What is clipped (`clip_qkv`) is not served."""
+    """Clipped q, k and v (`clip_qkv`) are not served."""
     check_served(config, {"clip_qkv": None})
     config = {"rms_norm_eps": 1e-5} | config | {"mlp_bias": False}
-    return with_experts(llama.spec(config, qk_norm_whole=True), all_experts(config, count=64, chosen=8))
+    return with_experts(llama.spec(config, qk_norm_all_heads=True), experts_spec(config, count=64, top_k=8))
 
 
-def all_experts(config: dict[str, Any], count: int, chosen: int) -> ExpertsSpec:
-    """Of all layers; so many where a file does not say how many."""
+def experts_spec(config: dict[str, Any], count: int, top_k: int) -> ExpertsSpec:
+    """Experts in all layers; `count` and `top_k` are the defaults."""
     return ExpertsSpec(
         count=config.get("num_experts") or config.get("num_local_experts") or count,
-        chosen=config.get("num_experts_per_tok", chosen),
+        top_k=config.get("num_experts_per_tok", top_k),
         intermediate_size=config["intermediate_size"],
         normalized=bool(config.get("norm_topk_prob", False)),
         layers=frozenset(range(config["num_hidden_layers"])),

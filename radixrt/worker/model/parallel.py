@@ -1,7 +1,7 @@
-"""Sums and gathers over the ranks of a tensor-parallel group, as the model sees them (see `sharding` for who has what).
+"""The collectives of a tensor-parallel group (see `sharding` for which rank has what).
 
-A rank's part of a sum goes where the group wants it, and the group adds all parts to the residual stream, which stays
-the same on all ranks, to the last bit.
+A rank writes its part of a sum to a buffer of the group, and the group adds all parts to the residual stream, which
+stays the same on all ranks, to the last bit.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
     from radixrt.worker.model.scaled import Rounded
 
 AFTER_ATTENTION, AFTER_MLP = 0, 1
-"""The turns of `Group.room`: a forward pass takes them one after the other."""
+"""The two buffers of `Group.buffer`, which a forward pass uses alternately."""
 
 
 class Group(Protocol):
-    """What ranks do together. All ranks make the same calls in the same order."""
+    """A tensor-parallel group. All ranks must make the same calls in the same order."""
 
     shard: Shard
 
-    def room(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
-        """Uninitialized [T, hidden] for this rank's part of a sum that is added to residual[T, hidden]; it may be used
-        until the next call but one, whose `turn` is the same."""
+    def buffer(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
+        """An uninitialized tensor [T, hidden] for this rank's part of a sum that is to be added to residual[T, hidden].
+        It is valid until the next call with the same `turn`, which is the next but one."""
 
     def add(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops
     ) -> torch.Tensor | Rounded:
-        """Add the sum of all ranks' parts, each in its `room`, to the residual, in place; the norm of that."""
+        """Add the sum of all ranks' parts, each in its `buffer`, to the residual, in place. Returns the `norm` of the
+        new residual."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x[S, N] of all ranks side by side: [S, ranks * N], contiguous."""
+        """All-gather x[S, N] along columns: [S, ranks * N], contiguous."""
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Make x what it is on rank 0, in place."""
+        """Overwrite x with that of rank 0."""

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5, 4 and 4 mini: q, k and v are stored as one matrix, gate and up as another; long contexts by LongRoPE."""
+"""Phi-3, 3.5, 4 and 4 mini: q, k and v are stored as one matrix, gate and up as another; LongRoPE."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from radixrt.worker.model.spec import ModelSpec, common
 
 DEFAULTS = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 OTHER_NAMES = ("su", "yarn")
-"""Of LongRoPE, in older files."""
+"""Names of LongRoPE in older files."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Every layer has the window `sliding_window`, or none where that is null; heads may be rotated in part."""
+    """Every layer has the window `sliding_window`, or none if that is null."""
     config = DEFAULTS | config
     for name in ("rope_scaling", "rope_parameters"):
         rope = dict(config.get(name) or {})

@@ -1,5 +1,5 @@
-"""Weights that are stored in FP8 with scales. Where products in FP8 are to be had they stay so (`scaled`); elsewhere
-they are multiplied out when they are read, and computed with as if they had been stored so."""
+"""Reads weights that are stored in FP8 with scales. They stay in FP8 if the device has FP8 products (`scaled`);
+otherwise they are dequantized at load."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SERVED = "weights in FP8, NVFP4, MXFP4, of AWQ, of GPTQ and in integers of 4 or 
 KINDS = {("float", 8): "FP8", ("float", 4): "FP4", ("int", 8): "INT8", ("int", 4): "INT4"}
 """By `type` and `num_bits` of compressed-tensors."""
 MXFP4 = "mxfp4"
-"""As gpt-oss stores its experts (see `alternating`)."""
+"""The format of gpt-oss' experts (see `interleaved_experts`)."""
 SCALES = ("_scale_inv", "_scale")
-"""Behind the name of a weight. Both are multiplied with, whatever they are called."""
-PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Suffixes of the name of a weight's scale. The weight is multiplied by either, also by `_scale_inv`."""
+UNQUANTIZED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Products(Enum):
@@ -29,18 +29,18 @@ class Products(Enum):
 
     NONE = "none"
     STORED = "stored"
-    """Those that are stored so."""
+    """Those that are stored in FP8."""
     ALL = "all"
-    """Also those that are not: they are rounded, with a scale for each row."""
+    """All: others are quantized at load, with a scale for each row."""
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a `config.json` says of how weights are quantized; {} if they are not."""
+    """The quantization settings of a config.json; {} if weights are not quantized."""
     return config.get("quantization_config") or config.get("compression_config") or {}
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if weights are quantized in a way that is not served."""
+    """ValueError if weights are quantized in a way that is not served."""
     quantization = quantization_of(config)
     method = _method(quantization)
     if method == MXFP4 and config.get("model_type") == "gpt_oss":
@@ -52,7 +52,7 @@ def check_quantization(config: Mapping[str, Any]) -> None:
 
 
 def stored_as(config: Mapping[str, Any]) -> str:
-    """What quantized weights are stored as, in words; "" if they are not quantized."""
+    """The name of the format that weights are stored in; "" if they are not quantized."""
     quantization = quantization_of(config)
     method = _method(quantization)
     if method in ("awq", "gptq", MXFP4):
@@ -64,7 +64,7 @@ def stored_as(config: Mapping[str, Any]) -> str:
 
 
 def is_expanded(config: Mapping[str, Any]) -> bool:
-    """Whether weights are of a form that is always dequantized at load (`integers`)."""
+    """Whether weights are in a format that is always dequantized at load (see `integers`)."""
     return stored_as(config) not in ("", "FP8", "MXFP4")
 
 
@@ -93,7 +93,7 @@ def _kinds(quantization: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def rounds_activations(config: Mapping[str, Any]) -> bool:
-    """Whether what FP8 weights are multiplied with is meant to be rounded too. Only llm-compressor's files
+    """Whether the checkpoint is meant to be used with activations in FP8, too. Only llm-compressor's files
     (`config_groups`) may say that it is not."""
     groups = quantization_of(config).get("config_groups") or {}
     groups = groups.values() if isinstance(groups, dict) else ()
@@ -101,54 +101,56 @@ def rounds_activations(config: Mapping[str, Any]) -> bool:
 
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale, where a weight has a grid of them."""
+    """Rows and columns of a weight that share a scale, if it has scales for blocks."""
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (BLOCK, BLOCK)
     return rows, columns
 
 
 def read_scaled(name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]) -> Scaled | None:
-    """A weight [R, C] of FP8 with its `scale`: one number, [R] or [R, 1], or one for each `block`, [ceil(R / rows),
-    ceil(C / columns)]. None for blocks of another size than BLOCK. ValueError where that cannot be."""
-    scale = _known_scale(name, weight, scale)
+    """An FP8 weight [R, C] with its `scale`: one number, [R], [R, 1], or one for each `block` of (rows, columns),
+    [ceil(R / rows), ceil(C / columns)]. None if the block is not (BLOCK, BLOCK). ValueError if the weight is not in
+    FP8, or the scale is missing or has another shape."""
+    scale = _checked_scale(name, weight, scale)
     rows, columns = weight.shape
-    if scale.numel() == 1 or _by_first(scale, rows):
+    if scale.numel() == 1 or _is_by_first_dim(scale, rows):
         return Scaled.by_rows(weight, scale.view(-1, 1).expand(rows, 1).contiguous())
     _check_blocks(name, weight, scale, block)
     return Scaled.by_blocks(weight, scale) if block == (BLOCK, BLOCK) else None
 
 
 def part_of_scale(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int], part: Part) -> torch.Tensor | None:
-    """Of a part of a weight of that `shape`; None where the part's ends cut through a block. A scale that is none of
-    `dequantized`'s is left as it is."""
-    if _by_first(scale, shape[0]):
+    """The scale of a part of a weight of the given `shape`; None if an end of the part lies within a block. A single
+    number, and a scale of an unknown shape, which `dequantize` refuses, are returned as they are."""
+    if _is_by_first_dim(scale, shape[0]):
         return scale[part.start : part.stop] if part.dim == 0 else scale
     if tuple(scale.shape) != _grid(shape, block):
         return scale
-    each = _sides(shape, block)[part.dim]
+    each = _block_shape(shape, block)[part.dim]
     if part.start % each or (part.stop % each and part.stop != shape[part.dim]):
         return None
     return scale.narrow(part.dim, part.start // each, -(-part.count // each))
 
 
-def dequantized(
+def dequantize(
     name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A weight as it was stored, in `dtype`. FP8 is multiplied with its `scale`, see `read_scaled`; experts in one
-    tensor [E, R, C] have one number, or one each, or blocks each, [E, ceil(R / rows), ceil(C / columns)]."""
-    if weight.dtype in PLAIN:
+    """A stored weight in `dtype`. One in FP8 is multiplied by its `scale` (see `read_scaled`). For fused experts
+    [E, R, C] the scale is one number, one number per expert, or [E, ceil(R / rows), ceil(C / columns)]. ValueError as
+    `read_scaled`, and for other quantized dtypes."""
+    if weight.dtype in UNQUANTIZED_DTYPES:
         return weight.to(dtype)
-    scale = _known_scale(name, weight, scale)
-    if scale.numel() > 1 and not _by_first(scale, len(weight)):
+    scale = _checked_scale(name, weight, scale)
+    if scale.numel() > 1 and not _is_by_first_dim(scale, len(weight)):
         _check_blocks(name, weight, scale, block)
     if scale.numel() == 1 or weight.dim() < 3:
-        return _multiplied(weight, scale, block, dtype)
-    whole = torch.empty_like(weight, dtype=dtype)  # one by one: all of them in float32 are large
+        return _dequantize_matrix(weight, scale, block, dtype)
+    whole = torch.empty_like(weight, dtype=dtype)  # expert by expert: all of them in float32 are large
     for out, *expert in zip(whole, weight, scale, strict=True):
-        out.copy_(_multiplied(*expert, block, dtype))
+        out.copy_(_dequantize_matrix(*expert, block, dtype))
     return whole
 
 
-def _known_scale(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _checked_scale(name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if weight.dtype != FP8:
         raise ValueError(f"{name} is stored as {str(weight.dtype).removeprefix('torch.')}, which is not served")
     if scale is None:
@@ -156,30 +158,32 @@ def _known_scale(name: str, weight: torch.Tensor, scale: torch.Tensor | None) ->
     return scale.float()
 
 
-def _multiplied(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Of one scale, or of scales by row or by block of a matrix."""
+def _dequantize_matrix(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply by one number, or by a scale for each row or block of a matrix."""
     if scale.numel() > 1:
         rows, columns = len(weight), weight.shape[-1]
-        if _by_first(scale, rows):
+        if _is_by_first_dim(scale, rows):
             scale = scale.view(rows, *[1] * (weight.dim() - 1))
         else:
             scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * scale).to(dtype)
 
 
-def _by_first(scale: torch.Tensor, count: int) -> bool:
-    """One for each of the first dimension."""
+def _is_by_first_dim(scale: torch.Tensor, count: int) -> bool:
+    """Whether there is one scale for each index of the first dimension."""
     return scale.numel() == count and scale.shape[0] == count
 
 
-def _sides(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """Of a block: experts in one tensor have blocks of their own."""
+def _block_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """Size of a block in each dimension; a block is within one expert."""
     return (1,) * (len(shape) - 2) + block
 
 
 def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """How many blocks there are."""
-    return tuple(-(-size // each) for size, each in zip(shape, _sides(shape, block), strict=False))
+    """Number of blocks in each dimension."""
+    return tuple(-(-size // each) for size, each in zip(shape, _block_shape(shape, block), strict=False))
 
 
 def _check_blocks(name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:

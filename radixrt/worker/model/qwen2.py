@@ -8,7 +8,7 @@ from radixrt.worker.model.spec import ModelSpec, common, layer_windows
 
 
 def spec(config: dict[str, Any], qkv_bias: bool = True) -> ModelSpec:
-    """q, k and v have a bias, unless a successor says otherwise; windows only with `use_sliding_window`."""
+    """Windows count only with `use_sliding_window`."""
     config = {"use_sliding_window": False, "max_window_layers": 28, "num_key_value_heads": 32} | config
     windows = layer_windows(config) if config["use_sliding_window"] else ()
     return common(config, qkv_bias=qkv_bias, windows=windows)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2-VL as far as text goes."""
+"""Qwen2.5-VL: only its language model, which is that of Qwen2-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2 with experts, and what all tokens share, behind a gate of its own."""
+"""Qwen1.5 and Qwen2 with experts, and with shared experts that have a gate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from radixrt.worker.model.qwen3_moe import sparse_layers
 from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
 
 DEFAULTS = {"num_key_value_heads": 16, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Layers have experts but for `mlp_only_layers`, every `decoder_sparse_step`-th of them. With `use_sliding_window`
-    every other layer before `max_window_layers` has a window, the first one too. q, k and v have a bias unless
-    `qkv_bias` says otherwise."""
+    """Without `layer_types`, layers 0, 2, 4, ... before `max_window_layers` have a window, if `use_sliding_window`. For
+    the layers with experts see `qwen3_moe.sparse_layers`."""
     config = DEFAULTS | config
     if not config.get("layer_types"):
         first = config["max_window_layers"]
@@ -23,7 +22,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         config["layer_types"] = [f"{kind}_attention" for kind in kinds]
     experts = ExpertsSpec(
         count=config.get("num_experts", 60),
-        chosen=config.get("num_experts_per_tok", 4),
+        top_k=config.get("num_experts_per_tok", 4),
         intermediate_size=config.get("moe_intermediate_size", 1408),
         normalized=bool(config.get("norm_topk_prob", False)),
         layers=sparse_layers(config),

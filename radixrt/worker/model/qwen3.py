@@ -1,4 +1,4 @@
-"""Qwen3, dense."""
+"""Qwen3, dense: norms of q and k."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from radixrt.worker.model.spec import ModelSpec, common, layer_windows
 
 DEFAULTS = {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128, "num_key_value_heads": 32}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Each head of q and k is normalized; windows only with `use_sliding_window`."""
+    """Windows count only with `use_sliding_window`."""
     config = DEFAULTS | config
     bias = bool(config.get("attention_bias"))
     windows = layer_windows(config) if config["use_sliding_window"] else ()

@@ -9,12 +9,11 @@ from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """As Qwen3, but a window is that of all layers; layers have experts but for `mlp_only_layers`, every
-    `decoder_sparse_step`-th of them."""
+    """As Qwen3, but a window is that of all layers."""
     config = {"head_dim": None, "num_key_value_heads": 4} | config | {"layer_types": None, "max_window_layers": 0}
     experts = ExpertsSpec(
         count=config.get("num_experts") or config.get("num_local_experts", 128),
-        chosen=config.get("num_experts_per_tok", 8),
+        top_k=config.get("num_experts_per_tok", 8),
         intermediate_size=config.get("moe_intermediate_size", 768),
         normalized=bool(config.get("norm_topk_prob", False)),
         layers=sparse_layers(config),
@@ -25,6 +24,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def sparse_layers(config: dict[str, Any]) -> frozenset[int]:
-    """Those that have experts."""
+    """Layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     return frozenset(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)

@@ -1,16 +1,16 @@
-"""Qwen3-VL, dense: the part of it that is for text."""
+"""Qwen3-VL, dense: only its language model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from radixrt.worker.model import qwen3
-from radixrt.worker.model.spec import ModelSpec, text_part
+from radixrt.worker.model.spec import ModelSpec, text_config
 
 DEFAULTS = {"rope_theta": 5e5, "num_key_value_heads": 32, "max_position_embeddings": 128_000}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Of text alone, the three positions of a token (M-RoPE) are one. No layer has a window."""
-    return qwen3.spec(DEFAULTS | text_part(config) | {"use_sliding_window": False})
+    """For text, the three positions of M-RoPE are the same, which makes it RoPE. There are no windows."""
+    return qwen3.spec(DEFAULTS | text_config(config) | {"use_sliding_window": False})

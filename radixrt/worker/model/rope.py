@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of each kind of scaling, and the rotation."""
+"""Rotary position embeddings (RoPE): the frequencies of each `rope_type`, and the rotation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
 def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tuple[torch.Tensor, float]:
-    """Angles per position, float32[head_dim / 2] in radians, and the factor that cos and sin are scaled by, for
-    `head_dim` elements that are rotated, or as many as `rotated` says, and sequences of up to `context` tokens. Without
-    a `rope` nothing turns.
+    """(angles per position, float32[head_dim / 2] in radians; the factor of cos and sin), for contexts of up to
+    `context` tokens.
 
-    ValueError for a `rope_type` that is not served, or that something is missing of. `dynamic` is `default` up to the
-    model's `max_position_embeddings`, and longer contexts are not served with it: keys in the cache would change.
+    `head_dim` is the number of elements that are rotated, unless `rope` has the key `rotated`. If `rope` is None, all
+    angles are 0. ValueError for a `rope_type` that is not served, or if one of its parameters is missing. `dynamic` is
+    treated as `default`, which is the same up to the model's `max_position_embeddings`; longer contexts are not served
+    with it, since the keys in the cache would change with the length of the sequence.
     """
     if rope is None:
         return torch.zeros(head_dim // 2), 1.0
@@ -27,8 +28,8 @@ def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tup
 
 
 def _frequencies(rope: dict[str, Any], head_dim: int, context: int) -> tuple[torch.Tensor, float]:
-    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    if rotated != head_dim:
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rotary_dim != head_dim:
         raise ValueError("partial_rotary_factor other than 1 is not served for this model_type")
     base = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match rope["rope_type"]:
@@ -46,7 +47,7 @@ def _frequencies(rope: dict[str, Any], head_dim: int, context: int) -> tuple[tor
 
 
 def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones stay, those between are blended.
+    """Llama 3.1: long wavelengths are multiplied by `factor`, short ones are kept, those between interpolated.
 
     Source: meta-llama/llama-models, `apply_scaling`.
     """
@@ -58,10 +59,12 @@ def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 
 def _longrope(base: torch.Tensor, rope: dict[str, Any], context: int) -> tuple[torch.Tensor, float]:
-    """LongRoPE (arXiv 2402.13753, section 3.3): each frequency has a factor of its own, one for contexts as long as
-    those of the training, another for longer ones; attention is sharpened (Phi-3, transformers).
+    """LongRoPE (arXiv 2402.13753, section 3.3): each frequency is divided by a factor of its own. There are two lists
+    of factors, for contexts up to the original length and for longer ones, and a factor of cos and sin (Phi-3,
+    transformers).
 
-    Which of them is taken depends on what is served, not on how long a sequence is: keys in the cache would change."""
+    The list is chosen by the longest context that is served, not by the length of each sequence, since the keys in the
+    cache would change when a sequence grows."""
     original = rope["original_max_position_embeddings"]
     name = "long_factor" if context > original else "short_factor"
     factors = torch.tensor(rope[name], dtype=torch.float32)
@@ -73,7 +76,8 @@ def _longrope(base: torch.Tensor, rope: dict[str, Any], context: int) -> tuple[t
 
 
 def _yarn(base: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): as above, blended by dimension, and attention sharpened."""
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): as Llama 3.1, but interpolated by dimension, with a factor of cos
+    and sin."""
     context = rope["original_max_position_embeddings"]
     factor = rope["factor"] or rope["max_position_embeddings"] / context
 
@@ -90,24 +94,26 @@ def _yarn(base: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torc
 
 
 def _yarn_attention(rope: dict[str, Any], factor: float) -> float:
+    """YaRN's factor of cos and sin."""
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return sharpened(factor, rope["mscale"]) / sharpened(factor, rope["mscale_all_dim"])
-    return sharpened(factor, 1.0)
+        return yarn_mscale(factor, rope["mscale"]) / yarn_mscale(factor, rope["mscale_all_dim"])
+    return yarn_mscale(factor, 1.0)
 
 
-def sharpened(factor: float, weight: float) -> float:
-    """What YaRN scales queries and keys by, for contexts `factor` times as long (section 3.4)."""
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys for contexts `factor` times as long as the original (section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Turn x[T, heads, D] by cos, sin[T, 1, R / 2]; element i is paired with element i + R / 2, and the rest stays. If
-    `interleaved`, 2i is with 2i + 1 in x, and the result is in the other order: products of two rotated vectors are the
-    same in any."""
-    if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
-        return torch.cat((rotate(x[..., :turned], cos, sin, interleaved), x[..., turned:]), dim=-1)
+    """Rotate the first R elements of x[T, heads, D] by cos and sin [T, 1, R / 2]; element i is paired with i + R / 2.
+
+    If `interleaved`, 2i is paired with 2i + 1. The result is then deinterleaved, which does not matter to attention:
+    dot products of queries and keys in the same order are the same."""
+    if (rotary_dim := 2 * cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], cos, sin, interleaved), x[..., rotary_dim:]), dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -9,11 +9,11 @@ from radixrt.worker.model.sarvam_moe import OLDER
 from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"n_routed_experts": 128, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By DeepSeek's names of fields, or its own older ones; `deepseek_yarn` is yarn."""
+    """Fields have DeepSeek's names, or older ones of Sarvam's own; `deepseek_yarn` is `yarn`."""
     config = DEFAULTS | {OLDER.get(name, name): value for name, value in config.items()}
     rope = config.get("rope_scaling") or {}
     if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):

@@ -1,4 +1,4 @@
-"""Sarvam 30b: GLM-4.5 with all of each head rotated."""
+"""Sarvam 30b: GLM-4.5 with RoPE of whole heads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from radixrt.worker.model.spec import ModelSpec
 DEFAULTS = {"head_dim": 64, "num_key_value_heads": 4, "rope_theta": 8e6, "rms_norm_eps": 1e-6, "use_qk_norm": True}
 DEFAULTS |= {"partial_rotary_factor": 1.0, "moe_intermediate_size": 1024, "num_experts_per_tok": 6}
 DEFAULTS |= {"routed_scaling_factor": 2.5}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 OLDER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
-"""Names of fields in Sarvam's first files, and those of today."""
+"""Fields of Sarvam's older files, and their current names."""
 OTHER_NAMES = (
     ("embed_tokens", "word_embeddings"),
     (".self_attn.qkv_proj", ".attention.query_key_value"),
@@ -24,7 +24,7 @@ OTHER_NAMES = (
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """By GLM's names of fields, or its own older ones."""
+    """Fields have GLM's names, or older ones of Sarvam's own."""
     names = OLDER | {"use_qkv_bias": "attention_bias"}
     config = {names.get(name, name): value for name, value in config.items()}
     return glm4_moe.spec(DEFAULTS | config, other_names=OTHER_NAMES)

@@ -1,8 +1,7 @@
-"""Weights in FP8 with scales, multiplied as they are: half the bytes to read, and twice the products a second.
+"""Weights in FP8 with scales, for FP8 products: half the bytes to read, and twice the FLOP rate of 16 bits.
 
-What a weight is multiplied with is rounded to FP8 as well, with a scale of its own for each row, or for each BLOCK
-values of a row where the weight has scales of blocks. (A scale that a checkpoint measured for its activations is not
-needed.)
+Activations are quantized to FP8 as well, when they are computed: with a scale for each row (token), or for each BLOCK
+values of a row if the weight has scales for blocks. A static activation scale of a checkpoint is not used.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 LIMIT = 448.0
-"""The largest number of FP8."""
+"""The largest finite FP8 (E4M3) number."""
 BLOCK = 128
-"""Rows and columns of a weight that share a scale, where they do; values of a row of activations likewise."""
-ALIGNED = 16
-"""Rows and columns of a weight, or a multiple: what torch's products in FP8 take."""
-PADDED = 4
-"""Scales of blocks in a row, or a multiple: what cuBLASLt takes."""
-WIDEST = 1 << 15
-"""Columns of a weight: a program holds a row of activations."""
+"""Scales for blocks: BLOCK x BLOCK values of a weight, or BLOCK values of a row of activations, share a scale."""
+ALIGNMENT = 16
+"""torch's FP8 products need weights whose rows and columns are multiples of this."""
+SCALE_ALIGNMENT = 4
+"""cuBLASLt needs a multiple of this many block scales in a row."""
+MAX_COLUMNS = 1 << 15
+"""The most columns of a weight: a program of the quantizing kernels holds a whole row of activations."""
 
 
 class Rounding(Enum):
-    """Which values share a scale."""
+    """Which values of a quantized matrix share a scale: those of a row, or of a block (see BLOCK)."""
 
     ROWS = "rows"
     BLOCKS = "blocks"
@@ -40,7 +39,7 @@ class Rounding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Activations: FP8 `values` [T, K] and float32 `scales`, [T, 1] or [T, ceil(K / BLOCK)]."""
+    """Quantized activations: FP8 `values` [T, K] and float32 `scales`, [T, 1] or [T, ceil(K / BLOCK)]."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -48,17 +47,17 @@ class Rounded:
     def __len__(self) -> int:
         return len(self.values)
 
-    def wide(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """float32[T, K]."""
         columns = self.values.shape[1]
-        scales = self.scales if self.scales.shape[1] == 1 else _spread(self.scales, 1, columns)
+        scales = self.scales if self.scales.shape[1] == 1 else _expand_scales(self.scales, 1, columns)
         return self.values.float() * scales
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A weight: FP8 `values` [N, K] and float32 `scales`, [N, 1], or of blocks [ceil(N / BLOCK), ceil(K / BLOCK)] with
-    more behind, up to a multiple of PADDED."""
+    """A quantized weight: FP8 `values` [N, K] and float32 `scales`: by row [N, 1], or by block [ceil(N / BLOCK), C],
+    where C is ceil(K / BLOCK) padded to a multiple of SCALE_ALIGNMENT."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -70,29 +69,30 @@ class Scaled:
 
     @classmethod
     def by_blocks(cls, values: torch.Tensor, scales: torch.Tensor) -> Scaled:
-        """With scales [ceil(N / BLOCK), ceil(K / BLOCK)]."""
-        return cls(values, F.pad(scales, (0, -scales.shape[1] % PADDED), value=1.0), Rounding.BLOCKS)
+        """From scales [ceil(N / BLOCK), ceil(K / BLOCK)], which are padded."""
+        return cls(values, F.pad(scales, (0, -scales.shape[1] % SCALE_ALIGNMENT), value=1.0), Rounding.BLOCKS)
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Scaled:
-        """A weight [N, K] that is not in FP8, rounded by rows."""
+        """Quantize a weight [N, K], with a scale for each row."""
         found = rounded(weight, Rounding.ROWS)
         return cls.by_rows(found.values, found.scales)
 
-    def wide(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """float32[N, K]."""
         if self.rounding is Rounding.ROWS:
             return self.values.float() * self.scales
         rows, columns = self.values.shape
-        return self.values.float() * _spread(_spread(self.scales, 0, rows), 1, columns)
+        return self.values.float() * _expand_scales(_expand_scales(self.scales, 0, rows), 1, columns)
 
 
-def _spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _expand_scales(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
 
 
 def rounded(x: torch.Tensor, rounding: Rounding) -> Rounded:
-    """x[T, K] with the largest of those that share a scale at LIMIT; the reference of what a GPU does."""
+    """Quantize x[T, K]: the largest magnitude of each group that shares a scale becomes LIMIT. The reference of the
+    GPU kernels."""
     rows, size = x.shape
     each = size if rounding is Rounding.ROWS else BLOCK
     wide = F.pad(x.float(), (0, -size % each)).view(rows, -1, each)
@@ -102,42 +102,42 @@ def rounded(x: torch.Tensor, rounding: Rounding) -> Rounded:
     return Rounded(values, scales.squeeze(-1))
 
 
-def stack_scaled(parts: Sequence[Scaled]) -> Scaled | None:
-    """Rows of all parts as one; None if their scales are not alike, or do not fit side by side, or if the products do
-    not take their sizes."""
+def concatenate_scaled(parts: Sequence[Scaled]) -> Scaled | None:
+    """One weight with the rows of all parts. None if the parts have different kinds of scales, if a part but the last
+    ends within a block, or if FP8 products do not support the sizes."""
     columns = parts[0].values.shape[1]
-    aligned = columns % ALIGNED == 0 and all(len(part.values) % ALIGNED == 0 for part in parts)
-    if len({part.rounding for part in parts}) > 1 or not aligned or columns > WIDEST:
+    aligned = columns % ALIGNMENT == 0 and all(len(part.values) % ALIGNMENT == 0 for part in parts)
+    if len({part.rounding for part in parts}) > 1 or not aligned or columns > MAX_COLUMNS:
         return None
     if parts[0].rounding is Rounding.BLOCKS and any(len(part.values) % BLOCK for part in parts[:-1]):
         return None
     if len(parts) == 1:
         return parts[0]
-    # torch joins no FP8.
+    # torch.cat does not support FP8.
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
     return Scaled(values, torch.cat([part.scales for part in parts]), parts[0].rounding)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledLinear:
-    """A product with a weight in FP8; as `linear.Linear`, but it takes what is rounded already, too."""
+    """A product with an FP8 weight. As `linear.Linear`, but the input may be quantized already."""
 
     weight: Scaled
     bias: torch.Tensor | None
     dtype: torch.dtype
-    """Of the result."""
+    """Dtype of the result."""
     ops: Ops
 
     @property
     def rounding(self) -> Rounding:
-        """Of what it multiplies."""
+        """How the input is to be quantized."""
         return self.weight.rounding
 
     def __call__(self, x: torch.Tensor | Rounded) -> torch.Tensor:
         return self.ops.scaled(x, self.weight, self.bias, self.dtype)
 
     def put(self, x: torch.Tensor | Rounded, out: torch.Tensor) -> None:
-        """Write the result into `out` [T, out]."""
+        """Write the result to `out` [T, out]."""
         out.copy_(self(x))
 
     def add(self, x: torch.Tensor | Rounded, residual: torch.Tensor, factor: float = 1.0) -> None:

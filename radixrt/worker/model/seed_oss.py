@@ -10,7 +10,7 @@ DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """q, k and v have a bias unless `attention_bias` says otherwise, the output has one with `attention_out_bias`."""
+    """`attention_bias` is for q, k and v, `attention_out_bias` for the output."""
     config = DEFAULTS | config
     return common(
         config,

@@ -4,8 +4,8 @@
     norm -> gate and up, rows -> their own product      -> down, columns   -> sum over ranks -> residual stream
     norm -> head, rows by token id -> logits of own ids -> gathered
 
-What is between two sums needs nothing of other ranks. Norms and the embedding are the same everywhere, and of latent
-attention (`latent`) what makes latents, and the pages that hold them. Integers only.
+Between two sums, no communication is needed. Norms and the embedding are replicated on all ranks; in latent attention
+(`latent`), also the projections to latents and the pages that hold the latents. This file computes with integers only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from radixrt.worker.model.spec import ModelSpec
 
-HEAD_ROWS = 64
-"""Token ids of a rank, or a multiple."""
+VOCAB_ALIGNMENT = 64
+"""Each rank but the last ones has a multiple of this many token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a matrix: [start, stop) of one dimension."""
+    """A slice [start, stop) of one dimension of a tensor."""
 
     dim: int
     start: int
@@ -34,18 +34,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """Rank `rank` of a tensor-parallel group of `size` ranks."""
 
     rank: int = 0
     size: int = 1
 
     def spec(self, whole: ModelSpec) -> ModelSpec:
-        """What this rank computes, as if it were a model: fewer heads, narrower MLPs. The vocabulary and the hidden
-        size stay. ValueError for sizes that do not divide."""
+        """This rank's part of the model as a spec: fewer heads, smaller intermediate sizes; vocabulary and hidden size
+        stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
         if whole.parallel or whole.norms.centered:
-            # What is fused with a sum over ranks is an RMSNorm, and always there.
+            # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
             raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
@@ -75,22 +75,22 @@ class Shard:
         return 1
 
     def part(self, dim: int, total: int) -> Part | None:
-        """This rank's of a dimension that the ranks divide; None for all of it."""
+        """This rank's slice of a dimension of `total` elements; None if there is only one rank."""
         if self.size == 1:
             return None
         each = total // self.size
         return Part(dim, self.rank * each, (self.rank + 1) * each)
 
     def halves(self, dim: int, half: int) -> list[Part | None]:
-        """As `part`, of each half of a dimension."""
+        """This rank's slices of both halves of a dimension of 2 * `half` elements; [None] if there is only one rank."""
         if self.size == 1:
             return [None]
         own = self.part(dim, half)
         return [own, Part(dim, half + own.start, half + own.stop)]
 
     def kv_rows(self, whole: ModelSpec) -> Part | None:
-        """Of the projections of K and V. Where there are fewer heads than ranks, several ranks have the same one: those
-        whose queries read it."""
+        """This rank's rows of the projections to K and V. If there are fewer KV heads than ranks, several ranks have
+        the same head: those whose query heads use it."""
         if self.size == 1:
             return None
         first = self.rank * whole.num_kv_heads // self.size
@@ -98,7 +98,8 @@ class Shard:
         return Part(0, first * whole.head_dim, (first + count) * whole.head_dim)
 
     def token_ids(self, vocab_size: int) -> range:
-        """Those whose logits this rank computes: as many on each rank but for the last ones, which may have fewer."""
-        each = -(-vocab_size // (self.size * HEAD_ROWS)) * HEAD_ROWS if self.size > 1 else vocab_size
+        """Token ids whose logits this rank computes: equally many on all ranks but the last ones, which may have fewer
+        or none."""
+        each = -(-vocab_size // (self.size * VOCAB_ALIGNMENT)) * VOCAB_ALIGNMENT if self.size > 1 else vocab_size
         start = min(self.rank * each, vocab_size)
         return range(start, min(start + each, vocab_size))

@@ -1,4 +1,4 @@
-"""Solar Open: GLM-4.5 with experts in every layer, and all of each head rotated."""
+"""Solar Open: GLM-4.5 with experts in every layer, and RoPE of whole heads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from radixrt.worker.model import glm4_moe
 from radixrt.worker.model.spec import ModelSpec, check_served
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6, "moe_intermediate_size": 1280}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """There is no MLP that `intermediate_size` could be of."""
+    """`intermediate_size` may be missing, since no layer is dense."""
     check_served(config, SERVED)
     config = DEFAULTS | SERVED | config
     return glm4_moe.spec({"intermediate_size": config["moe_intermediate_size"]} | config)

@@ -9,89 +9,95 @@ from typing import Any
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
-"""By `hidden_act`: one function has several names."""
+"""`hidden_act` of config.json -> activation of `layers`. Some functions have several names; `gelu_new` is the tanh
+approximation."""
 CLAMPED_SWIGLU = 7.0, 1.702
-"""Of the activation `clamped_swiglu`: what gate and up are clamped to, and what the sigmoid's argument is times."""
+"""(limit, alpha) of the activation `clamped_swiglu` (gpt-oss); see `layers`."""
 SQUARED_RELU, XIELU = "relu2", "xielu"
 """Activations of MLPs without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the experts of a token are chosen by its logits, and weighed, where that is not by the softmax of all alone
-    (DeepSeek-V2, arXiv 2405.04434, section 2.2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """How a token's experts and their weights follow from its router logits. The default is the top-k of a softmax
+    over all experts (DeepSeek-V2, arXiv 2405.04434, section 2.2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
     sigmoid: bool = False
-    """In place of softmax. A group's score is the sum of its two best; else it is its best."""
+    """Scores are the sigmoid of the logits, not their softmax, and a group's score is the sum of its two best experts'
+    scores, not the best one."""
     biased: bool = False
-    """To choose, a bias is added to each expert's score. With `sigmoid` it is, unless that is `unbiased`."""
+    """With softmax: a learned bias is added to the scores to select experts, but not to their weights. With `sigmoid`
+    this is the default (see `unbiased`)."""
     unbiased: bool = False
+    """With `sigmoid`: there is no such bias."""
     groups: int = 1
-    """Of as many experts each, one after the other."""
+    """Number of groups of consecutive experts, of equal size."""
     kept_groups: int = 1
-    """The best ones, whose experts alone may be chosen."""
+    """A token's experts are selected from its best `kept_groups` groups."""
     factor: float = 1.0
-    """Of the weights, at last."""
-    wide: bool = False
-    """Logits are float32."""
-    wide_weight: bool = False
-    """So is what makes them, where it is stored so."""
-    least: float = 0.0
-    """Of the sum that weights are divided by, where they are."""
+    """Multiplies the weights, after normalization."""
+    float32_logits: bool = False
+    """The router is computed in float32."""
+    float32_weight: bool = False
+    """The router's weight stays float32 if it is stored as float32."""
+    min_weight_sum: float = 0.0
+    """Lower bound of the sum that the weights are divided by (see `ExpertsSpec.normalized`)."""
 
     @property
     def has_bias(self) -> bool:
-        """Whether scores to choose by have one."""
+        """Whether there is a bias for the selection of experts."""
         return self.biased or (self.sigmoid and not self.unbiased)
 
     @property
     def grouped(self) -> bool:
-        """Whether a group may be left out."""
+        """Whether the selection is limited to some groups."""
         return self.kept_groups < self.groups
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The mixture of experts that takes the MLP's place in some layers."""
+    """The mixture of experts that replaces the MLP in some layers. Names of tensors are relative to
+    `model.layers.<i>.<prefix>.`, unless stated otherwise."""
 
     count: int
-    chosen: int
-    """Experts a token."""
+    """Routed experts of a layer."""
+    top_k: int
+    """Routed experts of a token."""
     intermediate_size: int
     normalized: bool
-    """The weights of a token's experts sum to 1."""
+    """The weights of a token's experts are divided by their sum."""
     layers: frozenset[int]
+    """Layers with experts; the others have an MLP."""
     prefix: str
-    """Of the names of a layer's tensors: `model.layers.0.<prefix>.gate`, `...experts.0.<name>`."""
     names: tuple[str, ...]
-    """Of an expert's gate, up and down projections."""
+    """Names of an expert's gate, up and down projections: `experts.<e>.<name>.weight`."""
     router: str = "gate"
-    """Behind the prefix."""
+    """Name of the router: `<router>.weight`."""
     bias: tuple[str, ...] = ("gate.e_score_correction_bias",)
-    """Behind the prefix: the names that what is added to scores may have (`Routing.has_bias`)."""
+    """Names that the bias for the selection may have (`Routing.has_bias`)."""
     routing: Routing = Routing()
     shared_size: int = 0
-    """Inner features of what every token takes beside the experts it chooses."""
+    """Intermediate size of the shared experts together, which every token uses in addition; 0: there are none."""
     shared: str = "shared_experts"
-    """Its name, behind `mlp`."""
+    """Name of the shared experts, in `model.layers.<i>.mlp.`."""
     factor: float = 1.0
-    """Of what all of them and what is shared make together."""
+    """Multiplies the sum of routed and shared experts."""
     shared_gate: str | None = None
-    """The name, there, of a vector: what is shared is times the sigmoid of its product with the token."""
-    alternating: bool = False
-    """All experts of a layer are in one tensor, rows of gate and up by turns, with biases (see `alternating`)."""
-    inputs_first: bool = False
-    """Where all experts of a layer are in one tensor, its matrices may be [in, out]."""
-    together: tuple[tuple[str, str, str], ...] = ()
-    """Names, behind `model.layers.0`, of a router, and of the gates and ups and the downs of all experts, where each of
-    these is one tensor, beside those that transformers has for every family."""
-    bias_of_row: bool = False
-    """The bias of scores is stored as a row [1, count]."""
+    """Name in `model.layers.<i>.mlp.` of a projection [1, hidden], whose sigmoid scales the shared experts' output."""
+    interleaved_gate_up: bool = False
+    """Experts are stored as gpt-oss stores them (see `interleaved_experts`)."""
+    maybe_transposed: bool = False
+    """If all experts of a layer are stored as one tensor, its matrices may be [in, out] instead of [out, in]."""
+    fused_names: tuple[tuple[str, str, str], ...] = ()
+    """Names, in `model.layers.<i>.`, of the router and of two tensors with `gate_up` and `down` of all experts of a
+    layer, as some checkpoints have them; the names of transformers 5 are always tried (`moe.FUSED_AT`)."""
+    bias_is_row: bool = False
+    """The bias for the selection is stored as [1, count], not [count]."""
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
-        """As it is stored."""
-        return (1, self.count) if self.bias_of_row else (self.count,)
+        """Shape of the stored bias for the selection."""
+        return (1, self.count) if self.bias_is_row else (self.count,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +105,22 @@ class LatentSpec:
     """Multi-head latent attention (see `latent`)."""
 
     q_rank: int | None
-    """Queries come of a latent of this size; None: of the hidden state."""
+    """Size of the latent that queries are projected from (`q_lora_rank`); None: they are projected from the hidden
+    states."""
     rank: int
-    """Of the latent that keys and values come of."""
+    """Size of the latent that keys and values are projected from (`kv_lora_rank`)."""
     nope_dim: int
-    """Of a head's query and key: what is not rotated."""
+    """Elements of a head's query and key that are not rotated (`qk_nope_head_dim`)."""
     rope_dim: int
-    """What is; of the key it is the same for all heads."""
+    """Elements that are rotated (`qk_rope_head_dim`); all heads share those of the key."""
     value_dim: int
-    """Of a head's values."""
+    """Elements of a head's value (`v_head_dim`)."""
     scale: float
-    """Of the softmax."""
+    """Softmax scale."""
     interleaved: bool
-    """Elements 2i and 2i + 1 are turned together, not i and i + rope_dim / 2."""
+    """RoPE rotates elements 2i and 2i + 1 together, not i and i + rope_dim / 2."""
     bias: bool
-    """Of the products that make latents."""
+    """The projections to latents have biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +129,35 @@ class NormsSpec:
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """Of what attention adds to the residual stream."""
+    """Norm of the attention output, before it is added to the residual stream."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    wide: bool = False
-    """Weights, also those of q and k, are multiplied in float32 with what was not rounded before."""
+    """Norm of the MLP output, before it is added to the residual stream."""
+    float32_weight: bool = False
+    """The weight, also of q and k norms, is multiplied in float32, before the result is rounded to the model's dtype;
+    otherwise after that."""
     offset: float = 0.0
-    """That is added to wide weights."""
+    """Added to the weight; needs `float32_weight`."""
     centered: bool = False
-    """The mean is subtracted first: LayerNorm (arXiv 1607.06450) in place of RMSNorm, but for heads."""
+    """LayerNorm without a bias (arXiv 1607.06450) in place of RMSNorm; norms of q and k stay RMSNorm."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateSpec:
-    """What attention gives is gated, by a product of what it took (see `layers.Gate`)."""
+    """A gate on the attention output, computed from the input of attention (see `layers.Gate`)."""
 
     name: str
-    """Of the matrix."""
-    by_head: bool = False
-    """All elements of a head have the same gate; else each has its own."""
+    """Name of the projection, in `self_attn.`."""
+    per_head: bool = False
+    """One gate per head instead of one per element."""
     softplus: bool = False
-    """In place of the sigmoid."""
+    """Softplus instead of sigmoid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder with grouped-query attention, rotary positions and, as a rule, a gated MLP. Sizes count elements."""
+    """A decoder-only transformer. The defaults are those of Llama: grouped-query attention, RoPE, gated MLPs. Sizes are
+    numbers of elements."""
 
     vocab_size: int
     hidden_size: int
@@ -159,70 +169,72 @@ class ModelSpec:
     max_model_len: int
     norm_eps: float
     rope: dict[str, Any]
-    """`rope_type`, `rope_theta` and what that type needs (see `rope.py`)."""
+    """`rope_type`, `rope_theta` and the parameters of that type (see `rope.frequencies`)."""
     activation: str
     tied: bool
-    """The output projection is the embedding."""
+    """The output projection (`lm_head`) is the embedding."""
     windows: tuple[int | None, ...]
-    """By layer: a token attends to itself and the `window - 1` tokens before it; None: to all before it. (A window that
-    a whole context fits in is none.)"""
+    """By layer: the sliding window (a token attends to itself and the `window - 1` tokens before it), or None: full
+    attention. A window of at least `max_model_len` is None."""
     qkv_bias: bool = False
     fused_qkv: bool = False
-    """The checkpoint has q, k and v as one matrix."""
+    """The checkpoint stores the q, k and v projections as one matrix, `qkv_proj`."""
     fused_gate_up: bool = False
-    """It has gate and up as one."""
+    """The checkpoint stores the gate and up projections as one matrix, `gate_up_proj`."""
     output_bias: bool = False
+    """The output projection of attention (`o_proj`) has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm of each head of q and k, before the rotation."""
-    qk_norm_whole: bool = False
-    """In its place one of all heads of q together, and one of those of k."""
-    qk_norm_last: bool = False
-    """The norm of each head comes after the rotation."""
-    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Their names."""
-    rotated: int | None = None
-    """Elements of a head that are rotated, its first ones, where that is not all of them."""
+    """RMSNorm of each head of q and k, before RoPE."""
+    qk_norm_all_heads: bool = False
+    """Instead of `qk_norm`: one RMSNorm over all heads of q together, and one over all heads of k."""
+    qk_norm_after_rope: bool = False
+    """With `qk_norm`: the norm comes after RoPE."""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """Names of the norms of q and k, in `self_attn.`."""
+    rotary_dim: int | None = None
+    """Elements of a head that RoPE rotates: the first ones. None: all."""
     interleaved: bool = False
-    """Elements 2i and 2i + 1 are turned together in the checkpoint, not i and i + rope_dim / 2."""
-    query_growth: tuple[float, int] | None = None
-    """(beta, tokens): queries at position p are times 1 + beta ln(1 + floor(p / tokens)) (Llama 4's way of looking
-    far back). Not for heads that are normalized."""
+    """In the checkpoint's order, RoPE rotates elements 2i and 2i + 1 of a head together (GPT-J style), not i and
+    i + rope_dim / 2."""
+    query_scaling: tuple[float, int] | None = None
+    """(beta, tokens): the query at position p is multiplied by 1 + beta ln(1 + floor(p / tokens)), as in Llama 4. Not
+    with norms of q and k."""
     experts: ExpertsSpec | None = None
     norms: NormsSpec = NormsSpec()
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
-    """By layer, where not all have `rope`; None: nothing is rotated. With `rotated` one has elements of its own that
-    are."""
-    stated_scale: float | None = None
-    """Of the softmax, where it is another than head_dim^-0.5."""
+    """By layer, if layers differ: its `rope`, or None: no RoPE. Its key `rotated` is the `rotary_dim` of the layer."""
+    scale_override: float | None = None
+    """Softmax scale; None: head_dim^-0.5."""
     embedding_factor: float = 1.0
-    """Of embeddings, in their dtype."""
+    """Multiplies the embeddings, rounded to their dtype."""
     residual_factor: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Multiplies what attention and MLP add to the residual stream."""
     logits_factor: float = 1.0
     latent: LatentSpec | None = None
-    """With it there is one KV head, whose `head_dim` is that of the latent and the rotated key together; its V is the
-    latent, the first elements of K."""
+    """Latent attention: there is one KV head, whose `head_dim` is that of the latent and the shared rotated key
+    together. Its V is the latent, the first elements of K."""
     parallel: bool = False
-    """The MLP takes what attention takes, not what it gives (arXiv 2204.02311, section 2)."""
+    """Attention and MLP have the same input, the residual stream before both (arXiv 2204.02311, section 2)."""
     sinks: bool = False
-    """Each query head has a learned score that takes part in its softmax, and no value (arXiv 2309.17453)."""
+    """Attention sinks: each query head has a learned logit that takes part in its softmax, without a value (arXiv
+    2309.17453)."""
     gate: GateSpec | None = None
-    """Of what attention gives."""
+    """Gate on the attention output."""
     layer_heads: tuple[int, ...] = ()
-    """By layer: query heads, where some have fewer than `num_heads` (see `filling`)."""
+    """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
-    """Parts of tensors' names, and what some checkpoints have in their place."""
+    """(part of a tensor's name, its replacement in some checkpoints); see `checkpoint.Renamed`."""
 
     @property
     def kv_elements(self) -> int:
-        """Elements of K and V of one token, all layers."""
+        """Elements of K and V that are stored for one token, all layers."""
         each = 1 if self.latent else 2
         return each * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
     def layer_elements(self) -> int:
-        """Of the weights that a token is multiplied with in a layer, on average."""
+        """Elements of the weights that a token is multiplied by in a layer, averaged over layers."""
         hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
         if self.layer_heads:
             heads = sum(self.layer_heads) // self.num_layers
@@ -233,45 +245,46 @@ class ModelSpec:
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
         if self.gate is not None:
-            attention += hidden * heads * (1 if self.gate.by_head else self.head_dim)
+            attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
             return attention + dense
-        sparse = 3 * hidden * (self.experts.chosen * self.experts.intermediate_size + self.experts.shared_size)
+        sparse = 3 * hidden * (self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size)
         share = len(self.experts.layers) / self.num_layers
         return attention + int(share * sparse + (1 - share) * dense)
 
     @property
     def gated(self) -> bool:
-        """Whether MLPs are."""
+        """Whether MLPs have a gate."""
         return self.activation not in (SQUARED_RELU, XIELU)
 
     @property
     def value_dim(self) -> int:
-        """Of what attention gives for a head."""
+        """Elements of a head of V, and of attention's result for a query head."""
         return self.latent.rank if self.latent else self.head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Elements of a head that are rotated."""
-        return self.latent.rope_dim if self.latent else self.rotated or self.head_dim
+        """Elements of a head that RoPE rotates."""
+        return self.latent.rope_dim if self.latent else self.rotary_dim or self.head_dim
 
     @property
     def scale(self) -> float:
-        """Of the softmax."""
+        """Softmax scale."""
         if self.latent:
             return self.latent.scale
-        return self.head_dim**-0.5 if self.stated_scale is None else self.stated_scale
+        return self.head_dim**-0.5 if self.scale_override is None else self.scale_override
 
     @property
     def ropes(self) -> tuple[dict[str, Any] | None, ...]:
-        """By layer."""
+        """RoPE parameters by layer; None: no RoPE."""
         return self.layer_ropes or (self.rope,) * self.num_layers
 
 
 def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any) -> ModelSpec:
-    """The fields that all families name alike; `features` are the family's own. With `partial_rotary` a file may say
-    that a part of each head is not rotated. ValueError names a bad field, KeyError one that is missing."""
+    """A spec from the fields of config.json whose names most families share, and from `features`, other fields of
+    ModelSpec. With `partial_rotary`, config.json may have a `partial_rotary_factor`. ValueError names a bad field,
+    KeyError a missing one."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
     activation = config.get("hidden_act", "silu")
@@ -279,7 +292,7 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
     windows = features.pop("windows", None) or (None,) * config["num_hidden_layers"]
     rope = rope_parameters(config)
     if partial_rotary:
-        features["rotated"] = rotated_part(config, rope, head_dim)
+        features["rotary_dim"] = partial_rotary_dim(config, rope, head_dim)
     spec = ModelSpec(
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
@@ -303,57 +316,58 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
     return spec
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Of the file of a model that also sees: `text_config`, or all of it where it is older than that. Embeddings are
-    tied if either says so."""
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a multimodal model's language model: `text_config`, or in older files, which have none, the whole
+    config.json. Embeddings are tied if either of the two says so."""
     text = dict(config.get("text_config") or config)
     if config.get("tie_word_embeddings"):
         text["tie_word_embeddings"] = True
     return text
 
 
-def rotated_part(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
-    """By `partial_rotary_factor`, in the file or in its `rope`, from which it is taken: what is left is that of a head
-    of the size that is returned. None for all of the head."""
+def partial_rotary_dim(config: Mapping[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
+    """Elements of a head that RoPE rotates, by `partial_rotary_factor` in `rope` or `config`; None: all. Removes the
+    factor from `rope`, whose frequencies are then those of a head of the returned size."""
     factor = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    rotated = int(head_dim * factor)
-    if not 0 < rotated <= head_dim or rotated % 2:
-        raise ValueError(f"partial_rotary_factor {factor}: {rotated} of {head_dim} elements cannot be rotated")
-    return rotated if rotated < head_dim else None
+    rotary_dim = int(head_dim * factor)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ValueError(f"partial_rotary_factor {factor}: {rotary_dim} of {head_dim} elements cannot be rotated")
+    return rotary_dim if rotary_dim < head_dim else None
 
 
 def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
-    """The same model with experts. ValueError for a choice that cannot be."""
-    if not 1 <= experts.chosen <= experts.count:
-        raise ValueError(f"num_experts_per_tok {experts.chosen} of {experts.count} experts")
+    """The same model with experts. ValueError if experts cannot be selected that way."""
+    if not 1 <= experts.top_k <= experts.count:
+        raise ValueError(f"num_experts_per_tok {experts.top_k} of {experts.count} experts")
     routing = experts.routing
     if routing.groups < 1 or experts.count % routing.groups:
         raise ValueError(f"n_group {routing.groups} does not divide {experts.count} experts")
     if not 1 <= routing.kept_groups <= routing.groups:
         raise ValueError(f"topk_group {routing.kept_groups} of n_group {routing.groups}")
     size = experts.count // routing.groups
-    if experts.chosen > routing.kept_groups * size or (routing.sigmoid and routing.grouped and size < 2):
+    if experts.top_k > routing.kept_groups * size or (routing.sigmoid and routing.grouped and size < 2):
         raise ValueError(f"topk_group {routing.kept_groups}: groups of {size} are too small")
     return dataclasses.replace(spec, experts=experts)
 
 
-def sparse_by_kind(config: Mapping[str, Any], dense: int) -> frozenset[int]:
-    """The layers with experts, by `mlp_layer_types`; where a file has none, all but the first `dense` ones."""
+def moe_layers(config: Mapping[str, Any], dense: int) -> frozenset[int]:
+    """Layers with experts, by `mlp_layer_types`; without it, all but the first `dense` layers."""
     layers = range(config["num_hidden_layers"])
     kinds = config.get("mlp_layer_types") or [("dense", "sparse")[i >= dense] for i in layers]
     return frozenset(i for i in layers if kinds[i] == "sparse")
 
 
 def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
-    """ValueError where a file says anything else of these fields."""
+    """ValueError if config.json has one of the fields `served` with another value."""
     for name, value in served.items():
         if config.get(name, value) != value:
             raise ValueError(f"{name} {config[name]!r} is not served; {value!r} is")
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` (transformers 4, and what users add to a file of 5), or else `rope_parameters`: with `rope_type`,
-    `rope_theta`, `max_position_embeddings` and `original_max_position_embeddings`, which stand in several places."""
+    """RoPE parameters: `rope_scaling` (transformers 4, or added by users), or else `rope_parameters` (transformers 5).
+    `rope_type`, `rope_theta`, `max_position_embeddings` and `original_max_position_embeddings` are added to it; files
+    have them in various places. ValueError if the parameters differ by layer type (see `ropes_by_kind`)."""
     given = config.get("rope_parameters") or {}
     parameters = dict(config.get("rope_scaling") or given)
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -368,9 +382,11 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ropes_by_kind(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A file as if its layers were all of a kind (`layer_types`), by kind: `rope_parameters` may have some for each;
-    `rope_scaling` is of full attention alone, `rope_local_base_freq` is the base of layers with windows. What positions
-    were made for at first is said there, not beside them."""
+    """By layer type (`layer_types`): the config as if all layers were of that type, for `rope_parameters` and `common`.
+
+    `rope_parameters` may have an entry for each type. In older files `rope_scaling` is for full attention only, and
+    `rope_local_base_freq` is the `rope_theta` of sliding windows. `original_max_position_embeddings` counts only
+    within these parameters, not beside them."""
     by_kind = config.get("rope_parameters") or {}
     config = config | {"original_max_position_embeddings": None}
     local = {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", config["rope_theta"])}
@@ -381,8 +397,8 @@ def ropes_by_kind(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def context(config: Mapping[str, Any]) -> int:
-    """Tokens that positions are made for: `max_position_embeddings`, which the scalings yarn and linear stretch by
-    their factor, where the file does not say the stretched length already."""
+    """The longest context in tokens: `max_position_embeddings`, which linear scaling extends by its factor. With YaRN,
+    files have the extended length or the original one there: then the latter times the factor counts."""
     rope, longest = rope_parameters(config), config["max_position_embeddings"]
     factor = rope.get("factor") or 1.0
     match rope["rope_type"]:
@@ -394,13 +410,14 @@ def context(config: Mapping[str, Any]) -> int:
 
 
 def layer_kinds(config: Mapping[str, Any], every: int) -> list[str]:
-    """`layer_types`, or, where a file has none: every so many layers attend to all, the others have windows."""
+    """`layer_types`; without it, every `every`-th layer has full attention, the others a sliding window."""
     layers = range(config["num_hidden_layers"])
     return config.get("layer_types") or [("sliding", "full")[(i + 1) % every == 0] + "_attention" for i in layers]
 
 
 def layer_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
-    """By layer, from `layer_types`, or as Qwen's older files say it: the layers from `max_window_layers` on."""
+    """By layer: the sliding window or None, by `layer_types`; without it, layers from `max_window_layers` on have one
+    (Qwen)."""
     layers = config["num_hidden_layers"]
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds:

@@ -1,4 +1,4 @@
-"""Youtu-LLM: latent attention as DeepSeek V3's, and no experts."""
+"""Youtu-LLM: latent attention as in DeepSeek V3, without experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from radixrt.worker.model import deepseek_v2
 from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"rope_interleave": True, "tie_word_embeddings": True, "max_position_embeddings": 131_072}
-"""Of transformers, in place of what a file leaves out."""
+"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -290,8 +290,8 @@ def test_product_in_fp8(columns, depth, of_tokens, tile, rounding, device):
     x = quantize(torch.randn(len(numbers), depth, device=device).bfloat16(), rounding)
     found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens)
     for token, (place,) in enumerate(order.places.tolist()):
-        row = x.wide()[token if of_tokens else place]
-        assert error(found[place], weight[int(numbers[token])].wide() @ row) < 2e-3
+        row = x.dequantized()[token if of_tokens else place]
+        assert error(found[place], weight[int(numbers[token])].dequantized() @ row) < 2e-3
 
 
 def test_more_tiles_than_are_computed_side_by_side(device):
@@ -302,7 +302,10 @@ def test_more_tiles_than_are_computed_side_by_side(device):
     assert len(order.tiles) > GROUP and len(order.tiles) % GROUP
     x = quantize(torch.randn(30, 64, device=device).bfloat16(), Rounding.ROWS)
     found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens=True)
-    expected = torch.stack([weight[number].wide() for number in range(8)])[numbers.long()] @ x.wide()[:, None, :, None]
+    expected = (
+        torch.stack([weight[number].dequantized() for number in range(8)])[numbers.long()]
+        @ x.dequantized()[:, None, :, None]
+    )
     assert error(found[order.places.long()], expected.squeeze(-1)) < 2e-3
 
 

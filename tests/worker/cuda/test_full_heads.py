@@ -19,7 +19,7 @@ from radixrt.worker.cuda.variants import Variant
 from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.deepseek_v2 import latent_decoder
-from radixrt.worker.model.latent import Ups
+from radixrt.worker.model.latent import UpProjections
 from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.spec import ModelSpec
 from tests.worker.cuda.test_kernels import error
@@ -47,7 +47,7 @@ class Case:
     spec: ModelSpec
     pages: Pages
     sequences: Sequences
-    ups: Ups
+    ups: UpProjections
     q: torch.Tensor
     expected: torch.Tensor
     slots: np.ndarray
@@ -66,7 +66,7 @@ class Case:
         q = torch.randn(tokens, spec.num_heads, both, device=device)
         up = torch.randn(spec.num_heads, latent.nope_dim, latent.rank, device=device) * latent.rank**-0.5
         down = torch.randn(spec.num_heads, latent.value_dim, latent.rank, device=device) * latent.rank**-0.5
-        ups = Ups(HeadLinear(up.transpose(1, 2)), HeadLinear(down))
+        ups = UpProjections(HeadLinear(up.transpose(1, 2)), HeadLinear(down))
         reference = TorchAttention(pool, page_size, (None,), spec.scale)
         reference.bind(table)
         absorbed = torch.cat((ups.k(q[..., : latent.nope_dim]), q[..., latent.nope_dim :]), -1)

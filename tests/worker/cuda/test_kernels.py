@@ -125,8 +125,8 @@ def test_append(heads, kv_heads, dim, turned, norms, kv_dtype, device):
 def test_append_normalizes_all_heads_together(heads, kv_heads, dim, turned, ranks, device):
     """By what all ranks have; V stays."""
     qkv = torch.randn(3, heads + 2 * kv_heads, dim, device=device)
-    means = kernels.means(qkv, heads, kv_heads)
-    assert error(means, TorchOps.means(qkv, heads, kv_heads)) < 1e-6
+    means = kernels.mean_squares(qkv, heads, kv_heads)
+    assert error(means, TorchOps.mean_squares(qkv, heads, kv_heads)) < 1e-6
     assert error(means[:, 0], qkv[:, :heads].flatten(1).square().mean(1)) < 1e-6
     assert error(means[:, 1], qkv[:, heads : heads + kv_heads].flatten(1).square().mean(1)) < 1e-6
     means = torch.stack([means, *torch.rand(ranks - 1, 3, 2, device=device)], 1)

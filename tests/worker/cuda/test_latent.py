@@ -18,7 +18,7 @@ from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import Items, make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.loading import look_up
-from radixrt.worker.model.latent import LatentHeads, Ups
+from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.spec import Routing
@@ -48,7 +48,7 @@ def test_append(heads, nope, rank, rope, interleaved, kv_dtype, device):
     q, both = made[:, : -rank - rope].unflatten(1, (heads, -1)), made[:, -rank - rope :]
     k_up = HeadLinear(torch.randn(heads, nope, rank, device=device).transpose(1, 2))
     norm, (cos, sin) = torch.rand(rank, device=device), torch.randn(2, tokens, 1, rope // 2, device=device)
-    made_heads = LatentHeads(q, both, Ups(k_up, k_up), norm, 1e-6, cos, sin, interleaved)
+    made_heads = LatentHeads(q, both, UpProjections(k_up, k_up), norm, 1e-6, cos, sin, interleaved)
     expected_q, k, v = made_heads.split()
     pools = [KVPool(1, 12, 1, rank + rope, DTYPES[kv_dtype], device, rank) for _ in range(2)]
     for pool in pools:
@@ -79,7 +79,9 @@ def test_queries_of_float16_saturate(device):
     q, both = torch.tensor([[[1.0, -1.0, 0.0, 0.0]], [[torch.nan, 0.0, 0.0, 0.0]]], device=device), torch.ones(2, 6)
     k_up = HeadLinear(torch.tensor([[[1e6, 0.0], [0.0, 1e6], [1.0, 0.0], [0.0, 0.0]]], device=device))
     ones, none = torch.ones(2, 1, 1, device=device), torch.zeros(2, 1, 1, device=device)
-    made = LatentHeads(q, both.to(device), Ups(k_up, k_up), torch.ones(4, device=device), 1e-6, ones, none, False)
+    made = LatentHeads(
+        q, both.to(device), UpProjections(k_up, k_up), torch.ones(4, device=device), 1e-6, ones, none, False
+    )
     pool = KVPool(1, 4, 1, 6, torch.float8_e4m3fn, device, 4)
     found = latent.append(pages_of(pool), made, torch.tensor([0, 1], dtype=torch.int32, device=device))
     assert found[0, 0, :3].tolist() == [65504.0, -65504.0, 1.0] and found[1].isnan().any()
@@ -213,9 +215,9 @@ ROUTINGS = {
     "scaled": Routing(factor=3.0),
     "groups": Routing(groups=4, kept_groups=2, factor=2.0),
     "sigmoid": Routing(sigmoid=True),
-    "pairs": Routing(sigmoid=True, groups=4, kept_groups=2, factor=2.5, wide=True),
+    "pairs": Routing(sigmoid=True, groups=4, kept_groups=2, factor=2.5, float32_logits=True),
     "odd": Routing(sigmoid=True, groups=3, kept_groups=2),
-    "biased": Routing(biased=True, least=0.5, wide=True),
+    "biased": Routing(biased=True, min_weight_sum=0.5, float32_logits=True),
     "unbiased": Routing(sigmoid=True, unbiased=True),
 }
 

@@ -93,7 +93,7 @@ def test_tiles_that_are_left_over_are_not_computed(device):
     order = routing.sort(torch.ones(3, 1, dtype=torch.int32, device=device), 3, 16)
     assert sorted(order.tiles[:, 2].tolist())[:2] == [0, 0]
     found = packed_experts.product(x, order, stack, packed_experts.FEW[1], None)
-    assert error(found, x @ stack.multiplied_out(1, torch.float32).T) < 1e-5
+    assert error(found, x @ stack.dequantized(1, torch.float32).T) < 1e-5
 
 
 def test_a_kernel_that_is_not_what_it_should_be_is_not_used(device, monkeypatch, caplog):

@@ -151,9 +151,9 @@ def test_what_is_left_to_torch(half, device):
         (x[:0], weight),
         (x, weight, out.t().contiguous().t()),
     ]
-    assert all(ops.few(x, weight, None, *out) is None for x, weight, *out in left)
-    assert ops.few(x, weight, None, out) is out
-    assert TorchOps.few(x, weight, None) is None
+    assert all(ops.small_linear(x, weight, None, *out) is None for x, weight, *out in left)
+    assert ops.small_linear(x, weight, None, out) is out
+    assert TorchOps.small_linear(x, weight, None) is None
 
 
 @pytest.mark.usefixtures("hopper")
@@ -214,7 +214,7 @@ def test_on_the_device_at_hand(columns, depth, bias, device):
         expected = x.float() @ weight.float().t() + (linear.bias.float() if bias else 0)
         found = linear(x)
         assert error(found, expected) < 4e-3 and torch.equal(linear(x), found)
-        taken = ops.few(x, weight, linear.bias)
+        taken = ops.small_linear(x, weight, linear.bias)
         assert (taken is not None) == (products.of_hopper(device) and rows <= 32)
 
 
@@ -237,7 +237,7 @@ def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
     x[:, ::1000] *= 50
     wide[:, ::777] *= 20
     weight, known = Scaled.of(wide), quantize(x.bfloat16(), Rounding.ROWS)
-    expected = known.wide() @ weight.wide().t()
+    expected = known.dequantized() @ weight.dequantized().t()
     out = torch.empty(rows, 4096, dtype=torch.bfloat16, device=device)
     scaled.product(known, weight, None, out, scaled.tile_for(rows, weight))
     ours, torchs = error(out, expected), error(scaled._by_torch(known, weight, None, torch.bfloat16), expected)
@@ -253,12 +253,12 @@ def test_gated_on_hopper(rows, inner, hidden, activation, device):
         pytest.skip("no GPU of Hopper")
     x = torch.randn(rows, hidden, device=device).bfloat16()
     weight = torch.randn(2 * inner, hidden, device=device).bfloat16()
-    found = ops.gated(x, weight, activation)
+    found = ops.gated_linear(x, weight, activation)
     assert found is not None, "choose sizes that are worth it"
     assert found.shape == (rows, inner)
     exact = TorchOps.gate(x.float() @ weight.float().t(), activation)
     assert error(found, exact) < 8e-3
-    assert torch.equal(found, ops.gated(x, weight, activation))
+    assert torch.equal(found, ops.gated_linear(x, weight, activation))
 
 
 def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
@@ -272,17 +272,17 @@ def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
     monkeypatch.setattr(products, "of_hopper", lambda device: True)
     monkeypatch.setattr(products, "_hopper_gated", lambda device: Kernel)
     x, weight = torch.zeros(products.MANY, 64).bfloat16(), torch.zeros(2 * 2112, 64).bfloat16()
-    assert products.gated(x, weight, "silu") == "silu"
-    assert products.gated(x[1:], weight, "silu") is None
-    assert products.gated(x.half(), weight.half(), "silu") is None
-    assert products.gated(x.float(), weight, "silu") is None
-    assert products.gated(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu") is None
-    assert products.gated(x, weight[8:], "silu") is None
-    assert products.gated(x, weight.t().contiguous().t(), "silu") is None
+    assert products.gated_linear(x, weight, "silu") == "silu"
+    assert products.gated_linear(x[1:], weight, "silu") is None
+    assert products.gated_linear(x.half(), weight.half(), "silu") is None
+    assert products.gated_linear(x.float(), weight, "silu") is None
+    assert products.gated_linear(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu") is None
+    assert products.gated_linear(x, weight[8:], "silu") is None
+    assert products.gated_linear(x, weight.t().contiguous().t(), "silu") is None
     monkeypatch.setattr(products, "gates", lambda *sizes: False)
-    assert products.gated(x, weight, "silu") is None
+    assert products.gated_linear(x, weight, "silu") is None
     monkeypatch.undo()
-    assert products.gated(x, weight, "silu") is None, "no GPU of Hopper"
+    assert products.gated_linear(x, weight, "silu") is None, "no GPU of Hopper"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_heads_that_fa3_has_no_kernel_for_are_refused_before_anything_is_built()
 @pytest.mark.parametrize(("stated", "scale"), [(None, 0.125), (0.3, 0.3)])
 def test_the_scale_of_the_softmax_is_the_models(stated, scale):
     found = object.__new__(FlashInfer)
-    found._shape, found._dtype, found._planned = Shape(8, 2, 64, 1, stated_scale=stated), torch.bfloat16, {}
+    found._shape, found._dtype, found._planned = Shape(8, 2, 64, 1, scale_override=stated), torch.bfloat16, {}
     planned = []
 
     class Wrapper:

@@ -36,17 +36,17 @@ def test_quantize(rounding, rows, columns, device):
     x = (torch.randn(rows, columns, device=device) * torch.logspace(-2, 2, rows, device=device)[:, None]).bfloat16()
     found, expected = quantize(x, rounding), rounded(x, rounding)
     assert torch.equal(found.scales, expected.scales)
-    one_step = 2**-3 * expected.wide().abs() + expected.scales.amax(1, keepdim=True) * 2**-9
-    far = ((found.wide() - expected.wide()).abs() > one_step).float().mean()
+    one_step = 2**-3 * expected.dequantized().abs() + expected.scales.amax(1, keepdim=True) * 2**-9
+    far = ((found.dequantized() - expected.dequantized()).abs() > one_step).float().mean()
     assert far <= (0 if device.type == "cuda" else 0.08)
-    assert error(found.wide(), x) < (0.04 if device.type == "cuda" else 0.15)
+    assert error(found.dequantized(), x) < (0.04 if device.type == "cuda" else 0.15)
 
 
 def test_quantize_keeps_nan_and_zeros(device):
     x = torch.zeros(3, 256, device=device)
     x[1, 7], x[2, 9] = torch.nan, torch.inf
     for rounding in Rounding:
-        found = quantize(x, rounding).wide()
+        found = quantize(x, rounding).dequantized()
         assert (found[0] == 0).all()
         if device.type == "cuda":  # the interpreter makes 384 of it
             assert found[1].isnan().any() and found[2].isnan().any()
@@ -78,7 +78,7 @@ def test_product(rounding, rows, columns, depth, device):
     x = quantize(torch.randn(rows, depth, device=device).bfloat16(), rounding)
     bias = torch.randn(columns, device=device).bfloat16()
     residual = torch.randn(rows, columns, device=device).bfloat16()
-    expected = x.wide() @ weight.wide().t()
+    expected = x.dequantized() @ weight.dequantized().t()
     tile = dataclasses.replace(tile_for(min(rows, 64), weight), columns=32)
     for given in (None, bias):
         out = torch.full((rows, columns), torch.nan, device=device).bfloat16()
@@ -98,7 +98,7 @@ def test_all_of_it(rounding, rows, device):
     x = torch.randn(rows, 512, device=device).bfloat16()
     bias = torch.randn(256, device=device).bfloat16()
     known = quantize(x, rounding)
-    expected = known.wide() @ weight.wide().t() + bias.float()
+    expected = known.dequantized() @ weight.dequantized().t() + bias.float()
     for given in (x, known):
         found = scaled.scaled(given, weight, bias, torch.bfloat16)
         assert found.dtype == torch.bfloat16 and error(found, expected) < 6e-3

@@ -61,7 +61,7 @@ class BatonGroup:
         self.kinds.append(name)
         return self._meeting.all(self.shard.rank, (name, tuple(x.shape)), x.clone())
 
-    def room(self, turn, residual):
+    def buffer(self, turn, residual):
         self._turn = turn
         return torch.full_like(residual, torch.nan)
 
