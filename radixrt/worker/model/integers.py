@@ -9,8 +9,8 @@
                         ModelOpt's: weight, weight_scale, weight_scale_2, the inverse of the global scale
     MXFP4               weight_packed uint8[out, in / 2], weight_scale uint8[out, in / 32]
 
-n = 32 / bits values are packed in a word, the first in the lowest bits. Each of the G groups of consecutive columns has a
-scale. Activations are not quantized, even if the file says that they should be.
+n = 32 / bits values are packed in a word, the first in the lowest bits. Each of the G groups of consecutive columns has
+a scale. Activations are not quantized, even if the file says that they should be.
 """
 
 from __future__ import annotations
