@@ -73,7 +73,8 @@ class RouterCore:
         rng: random.Random | None = None,
     ) -> None:
         self._config = config
-        self._recorder = Recorder(report)
+        self.counters = Counters()
+        self._recorder = Recorder(report, self.counters)
         self.index = Index()
         self.members = Members(self.index, self.counters, config.worker_timeout)
         self.groups = Groups()
@@ -84,10 +85,6 @@ class RouterCore:
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
-
-    @property
-    def counters(self) -> Counters:
-        return self._recorder.counters
 
     @property
     def runs_in_flight(self) -> int:
