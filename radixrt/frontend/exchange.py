@@ -187,9 +187,8 @@ class Exchange(Mailbox):
 
     # ------------------------------------------------------------ to the client
 
-    async def whole(self) -> bytes:
-        """Wait until all choices have ended; returns the body of the answer. Raises ApiError, Disconnected."""
-        await self.complete()
+    def whole(self) -> bytes:
+        """The body of the answer, once it is complete."""
         choices = [
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)
             for c in self.choices
