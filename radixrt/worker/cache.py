@@ -119,12 +119,13 @@ class PageCache:
         start = request.lease.length
         with request.path(start) as rest:
             gained = request.lease.extend_match(rest)
-        if gained:
-            first = start // self.page_size
-            pages = _int32(request.lease.values(start))
-            own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
-            self._give_back(own)
-            self._fill(request.row, first, pages)
+        if not gained:
+            return
+        first = start // self.page_size
+        pages = _int32(request.lease.values(start))
+        own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
+        self._give_back(own)
+        self._fill(request.row, first, pages)
         request.computed = max(request.computed, min(request.lease.length, request.reusable))
 
     def reserve(self, request: Request, tokens: int) -> None:
