@@ -89,8 +89,8 @@ class StepBuilder:
         self.counts.append(count)
         self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())
         self.slots.append(slots)
-        last = stop == request.total
-        samples = last and request.total < request.limit
+        total = request.total
+        samples = stop == total < request.limit
         scored = 0 if request.score_from is None else stop - max(start, request.score_from - 1)
         self.wants.append(max(scored, int(samples)))
         self.scored += max(0, scored)
