@@ -60,10 +60,11 @@ class StepBuilder:
         """Prompt tokens that the step scores so far, of MOST_SCORED."""
 
     def max_count(self, request: Request) -> int:
-        """The most tokens of a request that this step can compute without scoring more than MOST_SCORED."""
+        """The tokens that a request is behind, as many of them as this step can compute without scoring more than
+        MOST_SCORED."""
         if request.score_from is None:
             return request.behind
-        return max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
+        return min(request.behind, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored)
 
     def add_draft(self, request: Request, ids: list[int]) -> None:
         """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not

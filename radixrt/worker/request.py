@@ -64,6 +64,7 @@ class Request:
     jumps     whether forced tokens of its grammar may be appended without sampling: only its text is wanted
     serial    whether the next token depends on more than logits, position and seed (`_depends_on_tokens`), so that it
               can be sampled only once the host knows the tokens before it
+    limit     the most tokens it may have; at least those it arrived with
     lease     pins the part of its path that is in the tree (set while it runs)
     group     requests of one group count as having arrived with its first (0: no group)
     age       orders requests by arrival: tokens the worker had scheduled then, id of the first of its group, own id

@@ -231,7 +231,7 @@ class Waiting:
 
     def _removed(self, request: Request) -> None:
         self.tokens -= _missing(request)
-        if not self._queues[request.tenant]:
+        if not self._queues[request.tenant].by_age:
             del self._queues[request.tenant]
 
     @property
