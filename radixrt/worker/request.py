@@ -140,6 +140,11 @@ class Request:
         return len(self.tokens) + self.pending - self.computed
 
     @property
+    def missing(self) -> int:
+        """Of a waiting request: tokens so far that the tree did not hold when it was last looked up."""
+        return len(self.tokens) + self.pending - self.hit
+
+    @property
     def caught_up(self) -> bool:
         """Whether it decodes: only its last token is left to compute, that token was generated and is not cached in
         the tree, and more tokens may follow."""

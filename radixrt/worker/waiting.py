@@ -129,19 +129,15 @@ class _Queue:
             self._since[oldest] = self._overtaking_tokens, time.monotonic()
 
     def _enter(self, request: Request) -> None:
-        self._needs[request.id] = need = _missing(request).bit_length()
+        self._needs[request.id] = need = request.missing.bit_length()
         insort(self._by_need, (need, request.age, request))
 
     def _leave(self, request: Request) -> None:
         del self._by_need[bisect_left(self._by_need, (self._needs.pop(request.id), request.age))]
 
 
-def _missing(request: Request) -> int:
-    return request.total - request.hit
-
-
 def _cost(request: Request) -> int:
-    return _missing(request) + ANSWER
+    return request.missing + ANSWER
 
 
 class VirtualTokenCounter:
@@ -214,7 +210,7 @@ class Waiting:
             self._counter.raise_to(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
             self._queues[tenant] = _Queue()
         request.hit, request.hit_version = self._cache.hit(request), self._cache.tree.version
-        self.tokens += _missing(request)
+        self.tokens += request.missing
         self._queues[tenant].add(request)
 
     def take(self, request: Request, passed: Sequence[Request] = ()) -> None:
@@ -230,7 +226,7 @@ class Waiting:
         self._removed(request)
 
     def _removed(self, request: Request) -> None:
-        self.tokens -= _missing(request)
+        self.tokens -= request.missing
         if not self._queues[request.tenant].by_age:
             del self._queues[request.tenant]
 
