@@ -72,7 +72,8 @@ class WholeAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unwatch = watch(scope, receive, self._exchange)
         try:
-            body = await self._exchange.whole()
+            await self._exchange.complete()
+            body = self._exchange.whole()
         except Disconnected:
             return
         except ApiError as error:

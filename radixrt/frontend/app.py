@@ -26,7 +26,7 @@ from radixrt.frontend.guard import (
     Handler,
     KeyedHandler,
     for_pages,
-    header,
+    headers_of,
     key_of,
 )
 from radixrt.frontend.link import RouterLink
@@ -137,12 +137,13 @@ class Frontend:
     async def _body(self, request: Request, keyless: bool = False) -> bytes:
         """Read the body. `keyless`: its key is not checked yet; if keys are configured, more than MOST_KEYLESS_BYTES
         then raise ApiError (401)."""
-        if (coding := header(request, b"content-encoding")) not in ("", "identity"):
+        headers = headers_of(request)
+        if (coding := headers.get(b"content-encoding", "")) not in ("", "identity"):
             raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
         limit, refused = self._config.max_body_bytes, _too_large
         if keyless and self._tenants:
             limit, refused = min(limit, MOST_KEYLESS_BYTES), _keyless
-        length = header(request, b"content-length")
+        length = headers.get(b"content-length", "")
         if length.isdecimal() and int(length) > limit:
             raise refused(limit)
         parts, size, more = [], 0, True

@@ -5,6 +5,7 @@ transport --Delta--> Choice (text, stop strings, calls) --> gathered, or chunks 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -65,7 +66,7 @@ class Exchange(Mailbox):
                 self._echo(choice, echo, None)
         self.prompts += 1
         self._open += request.n
-        self._ids.append(self._transport.submit(request, lambda answer: self._take(answer, first, on_answer)))
+        self._ids.append(self._transport.submit(request, functools.partial(self._take, first, on_answer)))
 
     def cancel(self) -> None:
         for request_id in self._ids:
@@ -98,13 +99,15 @@ class Exchange(Mailbox):
     @property
     def reasoning_tokens(self) -> int:
         """The reasoning tokens of all choices."""
-        tokenizer = self._service.tokenizer
-        thinking = [choice for choice in self.choices if choice.message.has_thoughts]
-        return sum(reasoning_tokens(tokenizer, choice.message.thoughts, choice.ids) for choice in thinking)
+        count = 0
+        for choice in self.choices:
+            if choice.message.has_thoughts:
+                count += reasoning_tokens(self._service.tokenizer, choice.message.thoughts, choice.ids)
+        return count
 
     # ------------------------------------------------------------ from the router
 
-    def _take(self, answer: Answer, first: int, on_answer: OnAnswer | None) -> None:
+    def _take(self, first: int, on_answer: OnAnswer | None, answer: Answer) -> None:
         if isinstance(answer, Error):
             self.fail(ApiError.of(answer, self.names))
         elif isinstance(answer, Delta):
@@ -184,9 +187,8 @@ class Exchange(Mailbox):
 
     # ------------------------------------------------------------ to the client
 
-    async def whole(self) -> bytes:
-        """Wait until all choices have ended; returns the body of the answer. Raises ApiError, Disconnected."""
-        await self.complete()
+    def whole(self) -> bytes:
+        """The body of the answer, once it is complete."""
         choices = [
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)
             for c in self.choices

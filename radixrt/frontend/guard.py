@@ -22,6 +22,8 @@ from radixrt.messages import Origin
 MESSAGES_PATH = "/v1/messages"
 """The path of Anthropic's API: below it errors are sent in its format."""
 DEPTH_DIGITS = 9
+HEADERS = "radixrt.headers"
+"""A key of a scope: see `headers_of`."""
 Handler = Callable[[Request], Awaitable[Any]]
 """Returns a response, which is an ASGI application itself."""
 KeyedHandler = Callable[[Request, str], Awaitable[Any]]
@@ -32,31 +34,35 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(encode(data), status, headers, "application/json")
 
 
-def header(request: Request, name: bytes) -> str:
-    """The first value of a header, given by its lower-case name; "" without one. Clients send UTF-8 or, as the protocol
-    used to specify, Latin-1."""
-    for key, value in request.scope["headers"]:
-        if key == name:
+def headers_of(request: Request) -> dict[bytes, str]:
+    """The first value of each header, by its lower-case name; read once for a request. Clients send UTF-8 or, as the
+    protocol used to specify, Latin-1."""
+    found = request.scope.get(HEADERS)
+    if found is None:
+        found = request.scope[HEADERS] = {}
+        for name, value in reversed(request.scope["headers"]):
             try:
-                return value.decode()
+                found[name] = value.decode()
             except UnicodeDecodeError:
-                return value.decode("latin-1")
-    return ""
+                found[name] = value.decode("latin-1")
+    return found
 
 
 def key_of(request: Request) -> str:
     """The caller's API key; "" without one. Anthropic's clients may send both headers, one of them empty."""
-    scheme, _, key = header(request, b"authorization").partition(" ")
+    headers = headers_of(request)
+    scheme, _, key = headers.get(b"authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
-    return bearer or header(request, b"x-api-key")
+    return bearer or headers.get(b"x-api-key", "")
 
 
 def origin_of(request: Request) -> Origin:
     """Program, branch and fork depth from headers, for the report."""
-    depth = header(request, b"x-radixrt-depth") or "0"
+    headers = headers_of(request)
+    depth = headers.get(b"x-radixrt-depth") or "0"
     if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
         raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
-    return Origin(header(request, b"x-radixrt-program"), header(request, b"x-radixrt-branch"), int(depth))
+    return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
 
 
 def _told(request: Request, error: ApiError) -> ApiError:
@@ -101,10 +107,10 @@ class Application:
             return
         started = False
 
-        async def start(message: Message) -> None:
+        def start(message: Message) -> Awaitable[None]:
             nonlocal started
             started = True
-            await send(message)
+            return send(message)
 
         request = Request(scope, receive)
         try:

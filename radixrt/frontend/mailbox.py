@@ -44,7 +44,7 @@ class Mailbox:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the coroutine in `changed`."""
+        """Wake the coroutine that awaits `changed`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -58,13 +58,12 @@ class Mailbox:
     def cancel(self) -> None:
         """Cancel what is not finished at the router."""
 
-    async def changed(self) -> None:
-        """Wait for the next `wake`. Raises `failure` if there is one, before or after."""
+    def changed(self) -> asyncio.Future[None]:
+        """To be awaited: done at the next `wake`. Raises `failure` if there is one."""
         if self.failure:
             raise self._taken_failure()
         self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-        self._waiter = None
+        return self._waiter
 
     def _taken_failure(self) -> Exception:
         """Take the failure. It must not stay here: once raised, its traceback refers to this object, a reference

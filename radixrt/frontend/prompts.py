@@ -6,8 +6,7 @@ body --prepare--> Ready ... answered ... --remember--> the prompts of the next t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -60,8 +59,7 @@ class Body(PromptBody, Protocol):
         """The sampling parameters; `defaults` for those that the request does not set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """A prompt of a request, and how it is to be answered."""
 
     prompt: Prompt

@@ -80,7 +80,7 @@ class Reply:
     ends the answer."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
-        self.id = self.prefix + _random.randbytes(16).hex()
+        self.id = f"{self.prefix}{_random.getrandbits(128):032x}"
         self.created = int(time.time())
         self.model = model
         self.session: dict[str, Any] = {}

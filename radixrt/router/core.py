@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -58,6 +58,8 @@ MAX_LOSSES = 3
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
+Collected = defaultdict[Client, list[Delta]]
+"""The Deltas of one worker's message, by client."""
 _pack_token = Struct("<i").pack
 
 
@@ -73,7 +75,8 @@ class RouterCore:
         rng: random.Random | None = None,
     ) -> None:
         self._config = config
-        self._recorder = Recorder(report)
+        self.counters = Counters()
+        self._recorder = Recorder(report, self.counters)
         self.index = Index()
         self.members = Members(self.index, self.counters, config.worker_timeout)
         self.groups = Groups()
@@ -84,10 +87,6 @@ class RouterCore:
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
-
-    @property
-    def counters(self) -> Counters:
-        return self._recorder.counters
 
     @property
     def runs_in_flight(self) -> int:
@@ -119,7 +118,7 @@ class RouterCore:
         try:
             if self.serves(client, message.id):
                 raise Refused("id", f"request id {message.id} is in flight already")
-            request = self._admission.admit(client, message, self.runs_in_flight, self._tenants)
+            request = self._admission.admit(client, message, len(self._dispatcher), self._tenants)
         except Refused as refused:
             self.counters.refused += 1
             unpins = self.resume(state, now) if resumes and state else []  # the pause ends even so
@@ -240,7 +239,7 @@ class RouterCore:
         if not member.follows(message.number):
             return self._restart(member, now)
         effects = self.members.mirror(member, message, now)
-        deltas: dict[Client, list[Delta]] = {}
+        deltas: Collected = defaultdict(list)
         others: list[Effect] = []
         runs = self._dispatcher.in_flight
         for output in message.outputs:
@@ -251,7 +250,7 @@ class RouterCore:
             if request.stream and run.started and output.finish is None and len(tokens) == 1:  # the usual case
                 run.emitted.append(tokens[0])
                 delta = Delta(request.id, run.index, _pack_token(tokens[0]), logprobs=output.logprobs)
-                deltas.setdefault(request.client, []).append(delta)
+                deltas[request.client].append(delta)
             else:
                 self._take(run, output, deltas, others, now)
         member.update(message.load, now)
@@ -283,9 +282,7 @@ class RouterCore:
 
     # ------------------------------------------------------------ runs
 
-    def _take(
-        self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect], now: float
-    ) -> None:
+    def _take(self, run: RunState, output: Output, deltas: Collected, others: list[Effect], now: float) -> None:
         """Apply one output. A stream gets a Delta for each, other requests one with everything at the end."""
         request = run.request
         if not run.started and output.finish != "error":
@@ -311,7 +308,7 @@ class RouterCore:
                 delta = Delta(request.id, run.index, array("i", tokens).tobytes(), logprobs=output.logprobs)
                 if run.prompt_logprobs:
                     delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
-                deltas.setdefault(request.client, []).append(delta)
+                deltas[request.client].append(delta)
         elif finish == "error" and not output.field and (moved := self._dispatcher.retry(run, now)) is not None:
             self.counters.redispatched += 1
             others += moved
@@ -322,7 +319,7 @@ class RouterCore:
         else:
             self._finish(run, output, deltas, others)
 
-    def _finish(self, run: RunState, output: Output, deltas: dict[Client, list[Delta]], others: list[Effect]) -> None:
+    def _finish(self, run: RunState, output: Output, deltas: Collected, others: list[Effect]) -> None:
         request = run.request
         usage = run.usage()
         if request.scores and request.open == 1:
@@ -336,7 +333,7 @@ class RouterCore:
         delta = Delta(
             request.id, run.index, fresh.tobytes(), "", output.finish, usage, logprobs, output.stop, run.prompt_logprobs
         )
-        deltas.setdefault(request.client, []).append(delta)
+        deltas[request.client].append(delta)
 
     def _close(self, run: RunState) -> None:
         """Forget a finished or failed run, and its request with the last one."""

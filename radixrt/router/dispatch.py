@@ -82,9 +82,10 @@ class Dispatcher:
     def move(self, run: RunState, now: float) -> list[Effect] | None:
         """Move a run that ended early because it filled its worker's room to a worker with more. None if that is not
         why it ended, or no worker has more."""
+        if run.member is None or run.remaining <= 0:
+            return None
         tokens = run.prompt_len + len(run.emitted)
-        most = self._members.serving(run.request.model).token_limit
-        if run.member is None or run.remaining <= 0 or not run.member.token_limit <= tokens < most:
+        if not run.member.token_limit <= tokens < self._members.serving(run.request.model).token_limit:
             return None
         self.drop(run)
         run.member, run.counts_hits = None, False

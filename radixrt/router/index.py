@@ -54,8 +54,7 @@ class Index:
             return False
         self._next_seqs[worker] = step.seq if step.snapshot else step.seq + len(step.events)
         try:
-            for event in step.events:
-                self._apply_event(worker, event)
+            self._apply_events(worker, step.events)
         except (ValueError, OverflowError):  # an event refers to a run that is not known
             self._empty(worker)
             return False
@@ -65,16 +64,17 @@ class Index:
         self._next_seqs[worker] = None
         self._cached.remove_owner(worker)
 
-    def _apply_event(self, worker: int, event: CacheEvent) -> None:
-        match event:
-            case Stored():
-                self._cached.store(
-                    worker, event.namespace, event.run, event.at, event.parent, event.parent_at, event.ids
-                )
-            case Removed():
-                self._cached.cut(worker, event.run, event.keep)
-            case Cleared():
-                self._cached.remove_owner(worker)
+    def _apply_events(self, worker: int, events: list[CacheEvent]) -> None:
+        for event in events:
+            match event:
+                case Stored():
+                    self._cached.store(
+                        worker, event.namespace, event.run, event.at, event.parent, event.parent_at, event.ids
+                    )
+                case Removed():
+                    self._cached.cut(worker, event.run, event.keep)
+                case Cleared():
+                    self._cached.remove_owner(worker)
 
     def computing(self, worker: int, number: int, namespace: str, ids: bytes) -> None:
         """A prompt was sent to `worker`, under a number that no other has there: until it is `computed`, others are

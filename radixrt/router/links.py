@@ -142,9 +142,9 @@ class ClientLinks:
         self._attached[identity] = deliver
         return identity
 
-    def send(self, client: bytes, message: ClientReply, in_flight: Callable[[], Iterable[int]]) -> bool:
+    def send(self, client: bytes, message: ClientReply, in_flight: Callable[[bytes], Iterable[int]]) -> bool:
         """Send a message. False if the client has disconnected or does not read. In the latter case it is owed Errors
-        for its requests `in_flight`, and for those that this message would have ended."""
+        for the requests that are `in_flight` of it, and for those that this message would have ended."""
         if (deliver := self._attached.get(client)) is not None:
             asyncio.get_running_loop().call_soon(deliver, message)
             return True
@@ -156,7 +156,7 @@ class ClientLinks:
             self._owed.pop(client, None)
             return False
         owed = self._owed.setdefault(client, {})
-        owed.update(dict.fromkeys([*in_flight(), *_ended(message)]))
+        owed.update(dict.fromkeys([*in_flight(client), *_ended(message)]))
         while len(owed) > MOST_OWED:
             del owed[next(iter(owed))]
         return False

@@ -9,7 +9,6 @@ No decisions are made here.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -183,7 +182,7 @@ class RouterServer:
                 self._streams.scored(client, message.id)
             elif isinstance(message, Error) and message.id is not None and not self.core.serves(client, message.id):
                 self._streams.forget(client, message.id)
-            if not self._clients.send(client, message, functools.partial(self._handlers.in_flight, client)):
+            if not self._clients.send(client, message, self._handlers.in_flight):
                 work.extend(self._handlers.drop(client))
 
     def _answer(self, client: bytes, message: ClientReply) -> None:

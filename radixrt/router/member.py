@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 from radixrt.messages import Load, Register
@@ -31,13 +30,14 @@ class Member:
     is never reused."""
 
     __slots__ = (
-        "asked", "blameless", "heard", "info", "load", "load_at", "next_step", "number", "replaced", "runs",
+        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "replaced", "runs",
         "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
         self.number = number
         self.info = info
+        self.name = info.name
         self.replaced = replaced
         """Former processes of its name."""
         self.token_limit = min(info.max_model_len, info.total_pages * info.page_size)
@@ -59,10 +59,6 @@ class Member:
         """Tokens of runs whose first token has not arrived."""
         self.unseen_tokens = 0
         """Uncached tokens of dispatched runs that `load` does not include yet."""
-
-    @property
-    def name(self) -> str:
-        return self.info.name
 
     @property
     def process(self) -> Process:
@@ -95,8 +91,11 @@ class Member:
     def update(self, load: Load, now: float) -> None:
         """Set a newer load, which includes the runs up to `load.newest_run`."""
         self.load, self.load_at = load, now
-        unseen = itertools.takewhile(lambda run: run > load.newest_run, reversed(self.runs))
-        self.unseen_tokens = sum(self.runs[run].uncached for run in unseen)
+        self.unseen_tokens = 0
+        for run, sent in reversed(self.runs.items()):
+            if run <= load.newest_run:
+                break
+            self.unseen_tokens += sent.uncached
 
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
         """The worker as placement sees it now. Its queue is that of the last load, less what it should have computed

@@ -34,9 +34,9 @@ class Counters:
 class Recorder:
     """Updates the counters, and the report if there is one."""
 
-    def __init__(self, report: Report | None) -> None:
-        self.counters = Counters()
+    def __init__(self, report: Report | None, counters: Counters) -> None:
         self._report = report
+        self._counters = counters
 
     def arrived(self, run: RunState) -> None:
         if self._report:
@@ -52,7 +52,7 @@ class Recorder:
 
     def ended(self, run: RunState) -> None:
         """A run has ended of which at least the prompt was computed."""
-        counters, request = self.counters, run.request
+        counters, request = self._counters, run.request
         counters.prompt_tokens += run.prompt_len
         counters.generated_tokens += len(run.emitted)
         counters.cached_tokens += run.cached

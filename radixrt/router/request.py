@@ -97,6 +97,7 @@ class RunState:
         "losses",
         "member",
         "prompt",
+        "prompt_len",
         "prompt_logprobs",
         "request",
         "sampling",
@@ -111,6 +112,7 @@ class RunState:
         self.request = request
         self.index = index
         self.prompt = prompt
+        self.prompt_len = len(prompt) // TOKEN_BYTES
         self.sampling = sampling
         self.score_from = score_from
         self.id = -1
@@ -140,10 +142,6 @@ class RunState:
         self.losses: list[Member] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt) // TOKEN_BYTES
 
     @property
     def reusable(self) -> int:

@@ -41,10 +41,11 @@ ENDED_WELL: tuple[FinishReason, ...] = ("stop", "length")
 
 def is_encoded(request: Generate | Score) -> bool:
     """Whether a request consists of token ids only, and its grammar, if any, is checked already."""
-    if isinstance(request, Generate) and request.sampling.grammar and not is_checked(request.sampling.grammar):
+    if not isinstance(request.prompt, TokenPrompt):
         return False
-    choices = request.choices if isinstance(request, Score) else ()
-    return isinstance(request.prompt, TokenPrompt) and all(isinstance(c, TokenPrompt) for c in choices)
+    if isinstance(request, Score):
+        return all(isinstance(choice, TokenPrompt) for choice in request.choices)
+    return request.sampling.grammar is None or is_checked(request.sampling.grammar)
 
 
 async def encode(request: Request, service: TextService) -> Request:

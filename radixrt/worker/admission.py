@@ -58,8 +58,9 @@ class Admission:
                 return None
             self._cache.admit(request)
             missing = -(-request.total // self._cache.page_size) - int(self._cache.held[request.row])
-            pages = missing + len(self._running)
-            if not self._running or self._has_room(request, pages):
+            running = len(self._running)
+            pages = missing + running
+            if not running or self._has_room(request, pages):
                 break
             self._cache.withdraw(request)
             if self._waiting.has_waited(request) or not self._would_have_room(pages):

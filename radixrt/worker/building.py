@@ -60,10 +60,11 @@ class StepBuilder:
         """Prompt tokens that the step scores so far, of MOST_SCORED."""
 
     def max_count(self, request: Request) -> int:
-        """The most tokens of a request that this step can compute without scoring more than MOST_SCORED."""
+        """The tokens that a request is behind, as many of them as this step can compute without scoring more than
+        MOST_SCORED."""
         if request.score_from is None:
             return request.behind
-        return max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
+        return min(request.behind, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored)
 
     def add_draft(self, request: Request, ids: list[int]) -> None:
         """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
@@ -89,8 +90,8 @@ class StepBuilder:
         self.counts.append(count)
         self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())
         self.slots.append(slots)
-        last = stop == request.total
-        samples = last and request.total < request.limit
+        total = request.total
+        samples = stop == total < request.limit
         scored = 0 if request.score_from is None else stop - max(start, request.score_from - 1)
         self.wants.append(max(scored, int(samples)))
         self.scored += max(0, scored)

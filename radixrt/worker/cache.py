@@ -119,12 +119,13 @@ class PageCache:
         start = request.lease.length
         with request.path(start) as rest:
             gained = request.lease.extend_match(rest)
-        if gained:
-            first = start // self.page_size
-            pages = _int32(request.lease.values(start))
-            own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
-            self._give_back(own)
-            self._fill(request.row, first, pages)
+        if not gained:
+            return
+        first = start // self.page_size
+        pages = _int32(request.lease.values(start))
+        own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
+        self._give_back(own)
+        self._fill(request.row, first, pages)
         request.computed = max(request.computed, min(request.lease.length, request.reusable))
 
     def reserve(self, request: Request, tokens: int) -> None:
@@ -171,7 +172,7 @@ class PageCache:
         start, stop = request.lease.length, tokens - tokens % self.page_size
         if stop <= start:
             return
-        pages = self._pages(request.row, start, stop)
+        pages = self.table[request.row, start // self.page_size : stop // self.page_size]
         with request.path(start, stop) as path:
             present = self.tree.insert(request.lease, path, pages)
         if present:  # another request's pages replace this one's
@@ -264,9 +265,6 @@ class PageCache:
             self._writes[-1] = row, range(places.start, stop)  # merging saves the overhead of an item in drain_writes
         else:
             self._writes.append((row, range(first, stop)))
-
-    def _pages(self, row: int, start: int, stop: int) -> np.ndarray:
-        return self.table[row, start // self.page_size : stop // self.page_size]
 
     # ------------------------------------------------------------ invariants
 

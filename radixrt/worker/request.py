@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0."""
+Age = tuple[int, int, int]
 
 
 class Scores:
@@ -63,10 +64,10 @@ class Request:
     jumps     whether forced tokens of its grammar may be appended without sampling: only its text is wanted
     serial    whether the next token depends on more than logits, position and seed (`_depends_on_tokens`), so that it
               can be sampled only once the host knows the tokens before it
+    limit     the most tokens it may have; at least those it arrived with
     lease     pins the part of its path that is in the tree (set while it runs)
     group     requests of one group count as having arrived with its first (0: no group)
-    arrival   tokens the worker had scheduled when it arrived; orders requests by age
-    place     order among requests of the same arrival: id of the first of its group, own id
+    age       orders requests by arrival: tokens the worker had scheduled then, id of the first of its group, own id
     reached   end of the last planned chunk, in tokens
 
     initial_len    tokens it arrived with
@@ -82,9 +83,9 @@ class Request:
 
     __slots__ = (
         "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
-        "row", "computed", "lease", "arrival", "hit", "cached_tokens", "reached", "scores",
+        "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
         "pending", "over", "serial", "greedy", "matcher", "jumps",
-        "initial_len", "reported", "discard_until", "group", "place", "hit_version", "draft_state",
+        "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -104,9 +105,8 @@ class Request:
         self.row = -1
         self.computed = 0
         self.lease: Lease | None = None
-        self.arrival = 0
+        self.age: Age = (0, run.id, run.id)
         self.group = run.group
-        self.place = (run.id, run.id)
         self.hit = 0
         self.hit_version = -1
         self.cached_tokens = 0
@@ -138,6 +138,11 @@ class Request:
     def behind(self) -> int:
         """Tokens so far whose KV is not computed; 1 while it decodes."""
         return len(self.tokens) + self.pending - self.computed
+
+    @property
+    def missing(self) -> int:
+        """Of a waiting request: tokens so far that the tree did not hold when it was last looked up."""
+        return len(self.tokens) + self.pending - self.hit
 
     @property
     def caught_up(self) -> bool:

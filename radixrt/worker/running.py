@@ -72,7 +72,7 @@ class Running:
     def youngest(self, planned: Sequence[Request]) -> Request:
         """The youngest request that is neither `planned` nor ending; ValueError if there is none."""
         candidates = [r for r in self.behind + self.decoding + self.drafting if r not in planned]
-        return max(candidates, key=lambda r: (r.arrival, r.id))
+        return max(candidates, key=lambda r: (r.age[0], r.id))
 
     def decode(self, request: Request) -> None:
         """Move a drafting request to `decoding`."""

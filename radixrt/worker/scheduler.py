@@ -71,7 +71,7 @@ class Scheduler:
         room = self.cache.total_pages * self.cache.page_size
         if request.id in self._requests:
             raise ValueError(f"id: request {request.id} exists")
-        if max(request.limit, request.total) > room:
+        if request.limit > room:
             raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
         self._requests[request.id] = request
         self._arrivals.record(request, self._clock)
@@ -220,7 +220,7 @@ class Scheduler:
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
-            count = min(budget, request.behind, builder.max_count(request))
+            count = min(budget, builder.max_count(request))
             if not count:  # the step scores MOST_SCORED tokens already
                 return 0
             try:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 
 from radixrt.worker.cache import PageCache
-from radixrt.worker.request import Request
+from radixrt.worker.request import Age, Request
 
 REFRESHED = 16
 """The most waiting requests whose hit is looked up again in each step, and again for each candidate: this bounds the
@@ -43,8 +43,6 @@ MOST_GROUPS = 1024
 OTHERS = 16
 """Other tenants whose requests are tried when there is no room for the request of the tenant whose turn it is."""
 
-_Age = tuple[int, tuple[int, int]]
-
 
 class Arrivals:
     """When requests arrived. All requests of a group count as having arrived with its first."""
@@ -54,21 +52,21 @@ class Arrivals:
         """For each recent group, when its first request arrived, and that request's id."""
 
     def record(self, request: Request, clock: int) -> None:
-        """Set `arrival` and `place` of a request that arrives at `clock`, in tokens scheduled so far."""
+        """Set the age of a request that arrives at `clock`, in tokens scheduled so far."""
         first, group = (clock, request.id), request.group
         if group:
             while len(self._groups) >= MOST_GROUPS and group not in self._groups:
                 del self._groups[next(iter(self._groups))]
             first = self._groups.setdefault(group, first)
-        request.arrival, request.place = first[0], (first[1], request.id)
+        request.age = *first, request.id
 
 
 class _Queue:
     """One tenant's requests, sorted by age and by need."""
 
     def __init__(self) -> None:
-        self.by_age: list[tuple[_Age, Request]] = []
-        self._by_need: list[tuple[int, _Age, Request]] = []
+        self.by_age: list[tuple[Age, Request]] = []
+        self._by_need: list[tuple[int, Age, Request]] = []
         self._needs: dict[int, int] = {}
         """By request id, the need by which it is sorted: a request may gain tokens while it waits."""
         self._overtaking_tokens = 0
@@ -81,7 +79,7 @@ class _Queue:
         return len(self.by_age)
 
     @property
-    def age(self) -> _Age:
+    def age(self) -> Age:
         """Age of the oldest request."""
         return self.by_age[0][0]
 
@@ -101,12 +99,12 @@ class _Queue:
         return overtaken >= times * cost or (overtaken >= cost and time.monotonic() - since >= MOST_SECONDS)
 
     def add(self, request: Request) -> None:
-        insort(self.by_age, (_age(request), request))
+        insort(self.by_age, (request.age, request))
         self._note_oldest()
         self._enter(request)
 
     def remove(self, request: Request) -> None:
-        del self.by_age[bisect_left(self.by_age, (_age(request),))]
+        del self.by_age[bisect_left(self.by_age, (request.age,))]
         self._since.pop(request.id, None)
         self._note_oldest()
         self._leave(request)
@@ -127,27 +125,19 @@ class _Queue:
         self._overtaking_tokens += _cost(request)
 
     def _note_oldest(self) -> None:
-        if self.by_age:
-            self._since.setdefault(self.by_age[0][1].id, (self._overtaking_tokens, time.monotonic()))
+        if self.by_age and (oldest := self.by_age[0][1].id) not in self._since:
+            self._since[oldest] = self._overtaking_tokens, time.monotonic()
 
     def _enter(self, request: Request) -> None:
-        self._needs[request.id] = need = _missing(request).bit_length()
-        insort(self._by_need, (need, _age(request), request))
+        self._needs[request.id] = need = request.missing.bit_length()
+        insort(self._by_need, (need, request.age, request))
 
     def _leave(self, request: Request) -> None:
-        del self._by_need[bisect_left(self._by_need, (self._needs.pop(request.id), _age(request)))]
-
-
-def _age(request: Request) -> _Age:
-    return request.arrival, request.place
-
-
-def _missing(request: Request) -> int:
-    return request.total - request.hit
+        del self._by_need[bisect_left(self._by_need, (self._needs.pop(request.id), request.age))]
 
 
 def _cost(request: Request) -> int:
-    return _missing(request) + ANSWER
+    return request.missing + ANSWER
 
 
 class VirtualTokenCounter:
@@ -208,6 +198,9 @@ class Waiting:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
     def __iter__(self) -> Iterator[Request]:
         return (request for queue in self._queues.values() for _, request in queue.by_age)
 
@@ -217,7 +210,7 @@ class Waiting:
             self._counter.raise_to(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
             self._queues[tenant] = _Queue()
         request.hit, request.hit_version = self._cache.hit(request), self._cache.tree.version
-        self.tokens += _missing(request)
+        self.tokens += request.missing
         self._queues[tenant].add(request)
 
     def take(self, request: Request, passed: Sequence[Request] = ()) -> None:
@@ -233,8 +226,8 @@ class Waiting:
         self._removed(request)
 
     def _removed(self, request: Request) -> None:
-        self.tokens -= _missing(request)
-        if not self._queues[request.tenant]:
+        self.tokens -= request.missing
+        if not self._queues[request.tenant].by_age:
             del self._queues[request.tenant]
 
     @property
@@ -269,7 +262,7 @@ class Waiting:
                 break
         return request
 
-    def _turn(self, tenant: str) -> tuple[int, _Age]:
+    def _turn(self, tenant: str) -> tuple[int, Age]:
         """Sort key: it is the turn of the tenant with the smallest."""
         return self._counter.of(tenant), self._queues[tenant].age
 

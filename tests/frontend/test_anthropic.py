@@ -554,9 +554,9 @@ def test_an_error_in_the_middle_of_a_stream(hermes, monkeypatch):
     take = MessageExchange._take
     taken = []
 
-    def failing(self, answer, *rest):
+    def failing(self, first, on_answer, answer):
         taken.append(answer)
-        take(self, Error(0, 503, "the worker was lost") if len(taken) == 4 else answer, *rest)
+        take(self, first, on_answer, Error(0, 503, "the worker was lost") if len(taken) == 4 else answer)
 
     monkeypatch.setattr(MessageExchange, "_take", failing)
     seen = []

@@ -199,9 +199,9 @@ def test_an_error_in_the_middle_of_a_stream(model, monkeypatch):
     """It is an event, the last one, and nothing is kept."""
     take, taken = ResponseExchange._take, []
 
-    def failing(self: ResponseExchange, answer: Any, *rest: Any) -> None:
+    def failing(self: ResponseExchange, first: int, on_answer: Any, answer: Any) -> None:
         taken.append(answer)
-        take(self, Error(0, 503, "the worker was lost") if len(taken) == 4 else answer, *rest)
+        take(self, first, on_answer, Error(0, 503, "the worker was lost") if len(taken) == 4 else answer)
 
     monkeypatch.setattr(ResponseExchange, "_take", failing)
     events = list(ask(model, "It is a sunny day, and warm.", stream=True))

@@ -188,7 +188,7 @@ def test_a_worker_remembers_few_groups(monkeypatch):
         request = Request(run, 5, frozenset())
         engine.scheduler.add(request)
         engine.scheduler._clock += 10
-        arrivals.append(request.arrival)
+        arrivals.append(request.age[0])
     assert arrivals == [0, 10, 20, 0, 40, 50, 60]
 
 

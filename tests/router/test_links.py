@@ -76,7 +76,7 @@ def test_each_request_is_answered_once():
     """Those in flight, and those whose last answer was not taken, whatever that was."""
     clients, socket = make()
     last = Deltas([Delta(1, finish="stop"), Delta(2, ids=b"\0\0\0\0"), Delta(3, finish="length")])
-    assert not clients.send(b"c", last, lambda: [2, 3])
+    assert not clients.send(b"c", last, lambda _: [2, 3])
     for answer in (
         Scored(4, [], Usage()),
         Tokens(5),
@@ -85,8 +85,8 @@ def test_each_request_is_answered_once():
         Error(8, 400, "no"),
         Error(None, 400, ""),
     ):
-        assert not clients.send(b"c", answer, lambda: [])
-    assert not clients.send(b"c", Deltas([]), lambda: [9, 4])
+        assert not clients.send(b"c", answer, lambda _: [])
+    assert not clients.send(b"c", Deltas([]), lambda _: [9, 4])
     clients.send_owed()
     assert told(socket) == []
     for _ in range(2):
@@ -102,8 +102,8 @@ def test_what_is_owed_is_bounded_and_forgotten(monkeypatch):
     monkeypatch.setattr(links, "MOST_OWED", 5)
     clients, socket = make()
     for id in range(9):
-        assert not clients.send(b"c", Info(id, None), lambda: [])
-        assert not clients.send(b"d", Info(id, None), lambda: [])
+        assert not clients.send(b"c", Info(id, None), lambda _: [])
+        assert not clients.send(b"d", Info(id, None), lambda _: [])
     socket.room = 5
     clients.send_owed()
     assert told(socket) == [4, 5, 6, 7, 8], "of the latest"
@@ -111,9 +111,9 @@ def test_what_is_owed_is_bounded_and_forgotten(monkeypatch):
     clients.send_owed()
     assert not clients._owed
     socket.gone, socket.room = False, 0
-    assert not clients.send(b"c", Info(1, None), lambda: [])
+    assert not clients.send(b"c", Info(1, None), lambda _: [])
     socket.gone = True
-    assert not clients.send(b"c", Info(2, None), lambda: [])
+    assert not clients.send(b"c", Info(2, None), lambda _: [])
     assert not clients._owed
 
 

@@ -412,7 +412,7 @@ def test_the_youngest_is_sent_back(kind):
     """Whatever it does; those whose last step is planned stay."""
     running, requests = Running(), [request([1, 2, 3]) for _ in range(5)]
     for number, one in enumerate(requests):
-        one.id, one.arrival = number, number // 2
+        one.id, one.age = number, (number // 2, number, number)
     running.ending.append(requests[4])
     for one, place in zip(requests[:3], (running.behind, running.decoding, running.drafting), strict=True):
         place.append(one)

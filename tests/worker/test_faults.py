@@ -240,7 +240,7 @@ def test_chunks_write_where_their_pages_are():
     for _ in range(20):
         bench.step()
     older = bench.add(9, prompt + alone(prompt, 40), 1)
-    older.arrival = -1  # as one that has waited for long
+    older.age = -1, 9, 9  # as one that has waited for long
     for _ in range(40):
         plan = bench.scheduler.plan()
         at = 0

@@ -219,7 +219,7 @@ class Hits:
 def asked(id: int, length: int, arrival: int = 0, namespace: str = "a") -> Request:
     run = Run(id=id, namespace=namespace, ids=bytes(4 * length), prompt_len=length, sampling=Sampling())
     request = Request(run, length + 9, frozenset())
-    request.arrival = arrival
+    request.age = arrival, id, id
     return request
 
 
@@ -238,7 +238,7 @@ def test_the_order_is_that_of_its_definition(seed):
     misses the fewest tokens; what the cache holds changes, requests gain tokens, leave, and come back."""
     rng = random.Random(seed)
     cache, here, clock, overtaken = Hits(), {}, 0, {}
-    first = lambda: min(here.values(), key=lambda r: (r.arrival, r.place))  # noqa: E731
+    first = lambda: min(here.values(), key=lambda r: r.age)  # noqa: E731
     waiting = queue_of(cache)
     waiting._counter.add_request("a")
     for id in range(300):
@@ -270,7 +270,7 @@ def test_the_order_is_that_of_its_definition(seed):
         while here and rng.random() < 0.6:
             oldest = first()
             needs = waiting._queues["a"]._needs
-            most = min(needs, key=lambda id: (needs[id], here[id].arrival, id))
+            most = min(needs, key=lambda id: (needs[id], here[id].age))
             due = overtaken[oldest.id] >= OVERTAKING * (oldest.total - oldest.hit + ANSWER)
             expected = [oldest, here[most]] if due and oldest.id != most else [oldest if due else here[most]]
             assert list(waiting.candidates()) == expected

@@ -55,9 +55,8 @@ class MessageExchange(Exchange):
         self.finished = True
         self.wake()
 
-    async def whole(self) -> bytes:
+    def whole(self) -> bytes:
         """See Exchange."""
-        await self.complete()
         return self.reply.body(*self._how_it_ended(), self.choices[0].usage, self.reasoning_tokens)
 
     def _how_it_ended(self) -> tuple[str, str | None]:

@@ -46,7 +46,6 @@ class ResponseExchange(Exchange):
         self.finished = True
         self.wake()
 
-    async def whole(self) -> bytes:
+    def whole(self) -> bytes:
         """See Exchange."""
-        await self.complete()
         return self._body

@@ -48,6 +48,9 @@ class TextService:
 
     def __init__(self, tokenizer: Tokenizer | None, threads: int = 2) -> None:
         self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.model_vocab_size if tokenizer else 0
+        """The exclusive upper bound of token ids: the rows of the model's embedding, or the tokenizer's size; 0 without
+        a tokenizer."""
         self.generation: dict[str, Any] = tokenizer.generation if tokenizer else {}
         """The content of the model's generation_config.json."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize") if tokenizer else None
@@ -68,12 +71,6 @@ class TextService:
     @property
     def has_tokenizer(self) -> bool:
         return self.tokenizer is not None
-
-    @property
-    def vocab_size(self) -> int:
-        """The exclusive upper bound of token ids: the rows of the model's embedding, or the tokenizer's size; 0 without
-        a tokenizer."""
-        return self.tokenizer.model_vocab_size if self.tokenizer else 0
 
     def close(self) -> None:
         """End the threads; prompts that wait for a thread are cancelled."""
@@ -256,14 +253,18 @@ class TextStream:
             return self.plain_push(ids)
         if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
             ids = ids[:-TOKEN_BYTES]
+        text = self._take_until_stop(ids, len(delta.ids)) if self._finder else self.push(ids)[0]
+        return text + self.flush() if delta.finish is not None and self.stop is None else text
+
+    def _take_until_stop(self, ids: bytes, size: int) -> str:
+        """The text of ids up to a stop string; one token at a time, so as to know how many of the `size` bytes of the
+        delta come after it."""
         text, taken = "", 0
-        # With stop strings, one token at a time, so as to know how many tokens come after one.
-        step = TOKEN_BYTES if self._finder else max(len(ids), 1)
         while taken < len(ids) and self.stop is None:
-            gained, _ = self.push(ids[taken : taken + step])
-            text, taken = text + gained, taken + step
-        self.past = (len(delta.ids) - taken) // TOKEN_BYTES if self.stop is not None else 0
-        return text + self.flush() if self.stop is None and delta.finish is not None else text
+            text += self.push(ids[taken : taken + TOKEN_BYTES])[0]
+            taken += TOKEN_BYTES
+        self.past = (size - taken) // TOKEN_BYTES if self.stop is not None else 0
+        return text
 
     @property
     def stop(self) -> str | None:
