@@ -385,6 +385,7 @@ def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]
         fleet.run()
     found = list(fleet.asked.values())
     assert all(asked.first is not None for asked in found), "a request was not answered"
+    assert not fleet.core.counters.redispatched, "a worker's messages arrived in another order than it sent them"
     warm = found[len(found) // 4 :]
     prompts, waits = sum(len(a.ids) for a in warm), np.array([a.first - a.begun for a in warm]) * 1e3
     answers = sum(len(ids) for a in found for ids in a.generated) // 4
