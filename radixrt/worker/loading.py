@@ -28,6 +28,7 @@ from radixrt.worker.model.quantized import (
     rounds_activations,
     stored_as,
 )
+from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
@@ -389,7 +390,7 @@ def open_weights(
     progress: bool = True,
     products: Products = Products.NONE,
     packed: bool = False,
-) -> checkpoint.SafetensorsWeights | checkpoint.RandomWeights:
+) -> checkpoint.SafetensorsWeights | RandomWeights:
     """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
     match config.load_format:
         case "auto" | "safetensors":
@@ -398,7 +399,7 @@ def open_weights(
                 loaded.folder, loaded.dtype, loaded.device, progress, block, products, packed, quantization
             )
         case "dummy":
-            return checkpoint.RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed)
+            return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
 
 

@@ -19,9 +19,10 @@ from radixrt.worker import loading
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend_with_sinks
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
+from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.mxfp4 import LARGEST, PackedStack, dequantize, fits
+from radixrt.worker.model.random_weights import RandomWeights
 from tests.checkpoints import make_model
 from tests.worker.engine import Engine, prompts
 from tests.worker.pages import make_plan

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import RandomWeights, SafetensorsWeights, read_json
+from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import Products, part_of_scale
+from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import FP8, LIMIT
 from radixrt.worker.model.sharding import Part, Shard
 from tests.worker.test_scaled import KINDS, SIZES, store

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -210,7 +209,7 @@ class SafetensorsWeights:
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         if part is not None and self._splits_block(name, shape, part):
-            return _copied_part(self.load(name, shape), part)
+            return copied_part(self.load(name, shape), part)
         tensor, scale = self._read(name, shape, part)
         return dequantize(name, tensor, scale, self._block, self.dtype)
 
@@ -237,7 +236,7 @@ class SafetensorsWeights:
         dequantized."""
         if (layer := self._integer_layer(name)) is not None:
             whole = self._dequantized(name, layer, shape)
-            return (whole if part is None else _copied_part(whole, part)), None
+            return (whole if part is None else copied_part(whole, part)), None
         name = self._name(name)
         if name not in self._files_by_name:
             raise ValueError(f"the checkpoint has no tensor {name}")
@@ -344,7 +343,7 @@ class Renamed:
         return self._weights.bytes(self._name(name), shape)
 
 
-def _copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
+def copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
     """A copy of a part of a tensor, so that the whole can be freed."""
     return whole.narrow(part.dim, part.start, part.count).clone(memory_format=torch.contiguous_format)
 
@@ -354,59 +353,3 @@ def _begins_with(path: Path, start: bytes) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(start)) == start
-
-
-class RandomWeights:
-    """Random weights, to measure speed without a checkpoint: normal with a standard deviation of 0.02, norms 1, biases
-    0. They depend on the seed and the tensor's name, not on the order of loading. With `packed`, there are MXFP4
-    experts, of the same standard deviation."""
-
-    def __init__(
-        self,
-        seed: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        products: Products = Products.NONE,
-        packed: bool = False,
-    ) -> None:
-        self._seed = seed
-        self.dtype = dtype
-        self.packed = packed
-        self._device = device
-        self._products = products
-
-    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
-        if part is not None:
-            return _copied_part(self.load(name, shape), part)
-        if name.endswith("bias"):
-            return torch.zeros(shape, dtype=self.dtype, device=self._device)
-        if "norm" in name:
-            return torch.ones(shape, dtype=self.dtype, device=self._device)
-        values = torch.empty(shape, dtype=self.dtype, device=self._device)
-        return values.normal_(0, 0.02, generator=self._generator(name))
-
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
-        return Scaled.of(self.load(name, shape, part)) if self._products is Products.ALL else None
-
-    def __contains__(self, name: str) -> bool:
-        return self.packed and name.endswith("_blocks")
-
-    def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """MXFP4: uniform 4-bit values, whose standard deviation is 2.8, with a scale of 2**-7."""
-        values = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        return values.fill_(120) if name.endswith("_scales") else values.random_(generator=self._generator(name))
-
-    def _generator(self, name: str) -> torch.Generator:
-        return torch.Generator(self._device).manual_seed(self._seed + zlib.crc32(name.encode()))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise KeyError(name)
-
-    def get(self, name: str) -> None:
-        return None
-
-    def unused(self) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        """Nothing to close."""
