@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -25,6 +24,7 @@ from radixrt.worker.model.mxfp4 import LARGEST, PackedStack, dequantize, fits
 from radixrt.worker.model.random_weights import RandomWeights
 from tests.checkpoints import make_model
 from tests.worker.engine import Engine, prompts
+from tests.worker.packed import pack_experts
 from tests.worker.pages import make_plan
 from tests.worker.test_models import all_logits, load
 from tests.worker.test_sharding import mix
@@ -40,20 +40,7 @@ def packed(tmp_path_factory):
     """(folder of a checkpoint with experts in MXFP4, as published ones have them; the same model of transformers)."""
     folder = tmp_path_factory.mktemp("mxfp4")
     model = make_model(folder, "gpt_oss", **SIZES)
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    for layer in range(2):
-        for name, rows, columns in (("gate_up_proj", 2 * 96, 64), ("down_proj", 64, 96)):
-            at = f"model.layers.{layer}.mlp.experts.{name}"
-            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(120, 126, (4, rows, columns // 32), generator=generator, dtype=torch.uint8)
-            tensors[f"{at}_blocks"], tensors[f"{at}_scales"] = blocks, scales
-            del tensors[at]
-            experts = model.model.layers[layer].mlp.experts
-            getattr(experts, name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    save_file(tensors, folder / "model.safetensors")
-    config = read_json(folder / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    pack_experts(folder, model)
     return folder, model
 
 
