@@ -20,7 +20,7 @@ class Choice:
 
     __slots__ = (
         "_hidden_ids", "_ids", "_parser", "_stream", "echo", "finish", "index", "logprobs", "message", "offsets",
-        "content_tokens", "stop", "stopping", "tokens", "unreported", "usage",
+        "content_tokens", "prompt_ids", "stop", "stopping", "tokens", "unreported", "unsent_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, index: int, service: TextService, sampling: Sampling, output: Output) -> None:
@@ -37,6 +37,10 @@ class Choice:
         """Finds the tokens of its content, if only their log-probabilities are reported."""
         self.unreported: frozenset[int] = frozenset()
         """Token ids whose log-probabilities are never reported."""
+        self.prompt_ids: bytes | None = None
+        """The prompt's token ids, if token ids are reported."""
+        self.unsent_ids: list[bytes] = []
+        """If token ids are reported in a stream: those that are in no chunk yet."""
         self.finish: Any = None
         self.stop: str | int | None = None
         self.stopping = False
@@ -63,6 +67,14 @@ class Choice:
         call that was not wanted."""
         return not self.stopping and not isinstance(self.stop, str) and self.finish in ("stop", "length", "tool_calls")
 
+    def take_unsent(self) -> bytes | None:
+        """The ids since the last call, if ids are reported."""
+        if self.prompt_ids is None:
+            return None
+        ids = b"".join(self.unsent_ids)
+        self.unsent_ids.clear()
+        return ids
+
     def take(self, delta: Delta) -> tuple[list[Piece], bool]:
         """Add a delta. Returns (the new pieces, whether the choice must be ended at the router)."""
         pieces: list[Piece] = []
@@ -75,6 +87,8 @@ class Choice:
                 delta.logprobs = delta.logprobs and delta.logprobs[: len(ids) // TOKEN_BYTES]
             self.tokens += len(ids) // TOKEN_BYTES
             self._ids.append(ids)
+            if self.prompt_ids is not None:
+                self.unsent_ids.append(ids)
         if last:
             self.finish, self.usage = delta.finish, delta.usage or Usage()
             if not self.stopping:

@@ -35,6 +35,8 @@ class Exchange(Mailbox):
         self.reply = reply
         self.names: dict[str, str] = {}
         """Maps the router's fields to the caller's names, for errors."""
+        self.shows_ids = False
+        """Whether the token ids of prompt and choices are reported."""
         self.choices: list[Choice] = []
         self.prompts = 0
         self._transport = transport
@@ -56,7 +58,9 @@ class Exchange(Mailbox):
         for index in range(first, first + request.n):
             choice = Choice(index, self._service, request.sampling, output)
             self.choices.append(choice)
-            if self._streams and (opening := self.reply.opening(index)):
+            if self.shows_ids:
+                choice.prompt_ids = request.prompt.ids
+            if self._streams and (opening := self.reply.opening(index, choice.prompt_ids)):
                 self.put(opening)
             if request.sampling.logprobs is not None:
                 self._set_up_logprobs(choice, output, request)
@@ -168,15 +172,15 @@ class Exchange(Mailbox):
             if logprobs:
                 choice.logprobs = (choice.logprobs or []) + logprobs
             return
-        found = self.reply.logprobs(logprobs, choice.offsets)
+        found, ids = self.reply.logprobs(logprobs, choice.offsets), choice.take_unsent()
         for piece in pieces[:-1]:
-            self.put(self.reply.chunk(choice.index, piece, found))
-            found = None
+            self.put(self.reply.chunk(choice.index, piece, found, ids))
+            found = ids = None
         piece = pieces[-1] if pieces else None
         if last:
-            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage))
+            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage, ids))
         else:
-            self.put(self.reply.chunk(choice.index, piece, found))
+            self.put(self.reply.chunk(choice.index, piece, found, ids))
 
     def _end(self) -> None:
         if self._streams:
@@ -193,4 +197,5 @@ class Exchange(Mailbox):
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)
             for c in self.choices
         ]
-        return self.reply.body(choices, self.usages, self.prompts, self.reasoning_tokens)
+        prompt = self.reply.add_ids(choices, self.choices) if self.shows_ids else {}
+        return self.reply.body(choices, self.usages, self.prompts, self.reasoning_tokens, prompt)

@@ -54,6 +54,7 @@ class Generation:
         reply = reply_of(body.model or self._model, self._text.tokenizer)
         reply.session = session_json(ready[0].encoded)
         exchange = exchange_of(transport, self._text, reply, bool(body.stream), usage)
+        exchange.shows_ids = bool(getattr(body, "return_token_ids", False))
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._peers.settled if self._peers else None
         try:

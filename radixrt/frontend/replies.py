@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from radixrt.frontend.choice import Choice
 from radixrt.frontend.logprobs import Offsets
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
@@ -90,11 +91,25 @@ class Reply:
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def body(self, choices: list[dict[str, Any]], usages: Sequence[Usage], prompts: int, reasoning: int) -> bytes:
-        """The body of a whole answer."""
+    def body(
+        self,
+        choices: list[dict[str, Any]],
+        usages: Sequence[Usage],
+        prompts: int,
+        reasoning: int,
+        more: dict[str, Any],
+    ) -> bytes:
+        """The body of a whole answer, with the fields `more`."""
         about = {"worker": usages[0].worker} | self.session
         usage = usage_json(usages, prompts, reasoning)
-        return encode(self.head(self.whole) | {"choices": choices, "usage": usage, "radixrt": about})
+        return encode(self.head(self.whole) | {"choices": choices, "usage": usage, "radixrt": about} | more)
+
+    def add_ids(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
+        """Add the token ids of `found` to the choices of a whole answer. Returns those of the prompt, if the format has
+        them beside the choices."""
+        for choice, one in zip(choices, found, strict=True):
+            choice |= {"token_ids": id_list(one.ids), "prompt_token_ids": id_list(one.prompt_ids)}
+        return {}
 
     # ------------------------------------------------------------ chunks
 
@@ -105,20 +120,26 @@ class Reply:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def opening(self, index: int) -> bytes:
-        """The events before the first text of a choice."""
-        return b""
+    def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
+        """The events before the first text of a choice; with `prompt_ids` if token ids are reported."""
+        if prompt_ids is None:
+            return b""
+        opening = self.choice_chunk(index, None, None, None, b"")
+        return self._head + opening[:-1] + b',"prompt_token_ids":%b}' % encode(id_list(prompt_ids)) + self._tail
 
-    def chunk(self, index: int, piece: Piece | None, logprobs: Any) -> bytes:
-        """The chunk of a new piece of a choice; None: a token without text yet."""
-        return self._head + self.choice_chunk(index, piece, logprobs, None) + self._tail
+    def chunk(self, index: int, piece: Piece | None, logprobs: Any, ids: bytes | None) -> bytes:
+        """The chunk of a new piece of a choice; None: a token without text yet. With the token `ids` if they are
+        reported."""
+        return self._head + self.choice_chunk(index, piece, logprobs, None, ids) + self._tail
 
-    def last_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage) -> bytes:
+    def last_chunk(
+        self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage, ids: bytes | None
+    ) -> bytes:
         """The last chunk of a choice. It always has the worker and the cached tokens, even if usage is not
         requested."""
         about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens} | self.session
         tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
-        return self._head + self.choice_chunk(index, piece, logprobs, finish) + tail
+        return self._head + self.choice_chunk(index, piece, logprobs, finish, ids) + tail
 
     def end(self, usages: Sequence[Usage], prompts: int, reasoning: int) -> bytes:
         """The end of a stream."""
@@ -129,10 +150,12 @@ class Reply:
         data = self.head(self.part) | {"choices": [], "usage": usage, "radixrt": about}
         return b"data: " + encode(data) + b"\n\n" + DONE
 
-    def choice_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None) -> bytes:
+    def choice_chunk(
+        self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None, ids: bytes | None
+    ) -> bytes:
         """A choice of a chunk."""
-        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
-            index, encode(piece.text) if piece else b'""', encode(logprobs), encode(finish)
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
+            index, encode(piece.text) if piece else b'""', encode(logprobs), encode(finish), _ids_field(ids)
         )  # fmt: skip
 
     def choice(
@@ -170,17 +193,27 @@ class ChatReply(Reply):
     part = "chat.completion.chunk"
     of_content = True
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
-        return self._head + delta + self._tail
+        if prompt_ids is None:
+            return self._head + delta + self._tail
+        tail = self._tail.removesuffix(b"}\n\n") + b',"prompt_token_ids":%b}\n\n' % encode(id_list(prompt_ids))
+        return self._head + delta + tail
 
-    def choice_chunk(self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None) -> bytes:
+    def add_ids(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
+        for choice, one in zip(choices, found, strict=True):
+            choice["token_ids"] = id_list(one.ids)
+        return {"prompt_token_ids": id_list(found[0].prompt_ids)}
+
+    def choice_chunk(
+        self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None, ids: bytes | None
+    ) -> bytes:
         if piece is None:
             delta = b'{"content":""}' if logprobs else b"{}"
         else:
             delta = _delta(piece)
-        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
-            index, delta, encode(logprobs), encode(finish)
+        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}' % (
+            index, delta, encode(logprobs), encode(finish), _ids_field(ids)
         )  # fmt: skip
 
     def choice(
@@ -193,6 +226,16 @@ class ChatReply(Reply):
         if found is None:
             return None
         return {"content": [token_json(self._tokenizer, one) for one in found], "refusal": None}
+
+
+def id_list(ids: bytes) -> list[int]:
+    """int32 bytes as a list."""
+    return memoryview(ids).cast("i").tolist()
+
+
+def _ids_field(ids: bytes | None) -> bytes:
+    """The last field of a choice of a chunk."""
+    return b"" if ids is None else b',"token_ids":%b' % encode(id_list(ids))
 
 
 def token_json(tokenizer: Tokenizer | None, found: TokenLogprob) -> dict[str, Any]:

@@ -37,7 +37,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 UNSERVED = (
     "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
     "logits_processors", "lora_path", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
-    "return_token_ids", "return_tokens_as_token_ids", "stop_regex", "structural_tag", "truncate_prompt_tokens",
+    "return_tokens_as_token_ids", "stop_regex", "structural_tag", "truncate_prompt_tokens",
     "use_beam_search", "web_search_options",
 )  # fmt: skip
 """Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
@@ -77,6 +77,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None

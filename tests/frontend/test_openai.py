@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -29,6 +30,11 @@ def complete(client, prompt="Once upon a time", **fields):
 
 def chat(client, messages=HELLO, **fields):
     return client.chat.completions.create(**({"model": "m", "messages": messages, "max_tokens": 12} | fields))
+
+
+def text_of(whole) -> str:
+    choice = whole.choices[0]
+    return choice.message.content if hasattr(choice, "message") else choice.text
 
 
 def cached(usage) -> int:
@@ -155,6 +161,38 @@ def test_usage_ends_with_the_stop_string(client, stream):
             found = len(last.choices[0].logprobs.tokens)
         assert found == last.usage.completion_tokens
         assert needed <= found <= needed + 2, "more only where a character spans tokens"
+
+
+TOKEN_IDS = {"extra_body": {"return_token_ids": True}}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("make", [complete, chat])
+def test_token_ids_of_prompt_and_answers(client, url, make, stops):
+    """As vLLM reports them, for those who train on answers: whole and streamed, to the token that ended an answer."""
+    asked = {"prompt": "Once upon a time"} if make is complete else {"messages": HELLO}
+    with httpx.Client(base_url=url) as http:
+        prompt = http.post("/tokenize", json=asked).json()["tokens"]
+        fields = {"max_tokens": 40, "n": 2, "temperature": 0}
+        if stops:
+            fields["stop"] = text_of(make(client, **fields))[9:13]
+        whole = make(client, **fields, **TOKEN_IDS)
+        assert (whole if make is chat else whole.choices[1]).prompt_token_ids == prompt
+        found = [choice.token_ids for choice in whole.choices]
+        assert sum(len(ids) for ids in found) == whole.usage.completion_tokens
+        text = http.post("/detokenize", json={"tokens": found[0]}).json()["prompt"]
+    assert text.startswith(text_of(whole)) if stops else text == text_of(whole)
+    assert stops == (len(found[0]) < 40)
+    streamed, prompts = [[], []], {}
+    for chunk in make(client, stream=True, **fields, **TOKEN_IDS):
+        (choice,) = chunk.choices
+        told = getattr(chunk if make is chat else choice, "prompt_token_ids", None)
+        if told is not None:
+            assert choice.index not in prompts and not streamed[choice.index]
+            prompts[choice.index] = told
+        streamed[choice.index] += getattr(choice, "token_ids", None) or []
+    assert streamed == found and prompts == {0: prompt, 1: prompt}
+    assert not hasattr(make(client).choices[0], "token_ids")
 
 
 def test_the_last_chunk_says_who_served(client):

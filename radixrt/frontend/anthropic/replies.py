@@ -134,7 +134,7 @@ class MessageReply:
     def begin(self, include_usage: bool) -> None:
         """Begin a stream; its usage is always included."""
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, _prompt_ids: bytes | None) -> bytes:
         """The first events. The cached tokens are not known yet: the last event but one has them."""
         usage = self.usage(Usage(self.prompt_tokens), 0, known=False)
         message = self._message([], {"stop_reason": None, "stop_sequence": None, "usage": usage})

@@ -168,7 +168,7 @@ class ResponseReply:
     def begin(self, include_usage: bool) -> None:
         """Begin a stream; its usage is always included."""
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, _prompt_ids: bytes | None) -> bytes:
         """The first events."""
         response = self.body("in_progress", None)
         return self.events(
