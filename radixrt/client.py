@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from radixrt.messages import (
     Ask,
     ChatPrompt,
+    ClearCache,
     ClientRequest,
     Delta,
     Detokenize,
+    Done,
     Error,
     Forget,
     Fork,
@@ -273,6 +275,12 @@ class AsyncClient:
         """Metrics in Prometheus' text format."""
         return await self._query("metrics")
 
+    async def clear_cache(self) -> None:
+        """Empty the caches of all workers, except for what running requests and pins hold: requests sent later find
+        them empty. For benchmarks, and for weights that have changed. Raises ServerError (403) where API keys are
+        configured."""
+        await self._ask_for(Done, ClearCache(id=0, api_key=self._api_key))
+
     async def _query(self, what: str) -> Any:
         request = Ask(id=0, what=what, api_key=self._api_key)
         try:
@@ -371,6 +379,10 @@ class Client:
     def metrics(self) -> str:
         """See AsyncClient.metrics."""
         return self._portal.call(self.aio.metrics)
+
+    def clear_cache(self) -> None:
+        """See AsyncClient.clear_cache."""
+        self._portal.call(self.aio.clear_cache)
 
     def run(self, work: Awaitable[T]) -> T:
         """Run a coroutine on the client's event loop and wait for it."""

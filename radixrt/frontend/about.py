@@ -17,6 +17,8 @@ from radixrt.frontend.replies import model_json, models_json
 from radixrt.report import to_html
 
 REFRESH_SECONDS = 10
+CLEAR_PATHS = "/reset_prefix_cache", "/flush_cache"
+"""As vLLM and SGLang call it."""
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of the report's page, which shows callers' names and texts."""
 
@@ -37,6 +39,7 @@ class About:
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
+            *(Route(path, guarded(self.clear_cache), methods=["POST"]) for path in CLEAR_PATHS),
         ]
 
     async def models(self, request: Request, key: str) -> Response:
@@ -61,6 +64,11 @@ class About:
 
     async def metrics(self, request: Request, key: str) -> Response:
         return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")
+
+    async def clear_cache(self, request: Request, key: str) -> Response:
+        """See AsyncClient.clear_cache."""
+        await self._ask(key).clear_cache()
+        return json_response({"success": True})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": radixrt.__version__})

@@ -36,6 +36,7 @@ from radixrt.messages.replies import (
 from radixrt.messages.requests import (
     Ask,
     Cancel,
+    ClearCache,
     ClientRequest,
     Detokenize,
     Forget,
@@ -66,6 +67,7 @@ from radixrt.messages.shared import (
 from radixrt.messages.worker import (
     Abort,
     CacheEvent,
+    Clear,
     Cleared,
     Heartbeat,
     Leave,
@@ -93,6 +95,8 @@ __all__ = [
     "CacheEvent",
     "Cancel",
     "ChatPrompt",
+    "Clear",
+    "ClearCache",
     "Cleared",
     "ClientReply",
     "ClientRequest",

@@ -131,4 +131,14 @@ class Recall(msgspec.Struct, tag="recall", kw_only=True):
     api_key: str = ""
 
 
-ClientRequest = Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall
+class ClearCache(msgspec.Struct, tag="clear_cache", kw_only=True):
+    """Empty the caches of all workers, except for what running requests and pins hold; what is sent later finds them
+    empty. Refused (403) where API keys are configured: it would be a tenant's power over all others."""
+
+    id: int
+    api_key: str = ""
+
+
+ClientRequest = (
+    Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall | ClearCache
+)

@@ -53,6 +53,10 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
     """Send the whole tree as events (a Cleared, then Stored), as the index has missed some."""
 
 
+class Clear(msgspec.Struct, tag="clear"):
+    """Empty the cache, except for what running requests and pins hold."""
+
+
 class Unknown(msgspec.Struct, tag="unknown"):
     """The router does not know the worker, because it was restarted or had lost the worker: register again."""
 
@@ -63,7 +67,7 @@ class Stop(msgspec.Struct, tag="stop"):
     reason: str = ""
 
 
-ToWorker = Run | Abort | Snapshot | Unknown | Stop | Pin | Unpin
+ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin
 
 
 # ---------------------------------------------------------------- worker -> router

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from radixrt.config import RouterConfig
 from radixrt.messages import (
     Abort,
+    Clear,
     Delta,
     Deltas,
     Error,
@@ -276,6 +277,9 @@ class RouterCore:
             self._next_keepalive = now + KEEPALIVE_SECONDS
             effects += [Reply(client, Deltas([])) for client in self._requests]
         return effects
+
+    def clear_caches(self) -> list[Effect]:
+        return [Order(member.name, Clear()) for member in self.members]
 
     def stop_workers(self) -> list[Effect]:
         return [Order(member.name, Stop()) for member in self.members]

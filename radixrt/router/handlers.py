@@ -22,6 +22,7 @@ from radixrt.messages import (
     Ask,
     Cancel,
     ChatPrompt,
+    ClearCache,
     ClientReply,
     ClientRequest,
     Detokenize,
@@ -109,6 +110,8 @@ class Handlers:
                     if len(set(keys)) < len(keys):  # the reply could be of any size
                         raise Refused("keys", "keys must not hold one twice")
                     self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
+                case ClearCache():
+                    self._clear_cache(client, message)
                 case Ask():
                     self._answer(client, Info(message.id, self._query(message)))
         except FieldError as problem:
@@ -228,6 +231,13 @@ class Handlers:
         tenant = self._core.tenant(message.api_key)
         self._programs.forget(tenant, message.scope)
         self._perform(self._core.pauses.forget(tenant, message.scope))
+        self._answer(client, Done(message.id))
+
+    def _clear_cache(self, client: bytes, message: ClearCache) -> None:
+        self._core.tenant(message.api_key)
+        if self._config.api_key:
+            raise Refused("", "the cache of all tenants is not emptied for one of them", 403)
+        self._perform(self._core.clear_caches())
         self._answer(client, Done(message.id))
 
     # ------------------------------------------------------------ questions

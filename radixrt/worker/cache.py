@@ -215,6 +215,11 @@ class PageCache:
         del self._running[row]
         self._rows.append(row)
 
+    def clear(self) -> None:
+        """Empty the tree, except for what running requests and pins hold."""
+        self.kept.clear()
+        self._give_back(_int32(self.tree.evict(self.tree.evictable_tokens)))
+
     # ------------------------------------------------------------ pages
 
     def drain_writes(self) -> np.ndarray:

@@ -256,6 +256,8 @@ class Worker:
                 self.cache.pins.add(message.namespace, message.ids, message.seconds, time.monotonic(), message.name)
             case m.Unpin():
                 self.cache.pins.release(message.name)
+            case m.Clear():
+                self.cache.clear()
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Unknown():

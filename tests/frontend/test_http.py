@@ -154,6 +154,30 @@ def test_tokenize_and_detokenize(http):
         assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
 
 
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache", "client"])
+def test_caches_are_cleared_on_request(http, url, path):
+    prompt = {"prompt": list(range(3, 60)), "max_tokens": 1}
+
+    def cached() -> int:
+        usage = http.post("/v1/completions", json=prompt).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached() for _ in range(2)][1] == 56
+    if path == "client":
+        with Client(url) as client:
+            client.clear_cache()
+    else:
+        assert http.post(path).json() == {"success": True}
+    assert [cached() for _ in range(2)] == [0, 56]
+
+
+def test_one_tenant_does_not_clear_the_caches_of_all(folder):
+    with serving(folder, api_key=("a:key", "b:other")) as frontend, httpx.Client(base_url=frontend.url) as http:
+        assert http.post("/flush_cache").status_code == 401
+        refused = http.post("/flush_cache", headers={"x-api-key": "key"})
+        assert refused.status_code == 403 and "all tenants" in error_of(refused)["message"]
+
+
 def test_health_metrics_and_report(http):
     http.post("/v1/completions", json={"model": "m", "prompt": "hi"}, headers={"x-radixrt-program": "p"})
     assert http.get("/health").json() == {"status": "ok", "workers": 2}

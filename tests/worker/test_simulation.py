@@ -140,6 +140,10 @@ def test_random_load(seed: int, pages: int, page_size: int) -> None:
             if bench.scheduler.abort(victim):
                 aborted.add(victim)
             bench.cache.check()
+        elif rng.random() < 0.05:
+            bench.cache.clear()
+            bench.cache.check()
+            assert bench.cache.evictable_pages == 0
     bench.drain()
     assert bench.cache.leased_pages == 0
     for id, tokens in expected.items():
@@ -179,6 +183,21 @@ def test_generated_tokens_are_cached() -> None:
     bench.add(1, [*history, 9], 2)
     bench.drain()
     assert bench.cached[1] == len(history) - 1  # the last token was drawn, never computed
+
+
+def test_a_cleared_cache_keeps_only_what_runs() -> None:
+    bench = Bench()
+    bench.add(0, [5, 6, 7], 8)
+    bench.drain()
+    bench.add(1, [8, 9, 10], 8)
+    bench.step()
+    bench.cache.clear()
+    bench.cache.check()
+    for id, prompt in ((2, [5, 6, 7, 4]), (3, [8, 9, 10, 4])):
+        bench.add(id, prompt, 1)
+    bench.drain()
+    assert [bench.cached[id] for id in (2, 3)] == [0, 3]
+    assert bench.tokens[1] == alone([8, 9, 10], 8)
 
 
 def test_a_whole_hit_computes_one_token() -> None:
