@@ -147,7 +147,7 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
 
 
 def randomize(model) -> None:
-    """Set a model's norms, biases and other vectors to random values, as far from the default ones as a trained model's."""
+    """Set a model's norms, biases and other vectors to random values."""
     centered = "qwen3_next" in model.config.model_type or "qwen3_5" in model.config.model_type  # weights of norms
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
