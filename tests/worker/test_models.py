@@ -132,6 +132,7 @@ VARIANTS = [
     ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
     ("granitemoehybrid", {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
     ("granitemoehybrid", {"position_embedding_type": None, "num_key_value_heads": 1}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 4}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "num_hidden_layers": 4, "layer_types": None}),
     (
         "olmo_hybrid",
