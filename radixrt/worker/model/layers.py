@@ -116,8 +116,11 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """See `delta.gated_delta`. Tokens of q, k and v may be any distance apart."""
 
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm of each head of x[T, heads, D], times weight[D] and silu(gate[T, heads, D]), in float32."""
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str
+    ) -> torch.Tensor:
+        """RMSNorm of each head of x[T, heads, D], times weight[D] and the activation (silu or sigmoid) of
+        gate[T, heads, D], in float32."""
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
@@ -178,8 +181,11 @@ class TorchOps:
     gated_delta = staticmethod(delta.gated_delta)
 
     @staticmethod
-    def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return (_normalized(x.float(), weight.float(), eps) * F.silu(gate.float())).to(x.dtype)
+    def gated_norm(
+        x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str
+    ) -> torch.Tensor:
+        gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](gate.float())
+        return (_normalized(x.float(), weight.float(), eps) * gate).to(x.dtype)
 
 
 class Projected(Protocol):
