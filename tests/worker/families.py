@@ -29,6 +29,17 @@ GRANITE_HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "positi
 GRANITE_HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
 GRANITE_SWASH = GRANITE_MOE | {"layer_rope_theta": [10_000.0, 0]}
 
+HYBRID: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+HYBRID |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+HYBRID_MOE |= {"shared_expert_intermediate_size": 72}
+
+KIMI_LINEAR = LATENT | {"linear_num_heads": 3, "linear_head_dim": 16, "q_lora_rank": None, "num_hidden_layers": 3}
+KIMI_LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 8}
+KIMI_LINEAR |= {"moe_intermediate_size": 40, "num_experts_per_token": 3}
+OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
 SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
@@ -57,6 +68,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "hy_v3": EXAONE_MOE | {"head_dim": 32},
     "internlm3": {"head_dim": 32},
     "iquestcoder": {"head_dim": 32},
+    "kimi_linear": KIMI_LINEAR,
     "laguna": EXAONE_MOE
     | WINDOWS
     | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
@@ -64,8 +76,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
+    "olmo_hybrid": OLMO_HYBRID,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": QWEN_MOE,
+    "qwen3_5_moe_text": HYBRID | HYBRID_MOE,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID | HYBRID_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1]},
     "sarvam_mla": LATENT | EXPERTS | {"q_lora_rank": None},
     "sarvam_moe": EXPERTS | {"head_dim": 16},
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
@@ -91,6 +107,9 @@ VISION_CONFIGS = {
     "qwen3_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
 }
 VISION_CONFIGS["qwen3_vl_moe"] = VISION_CONFIGS["qwen3_vl"]
+VISION_CONFIGS |= dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+)
 VISION_CONFIGS["exaone4_5"] = VISION_CONFIGS["qwen2_5_vl"] | {"num_key_value_heads": 2}
 VISION_CONFIGS |= dict.fromkeys(
     ("glm4v", "glm46v", "glm4v_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
@@ -109,6 +128,7 @@ def make_multimodal(folder: Path, family: str, original: bool, text: dict[str, A
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
     sizes |= {"initializer_range": 0.2, "pad_token_id": None} | text
+    sizes = {name: value for name, value in sizes.items() if value != "REMOVED"}
     config = {"model_type": family, "vision_config": VISION_CONFIGS[family], "torch_dtype": "bfloat16"} | fields
     config |= sizes if family.startswith("qwen2") else {"text_config": sizes}
     (folder / "config.json").write_text(json.dumps(config))
@@ -116,9 +136,7 @@ def make_multimodal(folder: Path, family: str, original: bool, text: dict[str, A
     made = AutoConfig.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        checkpoints.randomize(model)
     model.save_pretrained(folder, save_original_format=original)
     if original:
         (folder / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ from radixrt.messages import Sampling
 from radixrt.worker.loading import load_runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
-from radixrt.worker.plan import Runner
+from radixrt.worker.plan import Plan, Result, Runner
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.families import FAMILIES, YARN_QUERY_SCALING
 
@@ -132,6 +132,20 @@ VARIANTS = [
     ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
     ("granitemoehybrid", {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
     ("granitemoehybrid", {"position_embedding_type": None, "num_key_value_heads": 1}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 4}),
+    ("kimi_linear", {"num_expert_group": 4, "topk_group": 2, "q_lora_rank": 24, "moe_renormalize": False}),
+    (
+        "kimi_linear",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2, "linear_conv_kernel_dim": 3},
+    ),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "num_hidden_layers": 4, "layer_types": None}),
+    (
+        "olmo_hybrid",
+        {"rope_parameters": YARN, "linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
+    ),
+    ("qwen3_next", {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "norm_topk_prob": False}),
+    ("qwen3_next", {"num_experts": 0, "linear_conv_kernel_dim": 2, "linear_num_value_heads": 2}),
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 3, "num_key_value_heads": 1}),
     ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_parameters": YARN, "attention_bias": True}),
     ("granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": [1e4, 1e6], "num_key_value_heads": 1}),
 ]
@@ -144,14 +158,32 @@ def load(folder, **settings) -> Runner:
     )
 
 
+def computed(runner: Runner, plan: Plan) -> tuple[torch.Tensor, Result]:
+    """The logits of a step and its result. A step is computed once: it changes recurrent states."""
+    seen: list[torch.Tensor] = []
+    compute = runner.logits
+
+    def logits(plan: Plan) -> torch.Tensor:
+        found = compute(plan)
+        seen.append(found.clone())
+        return found
+
+    runner.logits = logits
+    try:
+        result = runner.launch(plan)()
+        return seen[0], result
+    finally:
+        del runner.logits
+
+
 def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """float32[len(prompt), vocab], computed by however many steps the engine's budget takes."""
     engine.add(prompt, GREEDY, score_from=1)
     rows = []
     while (plan := engine.scheduler.plan()) is not None and plan.counts[0] > 0:
-        logits = engine.runner.logits(plan)
+        logits, result = computed(engine.runner, plan)
         rows.append(logits)
-        engine.scheduler.apply(plan, engine.runner.launch(plan)())
+        engine.scheduler.apply(plan, result)
         if sum(map(len, rows)) >= len(prompt):
             break
     return torch.cat(rows)[: len(prompt)]
@@ -431,6 +463,6 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
             elements += weight.numel() * spec.experts.top_k // spec.experts.count
-        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias")):
+        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias", "A_log")):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

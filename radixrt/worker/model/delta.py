@@ -1,0 +1,153 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464), and the short convolutions before it: the reference in
+torch of what has kernels on a GPU.
+
+Sequences are concatenated, and `bounds` are their cumulative counts: tokens bounds[b] to bounds[b + 1] are of sequence
+b, whose state is at slots[b]. States are updated in place. Each sequence is computed on its own, whatever else is in
+the step. Slot 0 is the trash slot: several sequences may have it, and what is there has no meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from radixrt.worker.model.moe import sigmoid
+
+CHUNK = 64
+"""Tokens that `_by_chunks` computes by matrix products."""
+EPS = 1e-6
+"""Added to the squared length of keys and queries."""
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    bounds: torch.Tensor,
+    activation: str | None = "silu",
+) -> torch.Tensor:
+    """Causal convolution of each channel: [T, C] of x[T, C] with weight[C, K] and bias[C], then `activation`.
+
+    `states` [S, C, K - 1], of the dtype of x and any strides between slots, have the last K - 1 inputs of a sequence,
+    the oldest first. Sums are in float32, in the order of the weight, and rounded once. A token's result does not
+    depend, to the last bit, on how its sequence is cut into steps."""
+    parts, wide, size = [], weight.float(), weight.shape[1]
+    for slot, part in zip(slots.tolist(), _split(x, bounds), strict=True):
+        inputs = torch.cat((states[slot].t(), part))
+        states[slot] = inputs[len(part) :].t()
+        inputs = inputs.float()
+        out = inputs[: len(part)] * wide[:, 0]
+        for tap in range(1, size):
+            out += inputs[tap : tap + len(part)] * wide[:, tap]
+        parts.append(out)
+    out = torch.cat(parts)
+    if bias is not None:
+        out += bias.float()
+    if activation is None:
+        return out.to(x.dtype)
+    assert activation == "silu"
+    return out.mul_(out.sigmoid() if out.is_cuda else sigmoid(out)).to(x.dtype)
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    bounds: torch.Tensor,
+    exact: bool = False,
+) -> torch.Tensor:
+    """The gated delta rule: [T, Hv, Dv], of the dtype of v. For each token and head, with the state S [Dk, Dv]:
+
+        S = exp(decay) S;   S = S + k (beta (v - S^T k))^T;   o = S^T q
+
+    q, k [T, Hk, Dk] are normalized here, in float32: x / sqrt(|x|^2 + EPS), q then times Dk^-0.5. Each of their heads
+    serves Hv / Hk consecutive heads of v [T, Hv, Dv]. `decay` float32[T, Hv], or [T, Hv, Dk] with one for each element
+    of the key, is a natural logarithm, at most 0; beta [T, Hv] is any float. `states` float32[S, Hv, Dk, Dv] may have
+    any strides between slots.
+
+    Sequences of one token, and all if `exact`, are computed token by token: a token's result is then the same, to the
+    last bit, however its sequence is cut. Longer sequences are computed in chunks of CHUNK tokens from their first one
+    on, by matrix products: the same up to the rounding of float32, which depends on where they are cut.
+    """
+    kind = v.dtype
+    q, k = (_repeated(_normalized(x), v.shape[1]) for x in (q, k))
+    q, v, beta = q * q.shape[-1] ** -0.5, v.float(), beta.float()
+    if decay.dim() == 2:
+        decay = decay[..., None]
+    parts = [_split(x, bounds) for x in (q, k, v, decay, beta)]
+    out = []
+    for slot, *part in zip(slots.tolist(), *parts, strict=True):
+        rule = _by_tokens if exact or len(part[0]) == 1 else _by_chunks
+        found, states[slot] = rule(*part, states[slot])
+        out.append(found)
+    return torch.cat(out).to(kind)
+
+
+def _split(x: torch.Tensor, bounds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.split(bounds.diff().tolist())
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)
+
+
+def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _by_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence as it is written, of one sequence: (output [T, H, Dv], new state)."""
+    # By float64, because on a CPU an element's last bit depends on its place (see `moe.sigmoid`).
+    out, kept = torch.empty_like(v), decay.double().exp().float()[..., None]
+    for token in range(len(q)):
+        state = state * kept[token]
+        key = k[token, :, :, None]
+        found = (state * key).sum(1)
+        state = state + key * ((v[token] - found) * beta[token, :, None])[:, None]
+        out[token] = (state * q[token, :, :, None]).sum(1)
+    return out, state
+
+
+def _by_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, chunk by chunk (arXiv 2412.06464, section 3.3). Within a chunk, with G the decays summed up to a token
+    and S the state before it, the corrections U of all its tokens solve a triangular system:
+
+        (I + L) U = beta (V - (K exp(G)) S),   L[i, j] = beta[i] k[i] . (exp(G[i] - G[j]) k[j]) for j < i
+        O = (Q exp(G)) S + A U,                A[i, j] = q[i] . (exp(G[i] - G[j]) k[j]) for j <= i
+        S = exp(G[last]) S + (K exp(G[last] - G))^T U
+    """
+    out = []
+    heads = (x.transpose(0, 1).split(CHUNK, dim=1) for x in (q, k, v, decay, beta))
+    for q, k, v, decay, beta in zip(*heads, strict=True):
+        total = decay.double().cumsum(1)  # differences of large sums are taken
+        last, fade, beta = total[:, -1:], total.exp().float(), beta[..., None]
+        system, seen = (_products(x, k, total) for x in (k * beta, q))
+        wanted = beta * (v - (k * fade) @ state)
+        found = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        out.append((q * fade) @ state + seen @ found)
+        kept, rest = last.exp().float(), (last - total).exp().float()
+        state = kept.transpose(1, 2) * state + (k * rest).transpose(1, 2) @ found
+    return torch.cat(out, 1).transpose(0, 1), state
+
+
+def _products(x: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """[H, C, C]: x[i] . (exp(total[i] - total[j]) k[j]) for j <= i, else 0. The exponents are never positive; those of
+    i and j alone could overflow."""
+    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+    if total.shape[-1] == 1:
+        return (x @ k.transpose(1, 2)) * (total - total.transpose(1, 2)).masked_fill(later, -torch.inf).exp().float()
+    rows = []
+    for i in range(x.shape[1]):  # each element of the key has a decay of its own
+        ratios = (total[:, i : i + 1] - total).masked_fill(later[i][:, None], -torch.inf).exp().float()
+        rows.append((x[:, i : i + 1] * ratios * k).sum(-1))
+    return torch.stack(rows, 1)
