@@ -30,8 +30,8 @@ class Shape:
     def of(cls, config: dict[str, Any]) -> Shape:
         """Read a config.json. Raises KeyError with the name of a missing field, ValueError for other kinds of
         models."""
-        if config.get("kv_lora_rank") or "sliding_attention" in (config.get("layer_types") or ()):
-            raise ValueError("no floor is known of models with latent attention or with windows: leave out --ceilings")
+        if config.get("kv_lora_rank") or set(config.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError("no floor is known of models with latent or linear attention or windows: no --ceilings")
         heads = config["num_attention_heads"]
         experts = config.get("num_experts") or config.get("num_local_experts") or 1
         return cls(
