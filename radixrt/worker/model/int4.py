@@ -1,0 +1,212 @@
+"""Weights in integers of 4 bits, kept so for kernels that expand them in registers: a quarter of the bytes to read.
+
+A weight is bf16((q - zero) * scale), in the dtype of the model: rounded once, as if it had been dequantized at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.layers import Ops
+
+WIDTH = 128
+"""Columns of a block of an Int4."""
+WORDS = WIDTH // 8
+"""int32 words of a row of such a block."""
+GROUPS = (32, 64, 128)
+"""Numbers of columns that may share a scale; multiples of the last one, too."""
+MIDDLE = 8
+"""The zero, if none is stored."""
+DTYPES = (torch.bfloat16, torch.float16)
+ALIKE = 2**-8
+"""The largest relative error of a scale in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """A weight [N, K], or those of E experts [E, N, K], in the layout of the kernels: blocks of WIDTH columns of all
+    rows.
+
+    word i of a row    columns i, 16 + i, 32 + i, ... 112 + i of the block, 4 bits each, the first in the lowest bits
+    facts of a row     the scales of the block's groups, 16 bits each, the first in the lowest bits, then their zeros,
+                       8 bits each, if they are stored; in one word if there is one group, with its zero in any case
+
+    Columns past the last one are 0.
+    """
+
+    values: torch.Tensor
+    """int32[..., ceil(K / WIDTH), N, WORDS]."""
+    facts: torch.Tensor
+    """int32[..., ceil(K / WIDTH), words, N]."""
+    columns: int
+    """K."""
+    groups: int
+    """Groups in a block: 1, 2 or 4."""
+    has_zeros: bool
+    """Whether zeros are stored; otherwise each is MIDDLE."""
+    dtype: torch.dtype
+    """Of the scales, and of the weight that is meant."""
+
+    @classmethod
+    def of(
+        cls, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
+    ) -> Int4 | None:
+        """From values [N, K], scales [N, G] and zeros [N, G], integers below 16 and 128. None if the groups, or the
+        scales in `dtype`, are not such as kernels can have."""
+        rows, columns = values.shape
+        size = _group_size(columns, scales.shape[1])
+        known = scales.to(dtype)
+        if size is None or dtype not in DTYPES or not torch.allclose(known.float(), scales.float(), ALIKE, 0.0):
+            return None
+        blocks, groups = -(-columns // WIDTH), WIDTH // min(size, WIDTH)
+        known, zeros = (None if x is None else _by_block(x, size, blocks, groups) for x in (known, zeros))
+        padded = F.pad(values.to(torch.int32), (0, blocks * WIDTH - columns)).view(rows, blocks, WIDTH // WORDS, WORDS)
+        words = _joined(padded.transpose(2, 3), 4).transpose(0, 1)
+        facts = _facts(known, zeros).permute(1, 2, 0)
+        return cls(words.contiguous(), facts.contiguous(), columns, groups, zeros is not None, dtype)
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.values.shape[-2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """([E,] N, K)."""
+        return *self.values.shape[:-3], self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.facts.nbytes
+
+    def numel(self) -> int:
+        """Number of weights."""
+        return torch.Size(self.shape).numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def is_like(self, other: Int4) -> bool:
+        """Whether both have the same columns, groups and dtype."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("columns", "groups", "has_zeros", "dtype"))
+
+    def take(self, rows: torch.Tensor) -> Int4:
+        """The weight with these of its rows, in this order."""
+        return replace(self, values=self.values[:, rows], facts=self.facts[..., rows])
+
+    def stack(self, count: int) -> Int4:
+        """Uninitialized weights of `count` experts such as this one."""
+        values, facts = (part.new_empty((count, *part.shape)) for part in (self.values, self.facts))
+        return replace(self, values=values, facts=facts)
+
+    def put(self, number: int, weight: Int4) -> bool:
+        """Store the weight of an expert. Returns False, and does nothing, if it is of another kind."""
+        if not self.is_like(weight) or self.rows != weight.rows:
+            return False
+        self.values[number], self.facts[number] = weight.values, weight.facts
+        return True
+
+    def expert(self, number: int) -> Int4:
+        return replace(self, values=self.values[number], facts=self.facts[number])
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight [N, K]; the reference of the kernels."""
+        q = _split(self.values, 4).transpose(-1, -2).flatten(-2).transpose(0, 1).flatten(1)
+        scales, zeros = (x.repeat_interleave(WIDTH // self.groups, 1) for x in self._scales_and_zeros())
+        return ((q - zeros) * scales)[:, : self.columns].to(self.dtype)
+
+    def _scales_and_zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[N, groups], int32[N, groups], of all blocks."""
+        facts = self.facts.permute(2, 0, 1)
+        words = (self.groups + 1) // 2
+        halves = _split(facts[..., :words], 16).flatten(2)
+        scales = halves[..., : self.groups].to(torch.int16).view(self.dtype).float().flatten(1)
+        if self.groups == 1:
+            return scales, halves[..., 1]
+        if self.has_zeros:
+            return scales, _split(facts[..., words], 8)[..., : self.groups].flatten(1)
+        return scales, torch.full_like(scales, MIDDLE, dtype=torch.int32)
+
+
+def concatenate_int4(parts: Sequence[Int4]) -> Int4 | None:
+    """One weight with the rows of all parts; None if they are of different kinds."""
+    first, *others = parts
+    if not all(first.is_like(part) for part in others):
+        return None
+    if not others:
+        return first
+    values = torch.cat([part.values for part in parts], dim=1)
+    return replace(first, values=values, facts=torch.cat([part.facts for part in parts], dim=2))
+
+
+def _group_size(columns: int, groups: int) -> int | None:
+    """Columns that share a scale; None if kernels cannot have that."""
+    if groups == 1:
+        return -(-columns // WIDTH) * WIDTH
+    size, rest = divmod(columns, groups)
+    return size if not rest and (size in GROUPS or size % WIDTH == 0) else None
+
+
+def _by_block(x: torch.Tensor, size: int, blocks: int, groups: int) -> torch.Tensor:
+    """[N, G] as [N, blocks, groups]: groups of more than a block are repeated, those that are missing are 0."""
+    if size > WIDTH:
+        x = x.repeat_interleave(size // WIDTH, 1)
+    return F.pad(x, (0, blocks * groups - x.shape[1])).view(len(x), blocks, groups)
+
+
+def _facts(scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """int32[N, blocks, words] of scales and zeros [N, blocks, groups]."""
+    bits, groups = scales.contiguous().view(torch.int16).int() & 0xFFFF, scales.shape[2]
+    if groups == 1:
+        return _joined(torch.cat((bits, torch.full_like(bits, MIDDLE) if zeros is None else zeros.int()), 2), 16)[
+            ..., None
+        ]
+    words = _joined(bits.unflatten(2, (-1, 2)), 16)
+    return words if zeros is None else torch.cat((words, _joined(zeros.int(), 8)[..., None]), 2)
+
+
+def _joined(parts: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack the last dimension of int32 into one: values of `bits` bits each, the first in the lowest bits."""
+    word = parts[..., 0].clone()
+    for number in range(1, parts.shape[-1]):
+        word |= parts[..., number] << bits * number
+    return word
+
+
+def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `_joined`."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    return words[..., None] >> shifts & (1 << bits) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Linear:
+    """A product with a weight in INT4. As `linear.Linear`."""
+
+    weight: Int4
+    bias: torch.Tensor | None
+    batch_invariant: bool
+    ops: Ops
+
+    rounding: ClassVar[None] = None
+    """The input is not to be quantized."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.int4_linear(x, self.weight, self.bias, self.batch_invariant)
+
+    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result to `out` [T, out]."""
+        self.ops.int4_linear(x, self.weight, self.bias, self.batch_invariant, out)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
+        """Add the result times a factor to residual[T, out], in place."""
+        if factor == 1:
+            self.ops.int4_linear(x, self.weight, self.bias, self.batch_invariant, residual, add=True)
+        else:
+            residual.add_(self(x), alpha=factor)
