@@ -50,13 +50,14 @@ def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
 @pytest.mark.parametrize("splits", [1, 3, 5])
 def test_multiply(size, has_zeros, splits, half, device):
     """With all tiles, also if some of the programs that K is divided among have nothing to do."""
+    all_tiles = device.type == "cuda" and (size, has_zeros) == (64, True)  # others compile the same code again
     rows, columns, depth = 37, 130, 4 * 128
     weight = make(columns, depth, size, has_zeros, half, device)
     x, bias, residual = (
         torch.randn(size, device=device).to(half) for size in ((rows, depth), columns, (rows, columns))
     )
     expected = x.float() @ weight.dequantized().float().t()
-    for tile in TILES if device.type == "cuda" else TILES[:3:2]:
+    for tile in TILES if all_tiles else TILES[:3:2]:
         for _ in range(2):  # the counts of the first time are forgotten
             out = torch.full((rows, columns), torch.nan, dtype=half, device=device)
             int4.multiply(x, weight, out, tile, splits)
