@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.sharding import Part
+
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Ops
 
@@ -55,20 +57,25 @@ class Int4:
 
     @classmethod
     def of(
-        cls, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
-    ) -> Int4 | None:
-        """From values [N, K], scales [N, G] and zeros [N, G], integers below 16 and 128. None if the groups, or the
-        scales in `dtype`, are not such as kernels can have."""
-        rows, columns = values.shape
-        size = _group_size(columns, scales.shape[1])
+        cls, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype,
+        part: Part | None = None,
+    ) -> Int4 | None:  # fmt: skip
+        """From values [N, K], scales [N, G] and zeros [N, G], integers below 16 and 128, or a part of it. None if the
+        groups, or the scales in `dtype`, are not such as kernels can have, or if the part begins within a group.
+        ValueError for shapes that do not fit together."""
+        if len(values) != len(scales) or (zeros is not None and zeros.shape != scales.shape):
+            raise ValueError(f"scales {list(scales.shape)} and zeros do not fit together, or to {list(values.shape)}")
+        cut = _cut(values, scales, zeros, part)
         known = scales.to(dtype)
-        if size is None or dtype not in DTYPES or not torch.allclose(known.float(), scales.float(), ALIKE, 0.0):
+        if cut is None or dtype not in DTYPES or not torch.allclose(known.float(), scales.float(), ALIKE, 0.0):
             return None
-        blocks, groups = -(-columns // WIDTH), WIDTH // min(size, WIDTH)
-        known, zeros = (None if x is None else _by_block(x, size, blocks, groups) for x in (known, zeros))
+        values, scales, zeros, size = cut
+        (rows, columns), groups = values.shape, WIDTH // size
+        blocks = -(-columns // WIDTH)
+        scales, zeros = (None if x is None else _by_block(x, blocks, groups) for x in (scales.to(dtype), zeros))
         padded = F.pad(values.to(torch.int32), (0, blocks * WIDTH - columns)).view(rows, blocks, WIDTH // WORDS, WORDS)
         words = _joined(padded.transpose(2, 3), 4).transpose(0, 1)
-        facts = _facts(known, zeros).permute(1, 2, 0)
+        facts = _facts(scales, zeros).permute(1, 2, 0)
         return cls(words.contiguous(), facts.contiguous(), columns, groups, zeros is not None, dtype)
 
     @property
@@ -117,7 +124,7 @@ class Int4:
 
     def dequantized(self) -> torch.Tensor:
         """The weight [N, K]; the reference of the kernels."""
-        q = _split(self.values, 4).transpose(-1, -2).flatten(-2).transpose(0, 1).flatten(1)
+        q = split(self.values, 4).transpose(-1, -2).flatten(-2).transpose(0, 1).flatten(1)
         scales, zeros = (x.repeat_interleave(WIDTH // self.groups, 1) for x in self._scales_and_zeros())
         return ((q - zeros) * scales)[:, : self.columns].to(self.dtype)
 
@@ -125,12 +132,12 @@ class Int4:
         """float32[N, groups], int32[N, groups], of all blocks."""
         facts = self.facts.permute(2, 0, 1)
         words = (self.groups + 1) // 2
-        halves = _split(facts[..., :words], 16).flatten(2)
+        halves = split(facts[..., :words], 16).flatten(2)
         scales = halves[..., : self.groups].to(torch.int16).view(self.dtype).float().flatten(1)
         if self.groups == 1:
             return scales, halves[..., 1]
         if self.has_zeros:
-            return scales, _split(facts[..., words], 8)[..., : self.groups].flatten(1)
+            return scales, split(facts[..., words], 8)[..., : self.groups].flatten(1)
         return scales, torch.full_like(scales, MIDDLE, dtype=torch.int32)
 
 
@@ -145,18 +152,34 @@ def concatenate_int4(parts: Sequence[Int4]) -> Int4 | None:
     return replace(first, values=values, facts=torch.cat([part.facts for part in parts], dim=2))
 
 
-def _group_size(columns: int, groups: int) -> int | None:
-    """Columns that share a scale; None if kernels cannot have that."""
-    if groups == 1:
-        return -(-columns // WIDTH) * WIDTH
+def _cut(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int] | None:
+    """Values, scales and zeros of a part, and the number of columns that share a scale, one of GROUPS; None as
+    `Int4.of`."""
+    columns, groups = values.shape[1], scales.shape[1]
     size, rest = divmod(columns, groups)
-    return size if not rest and (size in GROUPS or size % WIDTH == 0) else None
+    if groups > 1 and (rest or (size not in GROUPS and size % WIDTH)):
+        return None
+    if groups == 1:
+        size = -(-columns // WIDTH) * WIDTH
+    per = slice(None), slice(None)
+    if part is not None and part.dim == 0:
+        per = slice(part.start, part.stop), slice(None)
+        values = values[per]
+    if size > WIDTH:  # a group of several blocks
+        scales, zeros = (None if x is None else x.repeat_interleave(size // WIDTH, 1) for x in (scales, zeros))
+        size = WIDTH
+    if part is not None and part.dim == 1:
+        if part.start % size and groups > 1:
+            return None
+        per = slice(None), slice(part.start // size, -(-part.stop // size))
+        values = values[:, part.start : part.stop]
+    return values, scales[per], None if zeros is None else zeros[per], size
 
 
-def _by_block(x: torch.Tensor, size: int, blocks: int, groups: int) -> torch.Tensor:
-    """[N, G] as [N, blocks, groups]: groups of more than a block are repeated, those that are missing are 0."""
-    if size > WIDTH:
-        x = x.repeat_interleave(size // WIDTH, 1)
+def _by_block(x: torch.Tensor, blocks: int, groups: int) -> torch.Tensor:
+    """[N, blocks, groups] of [N, G]; groups that are missing are 0."""
     return F.pad(x, (0, blocks * groups - x.shape[1])).view(len(x), blocks, groups)
 
 
@@ -172,15 +195,15 @@ def _facts(scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
 
 
 def _joined(parts: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the last dimension of int32 into one: values of `bits` bits each, the first in the lowest bits."""
+    """The inverse of `split`."""
     word = parts[..., 0].clone()
     for number in range(1, parts.shape[-1]):
         word |= parts[..., number] << bits * number
     return word
 
 
-def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `_joined`."""
+def split(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32[...] -> int32[..., 32 / bits]: the values that a word is packed of, the first in its lowest bits."""
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     return words[..., None] >> shifts & (1 << bits) - 1
 
