@@ -382,13 +382,14 @@ def keeps_packed(name: str, loaded: Loaded, kernels: bool) -> bool:
     form = stored_as(loaded.hf_config)
     if name == "none" or not kernels or loaded.device.type != "cuda":
         return False
-    if form == "MXFP4" and loaded.dtype == torch.bfloat16:
-        from radixrt.worker.cuda import packed_experts
+    from radixrt.worker.cuda import int4 as products
+    from radixrt.worker.cuda import packed_experts
 
+    if form == "MXFP4" and loaded.dtype == torch.bfloat16:
         return packed_experts.there(loaded.device)
     if has_int4(loaded.hf_config) and name != "fp8" and loaded.dtype in int4.DTYPES:
-        from radixrt.worker.cuda import int4 as products
-
+        if loaded.spec.experts is not None and not packed_experts.there(loaded.device, loaded.dtype):
+            return False
         return products.there(loaded.device, loaded.dtype)
     return False
 

@@ -136,7 +136,7 @@ def test_scales_that_kernels_cannot_have_are_dequantized(packed, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, packed=True)
     model = Decoder(read_spec(read_json(folder / "config.json")), weights)
-    assert [layer.mlp.experts.is_mxfp4 for layer in model._layers] == [True, False]
+    assert [layer.mlp.experts.is_packed for layer in model._layers] == [True, False]
     assert model.has_unquantized_experts
 
 

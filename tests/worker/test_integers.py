@@ -18,6 +18,7 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.integers import Integers
 from radixrt.worker.model.layers import Layer, Product
+from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.mxfp4 import E2M1
 from radixrt.worker.model.quantized import stored_as
 from radixrt.worker.model.random_weights import RandomWeights
@@ -287,6 +288,42 @@ def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
 
 
 @pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize(
+    ("form", "family"), [("awq", "qwen3_moe"), ("gptq", "qwen3_moe"), ("w4a16", "deepseek_v3"), ("w4a16", "mixtral")]
+)
+def test_experts_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
+    ends = ("proj.weight", "proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")
+    sizes = {} if family == "mixtral" else {"moe_intermediate_size": 64}
+    folder, _ = store(checkpoint(family, **sizes)[0], tmp_path, form, ends)
+    (kept, weights), (wide, _) = decoders(folder)
+    assert not kept.has_unquantized_experts and not weights.unused()
+    assert weights.multiplied_out == (len(kept._layers) if family == "deepseek_v3" else 0), "kv_b_proj"
+    for ours, theirs in zip(kept._layers, wide._layers, strict=True):
+        if isinstance(ours.mlp, Mixture):
+            ours, theirs = ours.mlp.experts, theirs.mlp.experts
+            for number in range(len(ours.down)):
+                assert torch.equal(ours.gate_up.dequantized(number), theirs.gate_up[number])
+                assert torch.equal(ours.down.dequantized(number), theirs.down[number])
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize("only", ["3.down_proj.weight", "0.down_proj.weight", "2.up_proj.weight"])
+def test_experts_of_which_one_is_different_are_dequantized(checkpoint, tmp_path, only, monkeypatch):
+    folder, _ = store(checkpoint("qwen3_moe", moe_intermediate_size=64)[0], tmp_path, "awq", ("proj.weight",))
+    real = SafetensorsWeights.int4
+    for found in (lambda weight: None, lambda weight: dataclasses.replace(weight, has_zeros=False)):
+
+        def int4(self, name, *more, found=found):
+            weight = real(self, name, *more)
+            return found(weight) if weight and name.endswith(only) else weight
+
+        monkeypatch.setattr(SafetensorsWeights, "int4", int4)
+        (model, weights), (wide, _) = decoders(folder)
+        assert model.has_unquantized_experts and weights.multiplied_out > 0
+        assert torch.equal(model._layers[0].mlp.experts.down, wide._layers[0].mlp.experts.down)
+
+
+@pytest.mark.usefixtures("wider")
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in KEPT])
 def test_other_formats_are_dequantized(checkpoint, tmp_path, form):
     folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
@@ -329,8 +366,9 @@ def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatc
     folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("proj.weight",))
     on_cpu = loading.look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
     on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
-    works = [True]
+    works = [True, False]
     monkeypatch.setattr("radixrt.worker.cuda.int4.there", lambda device, dtype: works[0])
+    monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device, dtype: works[1])
     assert loading.keeps_packed("auto", on_gpu, kernels=True)
     assert loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
     assert not loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float32), kernels=True)
@@ -340,6 +378,10 @@ def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatc
     for form, (_, quantization, _) in FORMS.items():
         other = dataclasses.replace(on_gpu, hf_config={"quantization_config": quantization})
         assert loading.keeps_packed("auto", other, kernels=True) == (form in KEPT or form in REORDERED), form
+    mixture = dataclasses.replace(on_gpu, spec=read_spec(read_json(checkpoint("qwen3_moe")[0] / "config.json")))
+    assert not loading.keeps_packed("auto", mixture, kernels=True)
+    works[1] = True
+    assert loading.keeps_packed("auto", mixture, kernels=True)
     works[0] = False
     assert not loading.keeps_packed("auto", on_gpu, kernels=True)
 

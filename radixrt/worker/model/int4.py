@@ -119,14 +119,13 @@ class Int4:
         self.values[number], self.facts[number] = weight.values, weight.facts
         return True
 
-    def expert(self, number: int) -> Int4:
-        return replace(self, values=self.values[number], facts=self.facts[number])
-
-    def dequantized(self) -> torch.Tensor:
-        """The weight [N, K]; the reference of the kernels."""
+    def dequantized(self, number: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight [N, K], or that of an expert, in its own dtype or another; the reference of the kernels."""
+        if number is not None:
+            return replace(self, values=self.values[number], facts=self.facts[number]).dequantized(dtype=dtype)
         q = split(self.values, 4).transpose(-1, -2).flatten(-2).transpose(0, 1).flatten(1)
         scales, zeros = (x.repeat_interleave(WIDTH // self.groups, 1) for x in self._scales_and_zeros())
-        return ((q - zeros) * scales)[:, : self.columns].to(self.dtype)
+        return ((q - zeros) * scales)[:, : self.columns].to(self.dtype).to(dtype or self.dtype)
 
     def _scales_and_zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[N, groups], int32[N, groups], of all blocks."""
