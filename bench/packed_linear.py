@@ -11,6 +11,7 @@ rate of matrix products, both measured in the same run. Each product is compared
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,19 +27,22 @@ from radixrt.worker.model.int4 import WIDTH, Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-SWEPT = (1, 16, 32, 64, 256, 1024)
+SWEPT = (16, 64, 256, 1, 32, 128, 1024)
 CACHE = 200_000_000
 """Bytes of the copies of a weight that take turns."""
 TILES = {
-    16: [(64, 2, 4), (64, 2, 6), (32, 1, 6), (128, 2, 3), (64, 4, 4), (128, 4, 4)],
-    32: [(64, 2, 4), (128, 4, 4), (64, 4, 4)],
-    64: [(128, 4, 3), (128, 4, 4), (64, 4, 4), (64, 2, 3), (128, 8, 3)],
-    128: [(128, 8, 3), (128, 4, 3), (64, 4, 3), (256, 8, 3)],
-    256: [(128, 8, 2), (128, 8, 3)],
+    16: [(32, 4, 4, 2), (32, 4, 4, 3), (16, 4, 4, 3), (64, 1, 2, 3)],
+    32: [(32, 4, 4, 2), (64, 1, 2, 3), (64, 1, 4, 3)],
+    64: [(128, 1, 4, 2), (64, 1, 4, 3), (64, 1, 4, 2), (128, 1, 8, 2)],
+    128: [(128, 1, 8, 2), (64, 1, 4, 2), (256, 1, 8, 2)],
 }
-"""Candidates by number of rows: (columns, warps, stages)."""
-PROGRAMS = (0, 2, 4, 8)
-"""Programs for each multiprocessor, for which K is divided; 0: it is not."""
+"""Candidates by number of rows: (columns, blocks of K, warps, stages)."""
+SPLITS = 1, 2, 4
+"""Numbers of programs that K is divided among."""
+AHEAD = 0, 16
+"""Other numbers of blocks that are prefetched, and
+CHUNKS of weights that are dequantized at a time, tried as well."""
+CHUNKS = 1 << 24, 1 << 28
 
 
 def random_weight(columns: int, depth: int, group: int) -> Int4:
@@ -50,55 +54,78 @@ def random_weight(columns: int, depth: int, group: int) -> Int4:
     return weight
 
 
-def check(x: torch.Tensor, weight: Int4, run: Callable[[torch.Tensor, Int4, torch.Tensor], None]) -> float:
-    """The error relative to float32."""
+Run = Callable[[torch.Tensor, Any, torch.Tensor], None]
+
+
+def check(x: torch.Tensor, weight: Int4, run: Run, exact: torch.Tensor | None = None) -> float:
+    """The error of the first rows relative to float32."""
     out = torch.full((len(x), weight.rows), torch.nan, dtype=x.dtype, device="cuda")
     run(x, weight, out)
-    exact = x[:64].float() @ weight.dequantized().float().t()
+    if exact is None:
+        exact = exact_rows(x, weight)
     error = float((out[:64].float() - exact).norm() / exact.norm())
     assert error < 4e-3, (x.shape, weight.shape, error)
     return error
 
 
-def us(
-    x: torch.Tensor, weights: list[Any], run: Callable[[torch.Tensor, Any, torch.Tensor], None], times: int
-) -> float:
+def exact_rows(x: torch.Tensor, weight: Int4) -> torch.Tensor:
+    return x[:64].float() @ weight.dequantized().float().t()
+
+
+def us(x: torch.Tensor, weights: list[Any], run: Run, times: int) -> float:
     """Microseconds of a product."""
-    weight = weights[0]
-    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device="cuda")
+    out = torch.empty((len(x), len(weights[0])), dtype=x.dtype, device="cuda")
     return graph_us(lambda: [run(x, weight, out) for weight in weights], len(weights), times)
 
 
-def splits_for(tiles: int, depth: int, programs: int) -> int:
-    most = max(1, triton.cdiv(depth, WIDTH) // 2)
-    return max(1, min(most, programs * processors(torch.device("cuda")) // tiles))
-
-
-def swept(x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Tile | None, int]]:
-    """Microseconds of each way, the fastest first."""
-    tokens, (columns, depth) = len(x), weights[0].shape
-    found: list[tuple[float, Tile | None, int]] = []
-    ways = [(Tile(rows, c, WIDTH, *more), rows) for rows in TILES for c, *more in TILES[rows]]
-    for tile, rows in ways:
-        if not (rows / 2 < tokens or rows == 16) or rows < min(64, tokens / 8) or (tokens > 32 and rows < 64):
-            continue
-        tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(tokens, tile.rows)
-        for splits in sorted({splits_for(tiles, depth, programs) for programs in PROGRAMS}):
-            if splits > 1 and (tokens > 256 or tiles > int4.MOST_TILES):
+def swept(x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Tile, int]]:
+    """Microseconds of each tile and number of programs that K is divided among, the fastest first."""
+    tokens, (columns, depth), exact = len(x), weights[0].shape, exact_rows(x, weights[0])
+    found: list[tuple[float, Tile, int]] = []
+    rows = next((most for most in TILES if tokens <= most), 128)
+    for across, blocks, *more in TILES[rows]:
+        tile = Tile(rows, across, blocks * WIDTH, *more)
+        tiles = triton.cdiv(columns, across) * triton.cdiv(tokens, rows)
+        for splits in SPLITS:
+            if splits > 1 and (tiles * splits > 8 * processors(x.device) or splits * tile.depth > depth):
                 continue
-
-            def run(x: torch.Tensor, w: Int4, out: torch.Tensor, tile: Tile = tile, splits: int = splits) -> None:
-                int4.multiply(x, w, out, tile, splits)
-
+            run = by_tile(tile, splits)
             try:
-                check(x, weights[0], run)
-                found.append((us(x, weights, run, 9), tile, splits))
+                check(x, weights[0], run, exact)
+                found.append((us(x, weights, run, 7), tile, splits))
             except Exception as problem:  # too much shared memory, or too many registers
                 print(f"    {tile} {splits}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
-    if tokens >= 64:
-        check(x, weights[0], int4.by_torch)
-        found.append((us(x, weights, int4.by_torch, 9), None, 1))
     return sorted(found, key=lambda one: one[0])
+
+
+def by_tile(tile: Tile, splits: int) -> Run:
+    return lambda x, weight, out: int4.multiply(x, weight, out, tile, splits)
+
+
+def print_swept(
+    name: str, x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limits: dict[str, float]
+) -> None:
+    least = max(packed[0].nbytes / limits["copy_gbs"] / 1e3, 2 * len(x) * packed[0].numel() / limits["tflops"] / 1e6)
+    print(name, len(x), f"bf16 {us(x, wide, plain, 7):.2f} us, limit {least:.2f}", flush=True)
+    best = swept(x, packed)
+    for one, tile, splits in best[:6]:
+        print(f"    {one:.2f}", (tile.rows, tile.columns, tile.depth, tile.warps, tile.stages), splits, flush=True)
+    if len(x) <= 64:
+        run = by_tile(*best[0][1:])
+        print(f"    {us(x, packed[:1] * len(packed), run, 7):.2f} the same weight again", flush=True)
+        print_with("AHEAD", AHEAD, lambda: us(x, packed, run, 7))
+    if len(x) >= 64:
+        check(x, packed[0], int4.by_torch)
+        print_with("CHUNK", (int4.CHUNK, *CHUNKS), lambda: us(x, packed[:4], int4.by_torch, 7))
+
+
+def print_with(name: str, values: tuple[int, ...], time_us: Callable[[], float]) -> None:
+    """The time with other values of a constant of `int4`."""
+    before = getattr(int4, name)
+    for value in values:
+        setattr(int4, name, value)
+        print(f"    {time_us():.2f} {name} {value}", flush=True)
+    setattr(int4, name, before)
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -129,34 +156,37 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing more after that")
     parser.add_argument("--tokens", type=int, nargs="*", default=None)
     parser.add_argument("--group", type=int, default=128)
     args = parser.parse_args()
+    began = time.monotonic()
     torch.manual_seed(0)
     limits = ceilings()
     print(limits, flush=True)
     assert int4.there(torch.device("cuda"), torch.bfloat16)
+    weights = {name: copies(shape, args.group) for name, shape in SHAPES.items()}
     rows: list[dict[str, Any]] = []
-    for name, (columns, depth) in SHAPES.items():
-        first = random_weight(columns, depth, args.group)
-        packed = [first] + [random_weight(columns, depth, args.group) for _ in range(1, -(-CACHE // first.nbytes))]
-        wide = [0.02 * drawn(columns, depth) for _ in range(max(2, -(-CACHE // (2 * columns * depth))))]
-        for tokens in args.tokens or (SWEPT if args.sweep else TOKENS):
-            x = drawn(tokens, depth)
-            few = slice(None) if tokens <= 64 else slice(2)
+    for tokens in args.tokens or (SWEPT if args.sweep else TOKENS):
+        for name, (wide, packed) in weights.items():
+            if time.monotonic() - began > args.seconds:
+                break
+            x, few = drawn(tokens, SHAPES[name][1]), slice(None) if tokens <= 256 else slice(2)
             if args.sweep:
-                best = swept(x, packed[few])
-                print(name, tokens, f"bf16 {us(x, wide[few], plain, 9):.2f} us", flush=True)
-                for one, tile, splits in best[:8] + [b for b in best[8:] if b[1] is None]:
-                    shape = "dequantized" if tile is None else (tile.rows, tile.columns, tile.warps, tile.stages)
-                    print(f"    {one:.2f}", shape, splits, flush=True)
-            else:
-                rows.append({"product": name, "tokens": tokens} | measure(x, wide[few], packed[few], limits))
-                print(rows[-1], flush=True)
-        del wide, packed
+                print_swept(name, x, wide[few], packed[few], limits)
+                continue
+            rows.append({"product": name, "tokens": tokens} | measure(x, wide[few], packed[few], limits))
+            print(rows[-1], flush=True)
+            save("packed_linear", rows, device=torch.cuda.get_device_name(), group=args.group, **limits)
     if rows:
         print(table(rows))
-        save("packed_linear", rows, device=torch.cuda.get_device_name(), group=args.group, **limits)
+
+
+def copies(shape: tuple[int, int], group: int) -> tuple[list[torch.Tensor], list[Int4]]:
+    """Weights that take turns, in bfloat16 and in INT4."""
+    first = random_weight(*shape, group)
+    packed = [first] + [random_weight(*shape, group) for _ in range(1, -(-CACHE // first.nbytes))]
+    return [0.02 * drawn(*shape) for _ in range(max(2, -(-CACHE // (2 * first.numel()))))], packed
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Matrix products with a weight in INT4 (`model.int4`): out[T, N] = x[T, K] times weight[N, K] transposed.
 
 The weight is the left operand, which tensor cores can take from registers. Each of the 8 values of a word belongs to
-another slice of 16 columns, so a thread expands its own words, without data of other threads (see `packed_experts`).
+another slice of WORDS columns, so a thread expands its own words, without data of other threads (see `packed_experts`).
 
 With few rows the time is that of reading the weight. Where there are few programs, K is divided among several; the last
 of them to end adds their sums, always in the same order:
 
-    weight[64 rows, K]     program 0 | program 1 | program 2 | program 3
+    weight[32 rows, K]     program 0 | program 1 | program 2 | program 3
                                sums, by way of memory   --> + --> out
+
+Within a program of a tile that is `depth` / WIDTH blocks deep, each warp has other blocks of K: such tiles are products
+of three-dimensional tensors, and their sums are added at the end.
 
 With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies.
 """
@@ -29,149 +32,175 @@ from radixrt.worker.model.int4 import MIDDLE, WIDTH, WORDS, Int4
 
 log = logging.getLogger("radixrt.cuda")
 
-FEW, SOME, MANY = Tile(16, 64, WIDTH, 2, 4), Tile(32, 64, WIDTH, 2, 4), Tile(64, 128, WIDTH, 4, 3)
+FEW, SOME, MANY = Tile(16, 32, 4 * WIDTH, 4, 2), Tile(32, 64, WIDTH, 2, 3), Tile(64, 128, WIDTH, 4, 2)
 """Tiles for up to 16, 32 and 64 rows. The first two are multiplied by instructions of a warp (mma.sync), which take
 fewer instructions around them than those of four warps (wgmma)."""
-LARGE = Tile(128, 128, WIDTH, 8, 3)
+LARGE = Tile(128, 128, WIDTH, 8, 2)
 MOST_ROWS = 512
 """The most rows for which the kernel here is used."""
 PROGRAMS = 4
 """Programs for each multiprocessor, for which K is divided."""
-LEAST = 4
-"""The fewest blocks of K for a program, if K is divided."""
+LEAST = 2
+"""The fewest steps along K of a program, if K is divided."""
+MOST_SPLITS = 4
+"""The most programs that K is divided among: the last one adds the sums of all."""
 MOST_TILES = 1 << 12
 """The most tiles of a product whose K is divided."""
 AHEAD = 4
 """Blocks of a weight that are prefetched."""
 CHUNK = 1 << 25
 """The most weights that are dequantized at a time: they stay in the L2 cache until they are multiplied."""
+CHUNK_ROWS = 256
+"""A multiple of this many rows: torch's products are slow if theirs are not aligned."""
 ALIKE = 1e-2
 """The largest relative error at which the kernels are used (see `there`)."""
 
 
-def _expand(one: int, magic: int, kind: str) -> tl.constexpr:
-    """PTX that expands two words of w to 8 pairs, each (q - zero) * scale: with an exponent above it, q is the number
-    magic + q, exactly, and so is the difference to -(magic + zero). Of the operands, 2 and 3 are those of the values 0
-    and 1, and so on: scales, and -(magic + zero)."""
-    lines = ["{", ".reg .b32 low, high, q, one, nothing;"]
-    lines += [f"mov.b32 one, 0x{one:04X}{one:04X};", "mov.b32 nothing, 0x80008000;"]
-    lines += ["prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
-    for number in range(8):
-        half, place = ("low", "high")[number // 4], 4 * (number % 4)
-        scale = 10 + 4 * (number // 2)
-        if place:
-            lines.append(f"shr.b32 q, {half}, {place};")
-        lines.append(f"lop3.b32 q, {'q' if place else half}, 0x000F000F, 0x{magic:04X}{magic:04X}, 0xEA;")
-        lines.append(f"fma.rn.{kind} q, q, one, ${scale + 2};")
-        lines.append(f"fma.rn.{kind} ${number}, q, ${scale}, nothing;")
+def _expand(one: int, magic: int, kind: str, select: str) -> tl.constexpr:
+    """PTX that expands a half of two words of w, four of their eight values, to 4 pairs of (q - zero) * scale: with an
+    exponent above it, q is the number magic + q, exactly, and so is its difference to magic + zero. Operands: the
+    pairs, the words, and for each value its scale and -(magic + zero), of both words."""
+    lines = ["{", ".reg .b32 half, q, one, nothing;"]
+    lines += [
+        f"mov.b32 one, 0x{one:04X}{one:04X};",
+        "mov.b32 nothing, 0x80008000;",
+        f"prmt.b32 half, $4, $5, {select};",
+    ]
+    for number in range(4):
+        if number:
+            lines.append(f"shr.b32 q, half, {4 * number};")
+        lines.append(f"lop3.b32 q, {'q' if number else 'half'}, 0x000F000F, 0x{magic:04X}{magic:04X}, 0xEA;")
+        lines.append(f"fma.rn.{kind} q, q, one, ${8 + 4 * number};")
+        lines.append(f"fma.rn.{kind} ${number}, q, ${6 + 4 * number}, nothing;")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
 LESS16: tl.constexpr = tl.constexpr(0xE400E400 - (1 << 32))
 LESS: tl.constexpr = tl.constexpr(0xC300C300 - (1 << 32))
 """-1024 in float16 and -128 in bfloat16, twice, to whose lowest bits a zero is added."""
-EXPAND16 = _expand(0x3C00, 0x6400, "f16x2")
-EXPAND = _expand(0x3F80, 0x4300, "bf16x2")
-REGISTERS: tl.constexpr = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
-
-
-@triton.jit
-def _scale(first, second, number: tl.constexpr, GROUPS: tl.constexpr):
-    """The bits of the scale of the columns 32 * number and following."""
-    group: tl.constexpr = number * GROUPS // 4
-    if group < 2:
-        return (first >> (16 * group)) & 0xFFFF
-    else:
-        return (second >> (16 * group - 32)) & 0xFFFF
-
-
-@triton.jit
-def _zero(zeros, number: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr):
-    """Their zero."""
-    if GROUPS == 1:
-        return (zeros >> 16) & 0xFF
-    elif ZEROS:
-        return (zeros >> (8 * (number * GROUPS // 4))) & 0xFF
-    else:
-        return zeros * 0 + MIDDLE
-
-
-@triton.jit
-def _value(w, scale, zero, number: tl.constexpr, dtype: tl.constexpr):
-    """The values at place `number` of the words: as by EXPAND, in plain arithmetic."""
-    q = ((w >> (4 * number)) & 15) - zero[:, None]
-    if dtype == tl.float16:
-        factor = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        factor = (scale << 16).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) * factor[:, None]).to(dtype)
-
-
-@triton.jit
-def expanded(
-    w, first, second, zeros, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-):  # fmt: skip
-    """The weights of words w[N, 16]: 8 slices [N, 16], of the columns 0-15, 16-31, ... `first`, `second` and `zeros`:
-    int32[N], the facts with the scales of groups 0 and 1, those of groups 2 and 3, and those with zeros."""
-    s0, s1 = _scale(first, second, 0, GROUPS), _scale(first, second, 1, GROUPS)
-    s2, s3 = _scale(first, second, 2, GROUPS), _scale(first, second, 3, GROUPS)
-    z0, z1 = _zero(zeros, 0, GROUPS, ZEROS, MIDDLE), _zero(zeros, 1, GROUPS, ZEROS, MIDDLE)
-    z2, z3 = _zero(zeros, 2, GROUPS, ZEROS, MIDDLE), _zero(zeros, 3, GROUPS, ZEROS, MIDDLE)
-    if BITS:
-        s0, s1, s2, s3 = s0 | (s0 << 16), s1 | (s1 << 16), s2 | (s2 << 16), s3 | (s3 << 16)
-        z0, z1, z2, z3 = z0 | (z0 << 16), z1 | (z1 << 16), z2 | (z2 << 16), z3 | (z3 << 16)
-        s0, s1, s2, s3 = s0[:, None], s1[:, None], s2[:, None], s3[:, None]
-        z0, z1, z2, z3 = z0[:, None], z1[:, None], z2[:, None], z3[:, None]
-        if dtype == tl.float16:
-            z0, z1, z2, z3 = z0 | LESS16, z1 | LESS16, z2 | LESS16, z3 | LESS16
-            return tl.inline_asm_elementwise(
-                EXPAND16, REGISTERS,
-                [w, s0, z0, s1, z1, s2, z2, s3, z3],
-                dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            z0, z1, z2, z3 = z0 | LESS, z1 | LESS, z2 | LESS, z3 | LESS
-            return tl.inline_asm_elementwise(
-                EXPAND, REGISTERS,
-                [w, s0, z0, s1, z1, s2, z2, s3, z3],
-                dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2,
-            )  # fmt: skip
-    else:
-        w0, w1 = _value(w, s0, z0, 0, dtype), _value(w, s0, z0, 1, dtype)
-        w2, w3 = _value(w, s1, z1, 2, dtype), _value(w, s1, z1, 3, dtype)
-        w4, w5 = _value(w, s2, z2, 4, dtype), _value(w, s2, z2, 5, dtype)
-        w6, w7 = _value(w, s3, z3, 6, dtype), _value(w, s3, z3, 7, dtype)
-        return w0, w1, w2, w3, w4, w5, w6, w7
+LOW16, HIGH16 = (_expand(0x3C00, 0x6400, "f16x2", select) for select in ("0x5410", "0x7632"))
+LOW, HIGH = (_expand(0x3F80, 0x4300, "bf16x2", select) for select in ("0x5410", "0x7632"))
+REGISTERS: tl.constexpr = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 18))
 
 
 @triton.jit
 def load_facts(facts_at, stride, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
-    """`first`, `second` and `zeros` of `expanded`; words are `stride` apart."""
-    first = tl.load(facts_at)
-    second, zeros = first, first
-    if GROUPS == 4:
-        second = tl.load(facts_at + stride)
-    if ZEROS and GROUPS > 1:
-        zeros = tl.load(facts_at + (GROUPS + 1) // 2 * stride)
-    return first, second, zeros
+    """The words of a row's facts, `stride` apart: four with scales and two with zeros; in place of those that there are
+    not, others."""
+    f0 = tl.load(facts_at)
+    f1, f2, f3, f4, f5 = f0, f0, f0, f0, f0
+    if GROUPS >= 4:
+        f1 = tl.load(facts_at + stride)
+    if GROUPS == 8:
+        f2 = tl.load(facts_at + stride * 2)
+        f3 = tl.load(facts_at + stride * 3)
+    if ZEROS:
+        f4 = tl.load(facts_at + stride * (GROUPS // 2))
+        if GROUPS == 8:
+            f5 = tl.load(facts_at + stride * (GROUPS // 2 + 1))
+    return f0, f1, f2, f3, f4, f5
+
+
+@triton.jit
+def _scale(facts, number: tl.constexpr, GROUPS: tl.constexpr):
+    """The bits of the scale of the values at place `number` of the words."""
+    group: tl.constexpr = number * GROUPS // 8
+    return tl.expand_dims((facts[group // 2] >> (16 * (group % 2))) & 0xFFFF, -1)
+
+
+@triton.jit
+def _zero(facts, number: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr):
+    """Their zero."""
+    group: tl.constexpr = number * GROUPS // 8
+    if ZEROS:
+        return tl.expand_dims((facts[4 + group // 4] >> (8 * (group % 4))) & 0xFF, -1)
+    else:
+        return tl.expand_dims(facts[0] * 0 + MIDDLE, -1)
+
+
+@triton.jit
+def _operands(
+    facts, number: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, LESS: tl.constexpr
+):  # fmt: skip
+    """The scale of the values at place `number`, and -(magic + zero), both twice in a word."""
+    s, z = _scale(facts, number, GROUPS), _zero(facts, number, GROUPS, ZEROS, MIDDLE)
+    return s | (s << 16), z | (z << 16) | LESS
+
+
+@triton.jit
+def _value(
+    w, facts, number: tl.constexpr, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+):  # fmt: skip
+    """The values at place `number` of the words: as by `_expand`, in plain arithmetic."""
+    scale, zero = _scale(facts, number, GROUPS), _zero(facts, number, GROUPS, ZEROS, MIDDLE)
+    q = ((w >> (4 * number)) & 15) - zero
+    if dtype == tl.float16:
+        factor = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        factor = (scale << 16).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * factor).to(dtype)
+
+
+@triton.jit
+def expanded(
+    w, facts, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr
+):  # fmt: skip
+    """The weights of words w[..., N, WORDS], with `load_facts` [..., N]: 8 slices [..., N, WORDS], of the block's first
+    WORDS columns, the next ones, ..."""
+    if BITS:
+        less: tl.constexpr = LESS16 if dtype == tl.float16 else LESS
+        s0, z0 = _operands(facts, 0, GROUPS, ZEROS, MIDDLE, less)
+        s1, z1 = _operands(facts, 1, GROUPS, ZEROS, MIDDLE, less)
+        s2, z2 = _operands(facts, 2, GROUPS, ZEROS, MIDDLE, less)
+        s3, z3 = _operands(facts, 3, GROUPS, ZEROS, MIDDLE, less)
+        s4, z4 = _operands(facts, 4, GROUPS, ZEROS, MIDDLE, less)
+        s5, z5 = _operands(facts, 5, GROUPS, ZEROS, MIDDLE, less)
+        s6, z6 = _operands(facts, 6, GROUPS, ZEROS, MIDDLE, less)
+        s7, z7 = _operands(facts, 7, GROUPS, ZEROS, MIDDLE, less)
+        if dtype == tl.float16:
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                LOW16, REGISTERS, [w, s0, z0, s1, z1, s2, z2, s3, z3], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+            )
+            w4, w5, w6, w7 = tl.inline_asm_elementwise(
+                HIGH16, REGISTERS, [w, s4, z4, s5, z5, s6, z6, s7, z7], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+            )
+        else:
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                LOW, REGISTERS, [w, s0, z0, s1, z1, s2, z2, s3, z3], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+            )
+            w4, w5, w6, w7 = tl.inline_asm_elementwise(
+                HIGH, REGISTERS, [w, s4, z4, s5, z5, s6, z6, s7, z7], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+            )
+        return w0, w1, w2, w3, w4, w5, w6, w7
+    else:
+        w0 = _value(w, facts, 0, dtype, GROUPS, ZEROS, MIDDLE)
+        w1 = _value(w, facts, 1, dtype, GROUPS, ZEROS, MIDDLE)
+        w2 = _value(w, facts, 2, dtype, GROUPS, ZEROS, MIDDLE)
+        w3 = _value(w, facts, 3, dtype, GROUPS, ZEROS, MIDDLE)
+        w4 = _value(w, facts, 4, dtype, GROUPS, ZEROS, MIDDLE)
+        w5 = _value(w, facts, 5, dtype, GROUPS, ZEROS, MIDDLE)
+        w6 = _value(w, facts, 6, dtype, GROUPS, ZEROS, MIDDLE)
+        w7 = _value(w, facts, 7, dtype, GROUPS, ZEROS, MIDDLE)
+        return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @triton.jit
 def _slice(x_at, real, k, depth, WHOLE: tl.constexpr):
-    """The columns k of x, transposed: [16, ROWS]. 0 for columns that x does not have."""
+    """The columns k of x, transposed: [..., WORDS, ROWS]. 0 for columns that x does not have."""
     if WHOLE:
-        return tl.trans(tl.load(x_at, mask=real[:, None], other=0.0))
+        return tl.trans(tl.load(x_at, mask=real, other=0.0))
     else:
-        return tl.trans(tl.load(x_at, mask=real[:, None] & (k < depth)[None, :], other=0.0))
+        return tl.trans(tl.load(x_at, mask=real & (k < depth), other=0.0))
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
-    x_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, rows, splits, columns, depth, blocks,
-    GROUPS: tl.constexpr, ZEROS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    WHOLE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
-    FACTS: tl.constexpr, MIDDLE: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, rows, columns, depth, blocks,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    WHOLE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr,
+    WORDS: tl.constexpr, FACTS: tl.constexpr, MIDDLE: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     LINES: tl.constexpr = COLUMNS * WORDS // 32
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -183,7 +212,7 @@ def _product_kernel(
     n = within // high * COLUMNS + tl.arange(0, COLUMNS)
     # Lanes past the last column compute another one again, which is not stored.
     at = n % columns
-    each = tl.cdiv(blocks, splits)
+    each = tl.cdiv(tl.cdiv(blocks, SPLITS), DEEP) * DEEP
     begin, end = split * each, tl.minimum(split * each + each, blocks)
     if EARLY and AHEAD > 0:
         line = tl.arange(0, AHEAD * LINES)
@@ -195,23 +224,40 @@ def _product_kernel(
     m = (group * GROUP + within % high) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, WORDS)
     real = m < rows
-    x_at = x_ptr + tl.where(real, m, 0).to(tl.int64)[:, None] * depth + (begin * WORDS * 8 + i)[None, :]
-    w_at = values_ptr + begin.to(tl.int64) * columns * WORDS + at[:, None] * WORDS + i[None, :]
-    f_at = facts_ptr + begin.to(tl.int64) * columns * FACTS + at
-    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for block in range(begin, end):
-        k = block * WORDS * 8 + i
-        w = tl.load(w_at)
-        first, second, zeros = load_facts(f_at, columns, GROUPS, ZEROS)
-        x0 = _slice(x_at, real, k, depth, WHOLE)
-        x1 = _slice(x_at + WORDS, real, k + WORDS, depth, WHOLE)
-        x2 = _slice(x_at + WORDS * 2, real, k + WORDS * 2, depth, WHOLE)
-        x3 = _slice(x_at + WORDS * 3, real, k + WORDS * 3, depth, WHOLE)
-        x4 = _slice(x_at + WORDS * 4, real, k + WORDS * 4, depth, WHOLE)
-        x5 = _slice(x_at + WORDS * 5, real, k + WORDS * 5, depth, WHOLE)
-        x6 = _slice(x_at + WORDS * 6, real, k + WORDS * 6, depth, WHOLE)
-        x7 = _slice(x_at + WORDS * 7, real, k + WORDS * 7, depth, WHOLE)
-        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, first, second, zeros, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+    source = tl.where(real, m, 0).to(tl.int64) * depth
+    if DEEP == 1:
+        k = begin * WORDS * 8 + i[None, :]
+        x_at, wanted = x_ptr + source[:, None] + k, real[:, None]
+        row = begin.to(tl.int64) * columns + at
+        w_at = values_ptr + row[:, None] * WORDS + i[None, :]
+        f_at = facts_ptr + begin.to(tl.int64) * columns * FACTS + at
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        d = tl.arange(0, DEEP)
+        k = (begin + d)[:, None, None] * WORDS * 8 + i[None, None, :]
+        x_at, wanted = x_ptr + source[None, :, None] + k, real[None, :, None]
+        row = (begin + d).to(tl.int64)[:, None] * columns + at[None, :]
+        w_at = values_ptr + row[:, :, None] * WORDS + i[None, None, :]
+        f_at = facts_ptr + (begin + d).to(tl.int64)[:, None] * columns * FACTS + at[None, :]
+        acc = tl.zeros([DEEP, COLUMNS, ROWS], tl.float32)
+    for block in range(begin, end, DEEP):
+        if WHOLE or DEEP == 1:
+            w = tl.load(w_at)
+            facts = load_facts(f_at, columns, GROUPS, ZEROS)
+        else:
+            there = block + tl.arange(0, DEEP) < end
+            w = tl.load(w_at, mask=there[:, None, None], other=0)
+            # What is read past the end is multiplied by 0.
+            facts = load_facts(tl.where(there[:, None], f_at, facts_ptr), columns, GROUPS, ZEROS)
+        x0 = _slice(x_at, wanted, k, depth, WHOLE)
+        x1 = _slice(x_at + WORDS, wanted, k + WORDS, depth, WHOLE)
+        x2 = _slice(x_at + WORDS * 2, wanted, k + WORDS * 2, depth, WHOLE)
+        x3 = _slice(x_at + WORDS * 3, wanted, k + WORDS * 3, depth, WHOLE)
+        x4 = _slice(x_at + WORDS * 4, wanted, k + WORDS * 4, depth, WHOLE)
+        x5 = _slice(x_at + WORDS * 5, wanted, k + WORDS * 5, depth, WHOLE)
+        x6 = _slice(x_at + WORDS * 6, wanted, k + WORDS * 6, depth, WHOLE)
+        x7 = _slice(x_at + WORDS * 7, wanted, k + WORDS * 7, depth, WHOLE)
+        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
         acc = tl.dot(w0, x0, acc, input_precision="ieee")
         acc = tl.dot(w1, x1, acc, input_precision="ieee")
         acc = tl.dot(w2, x2, acc, input_precision="ieee")
@@ -220,20 +266,23 @@ def _product_kernel(
         acc = tl.dot(w5, x5, acc, input_precision="ieee")
         acc = tl.dot(w6, x6, acc, input_precision="ieee")
         acc = tl.dot(w7, x7, acc, input_precision="ieee")
-        x_at += WORDS * 8
-        w_at += columns * WORDS
-        f_at += columns * FACTS
-    if SPLIT:
+        k += WORDS * 8 * DEEP
+        x_at += WORDS * 8 * DEEP
+        w_at += columns * WORDS * DEEP
+        f_at += columns * FACTS * DEEP
+    if DEEP > 1:
+        acc = tl.sum(acc, 0)
+    if SPLITS > 1:
         to = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         kept = sums_ptr + tile * (COLUMNS * ROWS) + to
         apart = tl.num_programs(0) * (COLUMNS * ROWS)
         tl.store(kept + split * apart, acc, mask=real[None, :])
         tl.debug_barrier()  # the sums of all threads are there before they are counted
         ended = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if ended != splits - 1:
+        if ended != SPLITS - 1:
             return
         acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for one in range(0, splits):
+        for one in tl.static_range(SPLITS):  # all are loaded before the first one is there
             acc += tl.load(kept + one * apart, mask=real[None, :], other=0.0, cache_modifier=".cg")
         tl.store(counts_ptr + tile, 0)  # for the next product
     acc = tl.trans(acc)
@@ -259,9 +308,9 @@ def _dequantize_kernel(
     real = row < count
     at = first_row + tl.where(real, row, 0)
     w = tl.load(values_ptr + (block * columns + at)[:, None] * WORDS + i[None, :])
-    first, second, zeros = load_facts(facts_ptr + block * columns * FACTS + at, columns, GROUPS, ZEROS)
+    facts = load_facts(facts_ptr + block * columns * FACTS + at, columns, GROUPS, ZEROS)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, first, second, zeros, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+    w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
     k = block * WORDS * 8 + i
     to = out_ptr + row.to(tl.int64)[:, None] * depth + k[None, :]
     tl.store(to, w0, mask=real[:, None] & (k < depth)[None, :])
@@ -307,8 +356,8 @@ def multiply(
     more = out if bias is None else bias
     pointers = x, weight.values, weight.facts, more, out, sums, counts
     kinds = (
-        weight.groups, weight.has_zeros, splits > 1, bias is not None, add, depth % WIDTH == 0, by_instructions(),
-        tile.rows, tile.columns, WORDS, weight.facts.shape[1], MIDDLE, AHEAD, GROUP,
+        weight.groups, weight.has_zeros, splits, bias is not None, add, depth % tile.depth == 0, by_instructions(),
+        tile.rows, tile.columns, tile.depth // WIDTH, WORDS, weight.facts.shape[1], MIDDLE, AHEAD, GROUP,
     )  # fmt: skip
     cache = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
@@ -316,7 +365,7 @@ def multiply(
         cache = _kernel_caches.setdefault((*given, *kinds), {})
     launch(
         _product_kernel, (tiles, splits, 1), cache,
-        *pointers, rows, splits, columns, depth, blocks, *kinds, num_warps=tile.warps, num_stages=tile.stages,
+        *pointers, rows, columns, depth, blocks, *kinds, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -334,8 +383,9 @@ def by_torch(
     x: torch.Tensor, weight: Int4, out: torch.Tensor, *, bias: torch.Tensor | None = None, add: bool = False
 ) -> None:  # fmt: skip
     """As `multiply`: at most CHUNK weights are dequantized at a time."""
-    each = min(weight.rows, max(1, CHUNK // weight.columns))
-    part = torch.empty((each, weight.columns), dtype=weight.dtype, device=x.device)
+    parts = triton.cdiv(weight.numel(), CHUNK)
+    each = triton.cdiv(triton.cdiv(weight.rows, parts), CHUNK_ROWS) * CHUNK_ROWS
+    part = torch.empty((min(each, weight.rows), weight.columns), dtype=weight.dtype, device=x.device)
     for first in range(0, weight.rows, each):
         some, to = part[: weight.rows - first], out[:, first : first + each]
         dequantize(weight, some, first)
@@ -358,9 +408,8 @@ def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple
         return None
     tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)
     tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows)
-    if tile is LARGE or tiles > MOST_TILES:
-        return tile, 1
-    return tile, max(1, min(PROGRAMS * processors(device) // tiles, triton.cdiv(depth, WIDTH) // LEAST))
+    most = min(MOST_SPLITS, PROGRAMS * processors(device) // tiles, triton.cdiv(depth, tile.depth) // LEAST)
+    return tile, 1 << most.bit_length() - 1 if most > 1 and tiles <= MOST_TILES else 1
 
 
 def int4_linear(

@@ -27,8 +27,9 @@ from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.products import Tile
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
+from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
-from radixrt.worker.model.mxfp4 import WIDTH, WORDS, PackedStack
+from radixrt.worker.model.mxfp4 import WIDTH, PackedStack
 
 if TYPE_CHECKING:
     from radixrt.worker.cuda.routing import Order
@@ -101,8 +102,8 @@ def _multiplied(
     dtype: tl.constexpr = x0.dtype
     w = tl.load(w_at)
     if GROUPS > 0:
-        first, second, zeros = load_facts(facts_at, height, GROUPS, ZEROS)
-        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, first, second, zeros, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+        facts = load_facts(facts_at, height, GROUPS, ZEROS)
+        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
     elif BITS:
         scales = tl.load(facts_at)
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
@@ -192,6 +193,13 @@ def _product_kernel(
     tl.store(to, acc.to(dtype), mask=real[:, None] & (n < columns)[None, :])
 
 
+def fitting_stages(tile: Tile, words: int, weights: int, memory: int) -> int:
+    """Pipeline stages of a tile, no more than fit `memory` bytes of shared memory, with buffers for x, and one less for
+    words of `weights` weights."""
+    x, w = 16 * tile.rows * words, 4 * weights * (tile.columns + 8) * words
+    return max(1, min(tile.stages, (memory + w) // (x + w)))
+
+
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack | Int4, tile: Tile, activation: str | None,
     bias: torch.Tensor | None = None,
@@ -205,15 +213,15 @@ def product(
     else:
         facts, before, bits = weight.scales, weight.before, x.dtype == torch.bfloat16 and by_instructions()
         kind = 0, False, 1, 0
-    _, blocks, height, _ = weight.values.shape
+    _, blocks, height, words = weight.values.shape
     columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
     launch(
         _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
         x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, len(order.tiles),
         columns, weight.columns, blocks, before, *kind, ACTIVATIONS.get(activation or "", 0), activation is not None,
-        bias is not None, bits, tile.rows, tile.columns, WORDS, TILE_FIELDS, GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
+        num_warps=tile.warps, num_stages=fitting_stages(tile, words, height // columns, room()),
     )  # fmt: skip
     return out
 

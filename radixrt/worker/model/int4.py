@@ -17,11 +17,11 @@ from radixrt.worker.model.sharding import Part
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Ops
 
-WIDTH = 128
+WIDTH = 256
 """Columns of a block of an Int4."""
 WORDS = WIDTH // 8
 """int32 words of a row of such a block."""
-GROUPS = (32, 64, 128)
+GROUP_SIZES = 32, 64, 128
 """Numbers of columns that may share a scale; multiples of the last one, too."""
 MIDDLE = 8
 """The zero, if none is stored."""
@@ -35,9 +35,9 @@ class Int4:
     """A weight [N, K], or those of E experts [E, N, K], in the layout of the kernels: blocks of WIDTH columns of all
     rows.
 
-    word i of a row    columns i, 16 + i, 32 + i, ... 112 + i of the block, 4 bits each, the first in the lowest bits
-    facts of a row     the scales of the block's groups, 16 bits each, the first in the lowest bits, then their zeros,
-                       8 bits each, if they are stored; in one word if there is one group, with its zero in any case
+    word i of a row    columns i, 32 + i, 64 + i, ... 224 + i of the block, 4 bits each, the first in the lowest bits
+    facts of a row     the scales of the block's groups, 16 bits each, the first in the lowest bits, then, if they are
+                       stored, their zeros, 8 bits each
 
     Columns past the last one are 0.
     """
@@ -49,7 +49,7 @@ class Int4:
     columns: int
     """K."""
     groups: int
-    """Groups in a block: 1, 2 or 4."""
+    """Groups in a block: 2, 4 or 8."""
     has_zeros: bool
     """Whether zeros are stored; otherwise each is MIDDLE."""
     dtype: torch.dtype
@@ -129,14 +129,11 @@ class Int4:
 
     def _scales_and_zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[N, groups], int32[N, groups], of all blocks."""
-        facts = self.facts.permute(2, 0, 1)
-        words = (self.groups + 1) // 2
-        halves = split(facts[..., :words], 16).flatten(2)
-        scales = halves[..., : self.groups].to(torch.int16).view(self.dtype).float().flatten(1)
-        if self.groups == 1:
-            return scales, halves[..., 1]
+        facts, words = self.facts.permute(2, 0, 1), self.groups // 2
+        bits = split(facts[..., :words], 16).to(torch.int16)
+        scales = bits.view(self.dtype).float().flatten(1)
         if self.has_zeros:
-            return scales, split(facts[..., words], 8)[..., : self.groups].flatten(1)
+            return scales, split(facts[..., words:], 8).flatten(2)[..., : self.groups].flatten(1)
         return scales, torch.full_like(scales, MIDDLE, dtype=torch.int32)
 
 
@@ -154,21 +151,22 @@ def concatenate_int4(parts: Sequence[Int4]) -> Int4 | None:
 def _cut(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, part: Part | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int] | None:
-    """Values, scales and zeros of a part, and the number of columns that share a scale, one of GROUPS; None as
+    """Values, scales and zeros of a part, and the number of columns that share a scale, of GROUP_SIZES; None as
     `Int4.of`."""
     columns, groups = values.shape[1], scales.shape[1]
     size, rest = divmod(columns, groups)
-    if groups > 1 and (rest or (size not in GROUPS and size % WIDTH)):
+    largest = GROUP_SIZES[-1]
+    if groups > 1 and (rest or (size not in GROUP_SIZES and size % largest)):
         return None
     if groups == 1:
-        size = -(-columns // WIDTH) * WIDTH
+        size = -(-columns // largest) * largest
     per = slice(None), slice(None)
     if part is not None and part.dim == 0:
         per = slice(part.start, part.stop), slice(None)
         values = values[per]
-    if size > WIDTH:  # a group of several blocks
-        scales, zeros = (None if x is None else x.repeat_interleave(size // WIDTH, 1) for x in (scales, zeros))
-        size = WIDTH
+    if size > largest:
+        scales, zeros = (None if x is None else x.repeat_interleave(size // largest, 1) for x in (scales, zeros))
+        size = largest
     if part is not None and part.dim == 1:
         if part.start % size and groups > 1:
             return None
@@ -184,13 +182,12 @@ def _by_block(x: torch.Tensor, blocks: int, groups: int) -> torch.Tensor:
 
 def _facts(scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """int32[N, blocks, words] of scales and zeros [N, blocks, groups]."""
-    bits, groups = scales.contiguous().view(torch.int16).int() & 0xFFFF, scales.shape[2]
-    if groups == 1:
-        return _joined(torch.cat((bits, torch.full_like(bits, MIDDLE) if zeros is None else zeros.int()), 2), 16)[
-            ..., None
-        ]
-    words = _joined(bits.unflatten(2, (-1, 2)), 16)
-    return words if zeros is None else torch.cat((words, _joined(zeros.int(), 8)[..., None]), 2)
+    words = _joined((scales.contiguous().view(torch.int16).int() & 0xFFFF).unflatten(2, (-1, 2)), 16)
+    if zeros is None:
+        return words
+    groups = zeros.shape[2]
+    padded = F.pad(zeros.int(), (0, -groups % 4)).unflatten(2, (-1, 4))
+    return torch.cat((words, _joined(padded, 8)), 2)
 
 
 def _joined(parts: torch.Tensor, bits: int) -> torch.Tensor:

@@ -138,26 +138,29 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
 some = [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]
-groups = {0: (False, 1), 1: (True, 1), 2: (True, 2), 4: (False, 2)}
-for t, gated, kind in [(*one, kind) for one in some for kind in (groups if every else (0, 4))]:
-    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": 16, "FIELDS": 3, "GROUP": 8, "MIDDLE": 8}
+groups = {0: (False, 1), 2: (True, 2), 4: (True, 3), 8: (False, 4)}
+for t, gated, kind in [(*one, kind) for one in some for kind in (groups if every else (0, 8))]:
+    words, room = 32 if kind else 16, 232_448 if kind and target.arch >= 90 else 164_000
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": words, "FIELDS": 3, "GROUP": 8, "MIDDLE": 8}
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True, "GROUPS": kind}
     which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
     pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
-    build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
-fixed = {"WORDS": 16, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
+    stages = packed_experts.fitting_stages(t, words, 1 + gated, room)
+    build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
+fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
 tiles = int4.FEW, int4.SOME, int4.MANY, int4.LARGE
-for t, kind, half in [(t, kind, half) for t in tiles for kind in (1, 2, 4) for half in ("*bf16", "*fp16")]:
-    if not every and (t is not int4.FEW or kind == 2 or half == "*fp16"):
+for t, kind, half in [(t, kind, half) for t in tiles for kind in (2, 4, 8) for half in ("*bf16", "*fp16")]:
+    if not every and (t is not int4.FEW or kind == 4 or half == "*fp16"):
         continue
     which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
-    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLIT": t.rows < 128, "BIAS": True, "ADD": True, "WHOLE": True}
-    numbers = dict.fromkeys(("rows", "splits", "columns", "depth", "blocks"), i)
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEEP": t.depth // 256, "SPLITS": 2 if t.rows < 128 else 1}
+    tile |= {"BIAS": True, "ADD": True, "WHOLE": True}
+    numbers = dict.fromkeys(("rows", "columns", "depth", "blocks"), i)
     pointers = [half, "*i32", "*i32", half, half, "*fp32", "*i32"]
     build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, t.stages, 164_000)
     if t is int4.FEW:
-        which |= {"COLUMNS": 64, "WORDS": 16, "MIDDLE": 8, "BITS": True}
+        which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
         build(int4._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """

@@ -11,6 +11,8 @@ from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.layers import TorchOps
 
 TILES = int4.FEW, int4.SOME, int4.MANY, int4.LARGE
+DEEP = Tile(16, 32, 4 * 256, 4, 2)
+"""Whose warps have different blocks of K."""
 KINDS = [(32, False), (32, True), (64, False), (64, True), (128, False), (128, True)]
 """(columns that share a scale, whether zeros are stored)."""
 
@@ -51,13 +53,13 @@ def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
 def test_multiply(size, has_zeros, splits, half, device):
     """With all tiles, also if some of the programs that K is divided among have nothing to do."""
     all_tiles = device.type == "cuda" and (size, has_zeros) == (64, True)  # others compile the same code again
-    rows, columns, depth = 37, 130, 4 * 128
+    rows, columns, depth = 37, 130, 4 * 256
     weight = make(columns, depth, size, has_zeros, half, device)
     x, bias, residual = (
         torch.randn(size, device=device).to(half) for size in ((rows, depth), columns, (rows, columns))
     )
     expected = x.float() @ weight.dequantized().float().t()
-    for tile in TILES if all_tiles else TILES[:3:2]:
+    for tile in (*TILES, DEEP) if all_tiles else (DEEP, int4.MANY):
         for _ in range(2):  # the counts of the first time are forgotten
             out = torch.full((rows, columns), torch.nan, dtype=half, device=device)
             int4.multiply(x, weight, out, tile, splits)
@@ -67,13 +69,13 @@ def test_multiply(size, has_zeros, splits, half, device):
         assert error(out, expected + bias.float() + residual.float()) < 4e-3
 
 
-@pytest.mark.parametrize("depth", [96, 200, 320])
+@pytest.mark.parametrize("depth", [96, 200, 320, 1280, 2336])
 def test_columns_that_do_not_fill_a_block(depth, half, device):
     weight = make(40, depth, depth if depth % 32 else 32, True, half, device)
     x = torch.randn(5, depth, device=device).to(half)
     out = torch.empty(5, 40, dtype=half, device=device)
-    for splits in (1, 2):
-        int4.multiply(x, weight, out, int4.FEW, splits)
+    for tile, splits in ((int4.SOME, 1), (int4.SOME, 2), (DEEP, 1), (DEEP, 2)):
+        int4.multiply(x, weight, out, tile, splits)
         assert error(out, x.float() @ weight.dequantized().float().t()) < 4e-3
 
 
@@ -81,13 +83,14 @@ def test_sums_are_always_added_in_the_same_order(half, device):
     weight, x = make(200, 1024, 64, True, half, device), torch.randn(9, 1024, device=device).to(half)
     out = [torch.empty(9, 200, dtype=half, device=device) for _ in range(5)]
     for one in out:
-        int4.multiply(x, weight, one, int4.FEW, 8)
+        int4.multiply(x, weight, one, DEEP, 2)
     assert all(torch.equal(one, out[0]) for one in out)
     assert int4._counts(x.device).count_nonzero() == 0
 
 
 def test_a_weight_is_dequantized_a_part_at_a_time(half, device, monkeypatch):
     monkeypatch.setattr(int4, "CHUNK", 50 * 256)
+    monkeypatch.setattr(int4, "CHUNK_ROWS", 8)
     weight, (x, residual) = make(130, 256, 64, True, half, device), torch.randn(2, 70, 256, device=device).to(half)
     bias, residual = residual[0, :130].clone(), residual[:, :130].clone()
     expected = x.float() @ weight.dequantized().float().t() + bias.float()
@@ -103,9 +106,9 @@ def test_a_weight_is_dequantized_a_part_at_a_time(half, device, monkeypatch):
 def test_linear(rows, batch_invariant, half, device, monkeypatch):
     """As torch's reference: the result alone, written to a place, and added to another result."""
     monkeypatch.setattr(int4, "MOST_ROWS", 128)
-    weight, bias = make(70, 384, 128, False, half, device), torch.randn(70, device=device).to(half)
+    weight, bias = make(70, 768, 128, False, half, device), torch.randn(70, device=device).to(half)
     ours, torchs = (Int4Linear(weight, bias, batch_invariant, way) for way in (ops, TorchOps()))
-    x, residual = torch.randn(rows, 384, device=device).to(half), torch.randn(rows, 70, device=device).to(half)
+    x, residual = torch.randn(rows, 768, device=device).to(half), torch.randn(rows, 70, device=device).to(half)
     assert ours.rounding is None
     for factor in (1.0, 0.5):
         both = residual.clone(), residual.clone()
@@ -120,28 +123,29 @@ def test_linear(rows, batch_invariant, half, device, monkeypatch):
 
 @pytest.mark.usefixtures("steady_products")
 def test_exact_results_do_not_depend_on_the_batch(half, device):
-    linear = Int4Linear(make(70, 384, 64, True, half, device), None, True, ops)
-    x = torch.randn(70, 384, device=device).to(half)
+    linear = Int4Linear(make(70, 768, 64, True, half, device), None, True, ops)
+    x = torch.randn(70, 768, device=device).to(half)
     together = linear(x)
     for some in (slice(0, 1), slice(3, 40)):
         assert torch.equal(linear(x[some]), together[some])
 
 
 def test_plans():
-    """K is divided where there would be few programs, and never into less than a few blocks."""
+    """K is divided where there would be few programs, and never into less than a few steps."""
     cpu, depths = torch.device("cpu"), (128, 4096, 14336)
-    for rows in (1, 16, 17, 33, 100, 512):
+    for rows in (1, 16, 17, 33, 100, int4.MOST_ROWS):
         for columns in (64, 4096, 28672, 1 << 20):
             for depth in depths:
                 tile, splits = int4.plan_for(rows, columns, depth, cpu)
-                assert tile.rows >= min(rows, 128) and splits <= max(1, depth // 128 // int4.LEAST)
+                assert tile.rows >= min(rows, 128) and splits <= max(1, -(-depth // tile.depth) // int4.LEAST)
                 tiles = -(-columns // tile.columns) * -(-rows // tile.rows)
                 assert splits == 1 or tiles * splits <= int4.PROGRAMS * 132 and tiles <= int4.MOST_TILES
-    assert int4.plan_for(1, 4096, 4096, cpu)[1] > 1 and int4.plan_for(16, 1 << 20, 4096, cpu)[1] == 1
+                assert splits in (1, 2, 4)
+    assert int4.plan_for(1, 1024, 14336, cpu)[1] > 1 and int4.plan_for(16, 1 << 20, 4096, cpu)[1] == 1
     assert int4.plan_for(int4.MOST_ROWS + 1, 4096, 4096, cpu) is None
 
 
-@pytest.mark.parametrize("tile", [*TILES, None])
+@pytest.mark.parametrize("tile", [*TILES, DEEP, None])
 def test_products_are_exact_sums(tile, half, device):
     """What is asked of a kernel before it is used."""
     assert int4._apart(device, half, tile, 2, 64, True) < 4e-3
@@ -158,10 +162,6 @@ def test_a_kernel_that_is_not_what_it_should_be_is_not_used(device, monkeypatch,
     monkeypatch.setattr(int4, "_apart", lambda *_: 1e-3)
     assert int4.there(device, torch.float16)
     int4.there.cache_clear()
-
-
-def test_tiles_have_one_depth():
-    assert all(isinstance(tile, Tile) and tile.depth == 128 for tile in TILES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="of CUDA graphs")
