@@ -2,9 +2,10 @@
 
     python -m bench.packed_experts [--int4] [--sweep] [--tokens N ...] [--seconds S]
 
-In the shapes of gpt-oss 20b and 120b, for INT4 of Qwen3 30B A3B with groups of 128, with random weights and random routing; several layers in turn, in a CUDA graph.
-Limits: the bytes of the chosen experts over the copy bandwidth, or FLOPs over the rate of matrix products, both
-measured in the same run. The error is relative to float32. With --sweep, all tiles in ROWS are timed.
+In the shapes of gpt-oss 20b and 120b, for INT4 of Qwen3 30B A3B with groups of 128, with random weights and random
+routing; several layers in turn, in a CUDA graph. Limits: the bytes of the chosen experts over the copy bandwidth, or
+FLOPs over the rate of matrix products, both measured in the same run. The error is relative to float32. With --sweep,
+all tiles in ROWS are timed.
 """
 
 from __future__ import annotations
