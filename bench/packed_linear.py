@@ -27,22 +27,22 @@ from radixrt.worker.model.int4 import WIDTH, Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-SWEPT = (16, 64, 256, 1, 32, 128, 1024)
+SWEPT = (16, 64, 256, 1024, 1, 32, 128)
 CACHE = 200_000_000
 """Bytes of the copies of a weight that take turns."""
 TILES = {
-    16: [(32, 4, 4, 2), (32, 4, 4, 3), (16, 4, 4, 3), (64, 1, 2, 3)],
-    32: [(32, 4, 4, 2), (64, 1, 2, 3), (64, 1, 4, 3)],
-    64: [(128, 1, 4, 2), (64, 1, 4, 3), (64, 1, 4, 2), (128, 1, 8, 2), (256, 1, 8, 2)],
-    128: [(128, 1, 8, 2), (64, 1, 4, 2), (256, 1, 8, 2)],
+    16: [(64, 2, 3), (32, 2, 3), (128, 2, 3)],
+    32: [(64, 4, 3), (64, 2, 3), (128, 4, 2)],
+    64: [(64, 4, 3), (128, 4, 2), (64, 4, 2), (64, 2, 3), (256, 8, 2)],
+    128: [(128, 8, 2), (64, 4, 2), (256, 8, 2)],
 }
-"""Candidates by number of rows: (columns, blocks of K, warps, stages)."""
+"""Candidates by number of rows: (columns, warps, stages)."""
 SPLITS = 1, 2, 4
 """Numbers of programs that K is divided among."""
 AHEAD = 0, 16
-"""Other numbers of blocks that are prefetched, and
-CHUNKS of weights that are dequantized at a time, tried as well."""
-CHUNKS = 1 << 24, 1 << 28
+"""Other numbers of blocks that are prefetched."""
+CHUNKS = 1 << 23, 1 << 25
+"""Other numbers of weights that are dequantized at a time."""
 
 
 def random_weight(columns: int, depth: int, group: int) -> Int4:
@@ -83,11 +83,11 @@ def swept(x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Tile, int]]
     tokens, (columns, depth), exact = len(x), weights[0].shape, exact_rows(x, weights[0])
     found: list[tuple[float, Tile, int]] = []
     rows = next((most for most in TILES if tokens <= most), 128)
-    for across, blocks, *more in TILES[rows]:
-        tile = Tile(rows, across, blocks * WIDTH, *more)
+    for across, *more in TILES[rows]:
+        tile = Tile(rows, across, WIDTH, *more)
         tiles = triton.cdiv(columns, across) * triton.cdiv(tokens, rows)
         for splits in SPLITS:
-            if splits > 1 and (tiles * splits > 8 * processors(x.device) or splits * tile.depth > depth):
+            if splits > 1 and (tiles * splits > 8 * processors(x.device) or splits * WIDTH > depth):
                 continue
             run = by_tile(tile, splits)
             try:
@@ -109,7 +109,7 @@ def print_swept(
     print(name, len(x), f"bf16 {us(x, wide, plain, 7):.2f} us, limit {least:.2f}", flush=True)
     best = swept(x, packed)
     for one, tile, splits in best[:6]:
-        print(f"    {one:.2f}", (tile.rows, tile.columns, tile.depth, tile.warps, tile.stages), splits, flush=True)
+        print(f"    {one:.2f}", (tile.rows, tile.columns, tile.warps, tile.stages), splits, flush=True)
     if len(x) <= 64:
         run = by_tile(*best[0][1:])
         print(f"    {us(x, packed[:1] * len(packed), run, 7):.2f} the same weight again", flush=True)

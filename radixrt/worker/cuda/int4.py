@@ -6,11 +6,8 @@ another slice of WORDS columns, so a thread expands its own words, without data 
 With few rows the time is that of reading the weight. Where there are few programs, K is divided among several; the last
 of them to end adds their sums, always in the same order:
 
-    weight[32 rows, K]     program 0 | program 1 | program 2 | program 3
+    weight[64 rows, K]     program 0 | program 1 | program 2 | program 3
                                sums, by way of memory   --> + --> out
-
-Within a program of a tile that is `depth` / WIDTH blocks deep, each warp has other blocks of K: such tiles are products
-of three-dimensional tensors, and their sums are added at the end.
 
 With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies.
 """
@@ -28,27 +25,29 @@ import triton.language as tl
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.products import ALIGNED, Tile, _ask, processors
+from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, WIDTH, WORDS, Int4
 
 log = logging.getLogger("radixrt.cuda")
 
-FEW, SOME, MANY = Tile(16, 32, 4 * WIDTH, 4, 2), Tile(32, 64, WIDTH, 2, 3), Tile(64, 128, WIDTH, 4, 2)
-"""Tiles for up to 16, 32 and 64 rows. The first two are multiplied by instructions of a warp (mma.sync), which take
-fewer instructions around them than those of four warps (wgmma)."""
-LARGE = Tile(128, 128, WIDTH, 8, 2)
+FEW, SOME, MANY = Tile(16, 64, WIDTH, 2, 3), Tile(32, 64, WIDTH, 4, 3), Tile(64, 64, WIDTH, 4, 3)
+"""Tiles for up to 16, 32 and 64 rows (bench/packed_linear.py --sweep). On Hopper, two warps multiply by mma.sync, which
+takes fewer instructions for few rows than wgmma, which four warps multiply by."""
+WIDE, LARGE = Tile(64, 128, WIDTH, 4, 2), Tile(128, 128, WIDTH, 8, 2)
+"""In place of MANY, where there is one for each multiprocessor, and for up to MOST_ROWS rows."""
 MOST_ROWS = 512
 """The most rows for which the kernel here is used."""
-PROGRAMS = 4
-"""Programs for each multiprocessor, for which K is divided."""
+PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
+"""K is divided as long as there are no more programs than this for each multiprocessor."""
 LEAST = 2
-"""The fewest steps along K of a program, if K is divided."""
+"""The fewest blocks of K of a program, if K is divided."""
 MOST_SPLITS = 4
 """The most programs that K is divided among: the last one adds the sums of all."""
 MOST_TILES = 1 << 12
 """The most tiles of a product whose K is divided."""
 AHEAD = 4
 """Blocks of a weight that are prefetched."""
-CHUNK = 1 << 25
+CHUNK = 1 << 24
 """The most weights that are dequantized at a time: they stay in the L2 cache until they are multiplied."""
 CHUNK_ROWS = 256
 """A multiple of this many rows: torch's products are slow if theirs are not aligned."""
@@ -198,7 +197,7 @@ def _slice(x_at, real, k, depth, WHOLE: tl.constexpr):
 def _product_kernel(
     x_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, rows, columns, depth, blocks,
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    WHOLE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr,
+    WHOLE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WORDS: tl.constexpr, FACTS: tl.constexpr, MIDDLE: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +211,7 @@ def _product_kernel(
     n = within // high * COLUMNS + tl.arange(0, COLUMNS)
     # Lanes past the last column compute another one again, which is not stored.
     at = n % columns
-    each = tl.cdiv(tl.cdiv(blocks, SPLITS), DEEP) * DEEP
+    each = tl.cdiv(blocks, SPLITS)
     begin, end = split * each, tl.minimum(split * each + each, blocks)
     if EARLY and AHEAD > 0:
         line = tl.arange(0, AHEAD * LINES)
@@ -224,31 +223,15 @@ def _product_kernel(
     m = (group * GROUP + within % high) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, WORDS)
     real = m < rows
-    source = tl.where(real, m, 0).to(tl.int64) * depth
-    if DEEP == 1:
-        k = begin * WORDS * 8 + i[None, :]
-        x_at, wanted = x_ptr + source[:, None] + k, real[:, None]
-        row = begin.to(tl.int64) * columns + at
-        w_at = values_ptr + row[:, None] * WORDS + i[None, :]
-        f_at = facts_ptr + begin.to(tl.int64) * columns * FACTS + at
-        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    else:
-        d = tl.arange(0, DEEP)
-        k = (begin + d)[:, None, None] * WORDS * 8 + i[None, None, :]
-        x_at, wanted = x_ptr + source[None, :, None] + k, real[None, :, None]
-        row = (begin + d).to(tl.int64)[:, None] * columns + at[None, :]
-        w_at = values_ptr + row[:, :, None] * WORDS + i[None, None, :]
-        f_at = facts_ptr + (begin + d).to(tl.int64)[:, None] * columns * FACTS + at[None, :]
-        acc = tl.zeros([DEEP, COLUMNS, ROWS], tl.float32)
-    for block in range(begin, end, DEEP):
-        if WHOLE or DEEP == 1:
-            w = tl.load(w_at)
-            facts = load_facts(f_at, columns, GROUPS, ZEROS)
-        else:
-            there = block + tl.arange(0, DEEP) < end
-            w = tl.load(w_at, mask=there[:, None, None], other=0)
-            # What is read past the end is multiplied by 0.
-            facts = load_facts(tl.where(there[:, None], f_at, facts_ptr), columns, GROUPS, ZEROS)
+    k = begin * WORDS * 8 + i[None, :]
+    x_at, wanted = x_ptr + tl.where(real, m, 0).to(tl.int64)[:, None] * depth + k, real[:, None]
+    row = begin.to(tl.int64) * columns + at
+    w_at = values_ptr + row[:, None] * WORDS + i[None, :]
+    f_at = facts_ptr + begin.to(tl.int64) * columns * FACTS + at
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for _ in range(begin, end):
+        w = tl.load(w_at)
+        facts = load_facts(f_at, columns, GROUPS, ZEROS)
         x0 = _slice(x_at, wanted, k, depth, WHOLE)
         x1 = _slice(x_at + WORDS, wanted, k + WORDS, depth, WHOLE)
         x2 = _slice(x_at + WORDS * 2, wanted, k + WORDS * 2, depth, WHOLE)
@@ -266,12 +249,10 @@ def _product_kernel(
         acc = tl.dot(w5, x5, acc, input_precision="ieee")
         acc = tl.dot(w6, x6, acc, input_precision="ieee")
         acc = tl.dot(w7, x7, acc, input_precision="ieee")
-        k += WORDS * 8 * DEEP
-        x_at += WORDS * 8 * DEEP
-        w_at += columns * WORDS * DEEP
-        f_at += columns * FACTS * DEEP
-    if DEEP > 1:
-        acc = tl.sum(acc, 0)
+        k += WORDS * 8
+        x_at += WORDS * 8
+        w_at += columns * WORDS
+        f_at += columns * FACTS
     if SPLITS > 1:
         to = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         kept = sums_ptr + tile * (COLUMNS * ROWS) + to
@@ -341,6 +322,13 @@ def _counts(device: torch.device) -> torch.Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
+def fitting_stages(tile: Tile, words: int, weights: int, memory: int) -> int:
+    """Pipeline stages of a tile, no more than fit `memory` bytes of shared memory, with a buffer each for x, and one
+    less for `words` words of each row of `weights` weights."""
+    x, w = 16 * tile.rows * words, 4 * weights * (tile.columns + 8) * words
+    return max(1, min(tile.stages, (memory + w) // (x + w)))
+
+
 def multiply(
     x: torch.Tensor, weight: Int4, out: torch.Tensor, tile: Tile, splits: int = 1, *,
     bias: torch.Tensor | None = None, add: bool = False,
@@ -356,8 +344,8 @@ def multiply(
     more = out if bias is None else bias
     pointers = x, weight.values, weight.facts, more, out, sums, counts
     kinds = (
-        weight.groups, weight.has_zeros, splits, bias is not None, add, depth % tile.depth == 0, by_instructions(),
-        tile.rows, tile.columns, tile.depth // WIDTH, WORDS, weight.facts.shape[1], MIDDLE, AHEAD, GROUP,
+        weight.groups, weight.has_zeros, splits, bias is not None, add, depth % WIDTH == 0, by_instructions(),
+        tile.rows, tile.columns, WORDS, weight.facts.shape[1], MIDDLE, AHEAD, GROUP,
     )  # fmt: skip
     cache = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
@@ -365,7 +353,8 @@ def multiply(
         cache = _kernel_caches.setdefault((*given, *kinds), {})
     launch(
         _product_kernel, (tiles, splits, 1), cache,
-        *pointers, rows, columns, depth, blocks, *kinds, num_warps=tile.warps, num_stages=tile.stages,
+        *pointers, rows, columns, depth, blocks, *kinds,
+        num_warps=tile.warps, num_stages=fitting_stages(tile, WORDS, 1, room()),
     )  # fmt: skip
 
 
@@ -407,9 +396,13 @@ def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple
     if rows > MOST_ROWS:
         return None
     tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)
+    if tile is MANY and triton.cdiv(columns, WIDE.columns) >= processors(device):
+        tile = WIDE
     tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows)
-    most = min(MOST_SPLITS, PROGRAMS * processors(device) // tiles, triton.cdiv(depth, tile.depth) // LEAST)
-    return tile, 1 << most.bit_length() - 1 if most > 1 and tiles <= MOST_TILES else 1
+    splits = MOST_SPLITS if tiles <= MOST_TILES else 1
+    while splits > 1 and (tiles * splits > PROGRAMS[tile] * processors(device) or depth < splits * LEAST * WIDTH):
+        splits //= 2
+    return tile, splits
 
 
 def int4_linear(
@@ -436,10 +429,9 @@ def int4_linear(
 @functools.cache
 def there(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels compile for this device and are correct there; otherwise logs why not."""
+    kinds = (FEW, 4, 32, True), (MANY, 1, 128, False), (LARGE, 1, 128, True), (None, 1, 64, True)
     try:
-        error = max(
-            _apart(device, dtype, *kind) for kind in ((FEW, 4, 32, True), (MANY, 1, 128, False), (None, 1, 64, True))
-        )
+        error = max(_apart(device, dtype, *kind) for kind in kinds)
     except Exception as problem:  # another version of the compiler
         log.warning(
             "weights in INT4 are dequantized: their kernel does not work here: %s: %s",

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.int4 import by_instructions, expanded, load_facts
+from radixrt.worker.cuda.int4 import by_instructions, expanded, fitting_stages, load_facts
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
@@ -191,13 +191,6 @@ def _product_kernel(
         acc = gated(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
     to = out_ptr + row.to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(to, acc.to(dtype), mask=real[:, None] & (n < columns)[None, :])
-
-
-def fitting_stages(tile: Tile, words: int, weights: int, memory: int) -> int:
-    """Pipeline stages of a tile, no more than fit `memory` bytes of shared memory, with buffers for x, and one less for
-    words of `weights` weights."""
-    x, w = 16 * tile.rows * words, 4 * weights * (tile.columns + 8) * words
-    return max(1, min(tile.stages, (memory + w) // (x + w)))
 
 
 def product(

@@ -149,18 +149,20 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (0, 8)]:
     which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
     pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
-    stages = packed_experts.fitting_stages(t, words, 1 + gated, room)
+    stages = int4.fitting_stages(t, words, 1 + gated, room)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
-few = [(int4.FEW, kind, half) for kind in (2, 4, 8) for half in ("*bf16", "*fp16")]
-more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.LARGE)]
-for t, kind, half in [*few, *more] if every else few[::5]:
+few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
+more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.WIDE, int4.LARGE)]
+for t, kind, half in [*few, *more] if every else few[::2]:
     which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
-    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEEP": t.depth // 256, "SPLITS": 2 if t.rows < 128 else 1}
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLITS": 2}
     tile |= {"BIAS": True, "ADD": True, "WHOLE": True}
     numbers = dict.fromkeys(("rows", "columns", "depth", "blocks"), i)
     pointers = [half, "*i32", "*i32", half, half, "*fp32", "*i32"]
-    build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, t.stages, 164_000)
+    for room in (164_000,) if t is int4.FEW else (164_000, 101_376):
+        stages = int4.fitting_stages(t, 32, 1, room)
+        build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
     if t is int4.FEW:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)

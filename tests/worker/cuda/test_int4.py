@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import int4, ops
-from radixrt.worker.cuda.products import Tile
 from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.layers import TorchOps
 
-TILES = int4.FEW, int4.SOME, int4.MANY, int4.LARGE
-DEEP = Tile(16, 32, 4 * 256, 4, 2)
-"""Whose warps have different blocks of K."""
+TILES = int4.FEW, int4.SOME, int4.MANY, int4.WIDE, int4.LARGE
 KINDS = [(32, False), (32, True), (64, False), (64, True), (128, False), (128, True)]
 """(columns that share a scale, whether zeros are stored)."""
 
@@ -52,14 +49,14 @@ def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
 @pytest.mark.parametrize("splits", [1, 3, 5])
 def test_multiply(size, has_zeros, splits, half, device):
     """With all tiles, also if some of the programs that K is divided among have nothing to do."""
-    all_tiles = device.type == "cuda" and (size, has_zeros) == (64, True)  # others compile the same code again
+    all_tiles = device.type == "cuda" and (size, has_zeros) == (64, True)  # compiling them for all takes long
     rows, columns, depth = 37, 130, 4 * 256
     weight = make(columns, depth, size, has_zeros, half, device)
     x, bias, residual = (
         torch.randn(size, device=device).to(half) for size in ((rows, depth), columns, (rows, columns))
     )
     expected = x.float() @ weight.dequantized().float().t()
-    for tile in (*TILES, DEEP) if all_tiles else (DEEP, int4.MANY):
+    for tile in TILES if all_tiles else (int4.FEW, int4.MANY):
         for _ in range(2):  # the counts of the first time are forgotten
             out = torch.full((rows, columns), torch.nan, dtype=half, device=device)
             int4.multiply(x, weight, out, tile, splits)
@@ -74,8 +71,8 @@ def test_columns_that_do_not_fill_a_block(depth, half, device):
     weight = make(40, depth, depth if depth % 32 else 32, True, half, device)
     x = torch.randn(5, depth, device=device).to(half)
     out = torch.empty(5, 40, dtype=half, device=device)
-    for tile, splits in ((int4.SOME, 1), (int4.SOME, 2), (DEEP, 1), (DEEP, 2)):
-        int4.multiply(x, weight, out, tile, splits)
+    for splits in (1, 2):
+        int4.multiply(x, weight, out, int4.FEW, splits)
         assert error(out, x.float() @ weight.dequantized().float().t()) < 4e-3
 
 
@@ -83,7 +80,7 @@ def test_sums_are_always_added_in_the_same_order(half, device):
     weight, x = make(200, 1024, 64, True, half, device), torch.randn(9, 1024, device=device).to(half)
     out = [torch.empty(9, 200, dtype=half, device=device) for _ in range(5)]
     for one in out:
-        int4.multiply(x, weight, one, DEEP, 2)
+        int4.multiply(x, weight, one, int4.FEW, 4)
     assert all(torch.equal(one, out[0]) for one in out)
     assert int4._counts(x.device).count_nonzero() == 0
 
@@ -131,21 +128,23 @@ def test_exact_results_do_not_depend_on_the_batch(half, device):
 
 
 def test_plans():
-    """K is divided where there would be few programs, and never into less than a few steps."""
-    cpu, depths = torch.device("cpu"), (128, 4096, 14336)
+    """K is divided where there would be few programs, and never into less than a few blocks."""
+    cpu = torch.device("cpu")
     for rows in (1, 16, 17, 33, 100, int4.MOST_ROWS):
         for columns in (64, 4096, 28672, 1 << 20):
-            for depth in depths:
+            for depth in (128, 1024, 4096, 14336):
                 tile, splits = int4.plan_for(rows, columns, depth, cpu)
-                assert tile.rows >= min(rows, 128) and splits <= max(1, -(-depth // tile.depth) // int4.LEAST)
+                assert tile.rows >= min(rows, 128) and splits in (1, 2, 4) and (splits == 1 or depth >= splits * 512)
                 tiles = -(-columns // tile.columns) * -(-rows // tile.rows)
-                assert splits == 1 or tiles * splits <= int4.PROGRAMS * 132 and tiles <= int4.MOST_TILES
-                assert splits in (1, 2, 4)
-    assert int4.plan_for(1, 1024, 14336, cpu)[1] > 1 and int4.plan_for(16, 1 << 20, 4096, cpu)[1] == 1
+                assert splits == 1 or (tiles * splits <= int4.PROGRAMS[tile] * 132 and tiles <= int4.MOST_TILES)
+    assert int4.plan_for(1, 4096, 14336, cpu) == (int4.FEW, 4)
+    assert int4.plan_for(64, 4096, 4096, cpu) == (int4.MANY, 2)
+    assert int4.plan_for(64, 28672, 4096, cpu) == (int4.WIDE, 1)
+    assert int4.plan_for(128, 4096, 4096, cpu) == (int4.LARGE, 4)
     assert int4.plan_for(int4.MOST_ROWS + 1, 4096, 4096, cpu) is None
 
 
-@pytest.mark.parametrize("tile", [*TILES, DEEP, None])
+@pytest.mark.parametrize("tile", [*TILES, None])
 def test_products_are_exact_sums(tile, half, device):
     """What is asked of a kernel before it is used."""
     assert int4._apart(device, half, tile, 2, 64, True) < 4e-3
