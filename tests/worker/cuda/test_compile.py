@@ -160,7 +160,7 @@ for t, kind, half in [*few, *more] if every else few[::2]:
     tile |= {"BIAS": True, "ADD": True, "WHOLE": True}
     numbers = dict.fromkeys(("rows", "columns", "depth", "blocks"), i)
     pointers = [half, "*i32", "*i32", half, half, "*fp32", "*i32"]
-    for room in (164_000,) if t is int4.FEW else (164_000, 101_376):
+    for room in (164_000, 101_376) if t.rows * t.columns in (64 * 64, 128 * 128) else (164_000,):
         stages = int4.fitting_stages(t, 32, 1, room)
         build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
     if t is int4.FEW:

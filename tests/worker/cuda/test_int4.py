@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import int4, ops
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.layers import TorchOps
 
@@ -124,6 +127,29 @@ def test_linear(rows, batch_invariant, half, device, monkeypatch):
     ours.put(x, wide[:, 10:80])
     assert not rows or error(wide[:, 10:80], torchs(x)) < 4e-3
     assert torch.equal(wide[:, 10:80], ours(x)) and wide[:, 80:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_model_in_int4(family, checkpoint, tmp_path, monkeypatch, device):
+    """With all kernels of a GPU it computes what torch does."""
+    pytest.importorskip("transformers")
+    from tests.worker.test_integers import store
+    from tests.worker.test_sharding import mix
+
+    monkeypatch.setattr("tests.worker.test_integers.GROUP", 32)
+    sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    folder, _ = store(checkpoint(family, **sizes)[0], tmp_path, "awq", ("proj.weight",))
+    config = read_json(folder / "config.json")
+    kinds = {"progress": False, "packed": True, "quantization": config["quantization_config"]}
+    logits = []
+    for way in (ops, TorchOps()):
+        weights = SafetensorsWeights(folder, torch.float16, device, **kinds)
+        model = Decoder(read_spec(config), weights, ops=way)
+        assert not weights.multiplied_out and not (model.has_unquantized_experts and family == "qwen3_moe")
+        tokens = torch.arange(1, 40, device=device)
+        with torch.inference_mode():
+            logits.append(model.forward(tokens, tokens - 1, mix))
+    assert error(*logits) < 1e-2
 
 
 @pytest.mark.usefixtures("steady_products")
