@@ -145,8 +145,8 @@ def _value(
 def expanded(
     w, facts, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr
 ):  # fmt: skip
-    """The weights of words w[..., N, WORDS], with `load_facts` [..., N]: 8 slices [..., N, WORDS], of the block's first
-    WORDS columns, the next ones, ..."""
+    """The weights of words w[N, WORDS], with `load_facts` [N]: 8 slices [N, WORDS], of the block's first WORDS columns,
+    the next ones, ..."""
     if BITS:
         less: tl.constexpr = LESS16 if dtype == tl.float16 else LESS
         s0, z0 = _operands(facts, 0, GROUPS, ZEROS, MIDDLE, less)
@@ -186,7 +186,7 @@ def expanded(
 
 @triton.jit
 def _slice(x_at, real, k, depth, WHOLE: tl.constexpr):
-    """The columns k of x, transposed: [..., WORDS, ROWS]. 0 for columns that x does not have."""
+    """The columns k of x, transposed: [WORDS, ROWS]. 0 for columns that x does not have."""
     if WHOLE:
         return tl.trans(tl.load(x_at, mask=real, other=0.0))
     else:
@@ -312,7 +312,7 @@ _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 
 
 def by_instructions() -> bool:
-    """Whether words are expanded by EXPAND."""
+    """Whether words are expanded by `_expand`."""
     return not triton.knobs.runtime.interpret
 
 
@@ -392,7 +392,7 @@ def by_torch(
 @functools.cache
 def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple[Tile, int] | None:
     """The tile and the number of programs that K is divided among; None where it is faster to dequantize the weight
-    (bench/int4.py)."""
+    (bench/packed_linear.py)."""
     if rows > MOST_ROWS:
         return None
     tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)

@@ -1,6 +1,7 @@
 """Weights in integers of 4 bits, kept so for kernels that expand them in registers: a quarter of the bytes to read.
 
-A weight is bf16((q - zero) * scale), in the dtype of the model: rounded once, as if it had been dequantized at load.
+A weight is (q - zero) * scale, rounded to the dtype of the model, as if it had been dequantized at load. The scale is
+rounded to that dtype first; if it is stored in another one, this makes a difference.
 """
 
 from __future__ import annotations
@@ -160,19 +161,19 @@ def _cut(
         return None
     if groups == 1:
         size = -(-columns // largest) * largest
-    per = slice(None), slice(None)
+    of_part = slice(None), slice(None)
     if part is not None and part.dim == 0:
-        per = slice(part.start, part.stop), slice(None)
-        values = values[per]
+        of_part = slice(part.start, part.stop), slice(None)
+        values = values[of_part]
     if size > largest:
         scales, zeros = (None if x is None else x.repeat_interleave(size // largest, 1) for x in (scales, zeros))
         size = largest
     if part is not None and part.dim == 1:
         if part.start % size and groups > 1:
             return None
-        per = slice(None), slice(part.start // size, -(-part.stop // size))
+        of_part = slice(None), slice(part.start // size, -(-part.stop // size))
         values = values[:, part.start : part.stop]
-    return values, scales[per], None if zeros is None else zeros[per], size
+    return values, scales[of_part], None if zeros is None else zeros[of_part], size
 
 
 def _by_block(x: torch.Tensor, blocks: int, groups: int) -> torch.Tensor:
