@@ -1,34 +1,39 @@
-"""A layer of gpt-oss' experts: kept in MXFP4, or dequantized to bfloat16, with the limits of both.
+"""A layer of experts: kept in MXFP4 or INT4, or dequantized to bfloat16, with the limits of both.
 
-    python -m bench.packed_experts [--sweep] [--tokens N ...]
+    python -m bench.packed_experts [--int4] [--sweep] [--tokens N ...] [--seconds S]
 
-In the shapes of gpt-oss 20b and 120b, with random weights and random routing; several layers in turn, in a CUDA graph.
-Limits: the bytes of the chosen experts over the copy bandwidth, or FLOPs over the rate of matrix products, both
-measured in the same run. The error is relative to float32. With --sweep, all tiles in ROWS are timed.
+In the shapes of gpt-oss 20b and 120b, for INT4 of Qwen3 30B A3B with groups of 128, with random weights and random
+routing; several layers in turn, in a CUDA graph. Limits: the bytes of the chosen experts over the copy bandwidth, or
+FLOPs over the rate of matrix products, both measured in the same run. The error is relative to float32. With --sweep,
+all tiles in ROWS are timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 from typing import Any
 
 import torch
 
 from bench.common import save, table
 from bench.experts import Way, layer_ms, limit_ms, make
+from bench.packed_linear import random_weight
 from bench.worker import ceilings
 from radixrt.worker.cuda import experts as ours
 from radixrt.worker.cuda import packed_experts, routing
 from radixrt.worker.cuda.products import Tile
+from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.mxfp4 import BLOCK, WIDTH, PackedStack
 
 SHAPES = {"gpt-oss 20b": (32, 4, 2880, 2880), "gpt-oss 120b": (128, 4, 2880, 2880)}
 """(experts, experts per token, hidden size, intermediate size)."""
-LAYERS = {32: 4, 128: 2}
-"""Number of layers that take turns, by number of experts."""
+INT4_SHAPES = {"Qwen3 30B A3B": (128, 8, 2048, 768)}
+LAYERS = {"gpt-oss 20b": 4, "gpt-oss 120b": 2, "Qwen3 30B A3B": 2}
+"""Number of layers that take turns."""
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 MXFP4_BYTES = 0.5 + 1 / BLOCK
 """Bytes per weight."""
@@ -49,6 +54,20 @@ def in_mxfp4(experts: Experts) -> Experts:
     return dataclasses.replace(experts, gate_up=stacked(experts.gate_up), down=stacked(experts.down))
 
 
+def in_int4(experts: Experts) -> Experts:
+    """Experts of the same shape in INT4, with zeros."""
+
+    def stacked(weight: torch.Tensor) -> Int4:
+        count, rows, columns = weight.shape
+        each = [random_weight(rows, columns, 128) for _ in range(count)]
+        stack = each[0].stack(count)
+        for number, weight in enumerate(each):
+            stack.put(number, weight)
+        return stack
+
+    return dataclasses.replace(experts, gate_up=stacked(experts.gate_up), down=stacked(experts.down))
+
+
 def error(experts: Experts, x: torch.Tensor) -> float:
     """The error of the first tokens, relative to float32."""
     found, exact = torch.zeros_like(x), torch.zeros_like(x[:8], dtype=torch.float32)
@@ -60,8 +79,11 @@ def error(experts: Experts, x: torch.Tensor) -> float:
 # ---------------------------------------------------------------- tiles
 
 ROWS = {
-    16: ([(64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 8, 4)], [(64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 8, 4)]),
-    32: ([(64, 4, 4), (128, 8, 3), (128, 4, 3)], [(64, 4, 5), (128, 4, 4), (128, 8, 4)]),
+    16: (
+        [(64, 2, 4), (32, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 8, 4)],
+        [(64, 2, 4), (32, 2, 6), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 8, 4)],
+    ),
+    32: ([(32, 2, 4), (64, 4, 4), (128, 8, 3), (128, 4, 3)], [(64, 2, 4), (64, 4, 5), (128, 4, 4), (128, 8, 4)]),
     64: ([(64, 4, 3), (128, 8, 3), (128, 8, 2)], [(128, 4, 3), (128, 8, 3), (64, 4, 4)]),
     128: ([(128, 8, 2), (128, 8, 3), (64, 4, 3)], [(128, 8, 3), (128, 8, 2), (128, 4, 3)]),
     256: ([(64, 8, 2)], [(128, 8, 2)]),
@@ -104,36 +126,40 @@ def measure(wide: list[Experts], packed: list[Experts], x: torch.Tensor, limits:
     """A row of the table: milliseconds per layer, limits and the error."""
     wrong = error(packed[0], x)
     assert wrong < 2e-2, wrong
-    row = {"bf16_ms": layer_ms(ours.add, wide, x), "mxfp4_ms": layer_ms(ours.add, packed, x)}
+    row = {"bf16_ms": layer_ms(ours.add, wide, x), "packed_ms": layer_ms(ours.add, packed, x)}
     flops = 2 * (wide[0].gate_up[0].numel() + wide[0].down[0].numel()) * len(x) * wide[0].top_k
     least = {"bf16_limit_ms": limit_ms(wide[0], x, limits)}
     moved = len(wide[0].route(x)[1].unique()) * packed[0].down.nbytes * 3 / len(packed[0].down)
-    least["mxfp4_limit_ms"] = max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
-    return row | least | {"of_limit": row["mxfp4_ms"] / least["mxfp4_limit_ms"], "error": wrong}
+    least["packed_limit_ms"] = max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+    return row | least | {"of_limit": row["packed_ms"] / least["packed_limit_ms"], "error": wrong}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--int4", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing more after that")
     args = parser.parse_args()
-    limits = ceilings()
+    began, limits = time.monotonic(), ceilings()
     print(limits, flush=True)
     rows: list[dict[str, Any]] = []
-    for name, shape in SHAPES.items():
-        wide = [make(shape) for _ in range(LAYERS[shape[0]])]
-        packed = [in_mxfp4(experts) for experts in wide]
+    for name, shape in (INT4_SHAPES if args.int4 else SHAPES).items():
+        wide = [make(shape) for _ in range(LAYERS[name])]
+        packed = [(in_int4 if args.int4 else in_mxfp4)(experts) for experts in wide]
         for tokens in args.tokens:
+            if time.monotonic() - began > args.seconds:
+                break
             x = torch.randn((tokens, shape[2]), dtype=torch.bfloat16, device="cuda")
+            rows.append({"experts": name, "tokens": tokens} | measure(wide, packed, x, limits))
+            print(rows[-1], flush=True)
             if args.sweep:
                 for kind, best in swept(packed, x).items():
                     print(name, tokens, kind, *(f"{ms:.4f} {t}" for ms, t in best), sep="\n    ", flush=True)
-            rows.append({"experts": name, "tokens": tokens} | measure(wide, packed, x, limits))
-            print(rows[-1], flush=True)
         del wide, packed
     print(table(rows))
     if not args.sweep:
-        save("packed_experts", rows, device=torch.cuda.get_device_name(), **limits)
+        save(f"packed_experts{'_int4' * args.int4}", rows, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":

@@ -189,8 +189,11 @@ QWEN3_5 = {
 }
 TIED = {"tie_word_embeddings": True}
 
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}}
 SHAPES = {
     "llama-8b": LLAMA_8B,
+    "llama-8b-awq": LLAMA_8B | AWQ,
+    "qwen3-30b-awq": QWEN3_30B | AWQ,
     "llama-70b": LLAMA_70B,
     "qwen3-30b": QWEN3_30B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,

@@ -38,9 +38,10 @@ from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.latent import Latent
 from radixrt.worker.model.layers import Layer, Product
-from radixrt.worker.model.linear import HeadLinear
+from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.scaled import ScaledLinear
 from radixrt.worker.model.sharding import Shard
@@ -123,20 +124,21 @@ def weight_bytes(model: Decoder, batch: int) -> float:
     )
 
 
-def values(linear: Product) -> torch.Tensor:
+def values(linear: Product) -> torch.Tensor | Int4:
     """The values of a product's weight, in their stored dtype."""
     return linear.weight.values if isinstance(linear, ScaledLinear) else linear.weight
 
 
 def gemm_ms(runner: Runner, batch: int) -> float:
-    """Milliseconds of all matrix products of a step of `batch` tokens, except experts and FP8, by torch in a graph."""
+    """Milliseconds of all matrix products of a step of `batch` tokens, except experts and quantized ones, by torch in
+    a graph."""
     model = runner._model
     inputs: dict[object, torch.Tensor] = {}
 
     def run() -> None:
         for layer in model._layers:
             for linear in dense(layer):
-                if isinstance(linear, ScaledLinear):
+                if not isinstance(linear, Linear):
                     continue
                 size = linear.weight.shape[1]
                 if size not in inputs:
@@ -162,11 +164,13 @@ def gemm_ms(runner: Runner, batch: int) -> float:
 
 
 def scaled_ms(model: Decoder, batch: int, limits: dict[str, float]) -> float:
-    """The limit of a step's products in FP8, in milliseconds: the weights' bytes over the bandwidth, or FLOPs over
-    twice the rate of bfloat16."""
-    weights = [values(x) for layer in model._layers for x in dense(layer) if isinstance(x, ScaledLinear)]
-    times = (max(w.nbytes / limits["copy_gbs"] / 1e6, batch * w.numel() / limits["tflops"] / 1e9) for w in weights)
-    return sum(times, 0.0)
+    """The limit of a step's products with quantized weights, in milliseconds: the weights' bytes over the bandwidth, or
+    FLOPs over the rate of bfloat16, in FP8 over twice that."""
+    found = 0.0
+    for linear in (x for layer in model._layers for x in dense(layer) if not isinstance(x, Linear)):
+        flops = (1 if isinstance(linear, ScaledLinear) else 2) * batch * values(linear).numel()
+        found += max(values(linear).nbytes / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+    return found
 
 
 class Bench:

@@ -77,8 +77,8 @@ class WorkerConfig:
     dtype: str = setting("auto", "dtype of weights and activations: auto, float32, bfloat16, float16")
     quantization: str = setting(
         "auto",
-        "what to do with quantized weights on a GPU: auto (keep FP8, and MXFP4 experts, as stored), fp8 (round other "
-        "weights to FP8, too), none (dequantize all)",
+        "what to do with quantized weights on a GPU: auto (keep FP8, INT4, and MXFP4 experts, as stored), fp8 (round "
+        "weights other than those experts to FP8, too), none (dequantize all)",
     )
     kv_cache_dtype: str = setting("auto", "dtype of KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
     kv_scales: str = setting("auto", "scales of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")

@@ -18,11 +18,12 @@ from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES, KVPool, StatePool
-from radixrt.worker.model import checkpoint, read_spec
+from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
+    has_int4,
     is_expanded,
     quantization_of,
     rounds_activations,
@@ -265,7 +266,7 @@ def load_model(
     """
     products = choose_products(config.quantization, loaded, exact, ops is not None)
     is_follower = group is not None and group.shard.rank > 0
-    packed = keeps_mxfp4(config.quantization, loaded, ops is not None)
+    packed = keeps_packed(config.quantization, loaded, ops is not None)
     weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group)
@@ -273,7 +274,14 @@ def load_model(
         wide = (
             "weights" if expanded or products is Products.NONE else "experts" if model.has_unquantized_experts else ""
         )
-        if wide and (form := stored_as(loaded.hf_config)):
+        form = stored_as(loaded.hf_config)
+        if packed and form != "MXFP4":
+            if weights.multiplied_out:
+                log.warning(
+                    "%s: %d of its matrices in %s are multiplied out at load: they take the memory of 16 bits",
+                    loaded.folder.name, weights.multiplied_out, form,
+                )  # fmt: skip
+        elif wide and form:
             log.warning(
                 "%s: %s that are stored in %s are multiplied out at load: they take the memory of 16 bits",
                 loaded.folder.name, "experts" if form == "MXFP4" else wide, form,
@@ -396,20 +404,22 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
     return Products.STORED if rounds_activations(loaded.hf_config) else Products.NONE
 
 
-def keeps_mxfp4(name: str, loaded: Loaded, kernels: bool) -> bool:
-    """Whether experts that are stored in MXFP4 are kept so: if the GPU's `kernels` are used, in bfloat16, and the
-    option quantization is not none."""
-    if (
-        stored_as(loaded.hf_config) != "MXFP4"
-        or name == "none"
-        or not kernels
-        or loaded.device.type != "cuda"
-        or loaded.dtype != torch.bfloat16
-    ):
+def keeps_packed(name: str, loaded: Loaded, kernels: bool) -> bool:
+    """Whether weights that are stored in MXFP4 (of experts) or INT4 are kept so: if the GPU's `kernels` are used, in
+    bfloat16 (INT4: or float16), and the option quantization is not none (INT4: nor fp8)."""
+    form = stored_as(loaded.hf_config)
+    if name == "none" or not kernels or loaded.device.type != "cuda":
         return False
+    from radixrt.worker.cuda import int4 as products
     from radixrt.worker.cuda import packed_experts
 
-    return packed_experts.there(loaded.device)
+    if form == "MXFP4" and loaded.dtype == torch.bfloat16:
+        return packed_experts.there(loaded.device)
+    if has_int4(loaded.hf_config) and name != "fp8" and loaded.dtype in int4.DTYPES:
+        if loaded.spec.experts is not None and not packed_experts.there(loaded.device, loaded.dtype):
+            return False
+        return products.there(loaded.device, loaded.dtype)
+    return False
 
 
 def open_weights(
@@ -420,14 +430,15 @@ def open_weights(
     packed: bool = False,
 ) -> checkpoint.SafetensorsWeights | RandomWeights:
     """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
+    quantization = quantization_of(loaded.hf_config)
     match config.load_format:
         case "auto" | "safetensors":
-            block, quantization = block_size(loaded.hf_config), quantization_of(loaded.hf_config)
+            block = block_size(loaded.hf_config)
             return checkpoint.SafetensorsWeights(
                 loaded.folder, loaded.dtype, loaded.device, progress, block, products, packed, quantization
             )
         case "dummy":
-            return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed)
+            return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed, quantization)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
 
 

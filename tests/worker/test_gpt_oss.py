@@ -104,15 +104,15 @@ def test_mxfp4_is_kept_where_kernels_for_it_work(packed, monkeypatch):
     on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
     works = [True]
     monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device: works[0])
-    assert loading.keeps_mxfp4("auto", on_gpu, kernels=True) and loading.keeps_mxfp4("fp8", on_gpu, kernels=True)
-    assert not loading.keeps_mxfp4("none", on_gpu, kernels=True)
-    assert not loading.keeps_mxfp4("auto", on_gpu, kernels=False)
-    assert not loading.keeps_mxfp4("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
-    assert not loading.keeps_mxfp4("auto", on_cpu, kernels=True)
+    assert loading.keeps_packed("auto", on_gpu, kernels=True) and loading.keeps_packed("fp8", on_gpu, kernels=True)
+    assert not loading.keeps_packed("none", on_gpu, kernels=True)
+    assert not loading.keeps_packed("auto", on_gpu, kernels=False)
+    assert not loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not loading.keeps_packed("auto", on_cpu, kernels=True)
     plain = dataclasses.replace(on_gpu, hf_config={"model_type": "gpt_oss"})
-    assert not loading.keeps_mxfp4("auto", plain, kernels=True)
+    assert not loading.keeps_packed("auto", plain, kernels=True)
     works[0] = False
-    assert not loading.keeps_mxfp4("auto", on_gpu, kernels=True)
+    assert not loading.keeps_packed("auto", on_gpu, kernels=True)
 
 
 def test_scales_that_kernels_cannot_have_are_dequantized(packed, tmp_path):
@@ -123,7 +123,7 @@ def test_scales_that_kernels_cannot_have_are_dequantized(packed, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False, packed=True)
     model = Decoder(read_spec(read_json(folder / "config.json")), weights)
-    assert [layer.mlp.experts.is_mxfp4 for layer in model._layers] == [True, False]
+    assert [layer.mlp.experts.is_packed for layer in model._layers] == [True, False]
     assert model.has_unquantized_experts
 
 

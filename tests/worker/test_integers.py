@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 
@@ -9,11 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker import loading
 from radixrt.worker.model import integers, read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
+from radixrt.worker.model.integers import Integers
+from radixrt.worker.model.layers import Layer, Product
+from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.mxfp4 import E2M1
 from radixrt.worker.model.quantized import stored_as
+from radixrt.worker.model.random_weights import RandomWeights
+from radixrt.worker.model.sharding import Part
 from tests.worker.test_published import edit, logits, rewrite
 from tests.worker.test_sharding import mix
 from tests.worker.thread_group import on_ranks
@@ -190,6 +199,214 @@ def test_ranks_have_parts_of_it(checkpoint, tmp_path, form):
     expected = run()
     for found in on_ranks(2, run):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def products_of(model: Decoder) -> list[Product]:
+    return [x for layer in model._layers for x in dense(layer)]
+
+
+def dense(layer: Layer) -> list[Product]:
+    return [*layer.heads.products, layer.output.product, layer.mlp.gate_up, layer.mlp.down.product]
+
+
+REORDERED = "gptq, by activations", "w4a16, ordered"
+"""Whose columns are not in the order of their groups."""
+KEPT = "awq", "gptq", "gptq v2", "w4a16", "w4a16, zeros"
+
+
+def decoders(folder, group=None):
+    """The model of a checkpoint with its weights in INT4 where that is possible, and dequantized."""
+    config = read_json(folder / "config.json")
+    kinds = {"progress": False, "quantization": config["quantization_config"]}
+    for packed in (True, False):
+        weights = SafetensorsWeights(folder, torch.bfloat16, CPU, packed=packed, **kinds)
+        yield Decoder(read_spec(config), weights, group=group), weights
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_what_is_packed_is_what_was_stored(size, has_zeros):
+    rows, columns = 21, 2 * (size or 100)
+    q, groups = torch.randint(16, (rows, columns)), 2 if size else 1
+    scales = (torch.rand(rows, groups) + 0.1).bfloat16()
+    zeros = torch.randint(17, (rows, groups), dtype=torch.int32) if has_zeros else None
+    expected = Integers(q, scales, zeros, 4).dequantized().bfloat16()
+    weight = Int4.of(q, scales, zeros, torch.bfloat16)
+    assert torch.equal(weight.dequantized(), expected) and weight.shape == expected.shape
+    assert weight.numel() == rows * columns and weight.nbytes == weight.values.nbytes + weight.facts.nbytes
+    order = torch.randperm(rows)
+    assert torch.equal(weight.take(order).dequantized(), expected[order])
+    for part in (Part(0, 3, 10), Part(1, columns // 2, columns), Part(1, columns // 2, columns - 3)):
+        of_part = Int4.of(q, scales, zeros, torch.bfloat16, part)
+        assert torch.equal(of_part.dequantized(), expected.narrow(part.dim, part.start, part.count))
+
+
+def test_what_kernels_cannot_have_is_not_packed():
+    q, scales = torch.randint(16, (4, 96)), torch.ones(4, 3)
+    assert Int4.of(q, scales, None, torch.bfloat16) is not None
+    assert Int4.of(q, scales, None, torch.float32) is None
+    assert Int4.of(q, torch.ones(4, 2), None, torch.bfloat16) is None, "groups of 48"
+    assert Int4.of(q, 1e-8 * scales, None, torch.float16) is None, "scales that are not numbers of 16 bits"
+    assert Int4.of(q, scales, None, torch.bfloat16, Part(1, 48, 96)) is None, "a part that begins within a group"
+    assert Int4.of(q, torch.ones(4, 1), None, torch.bfloat16, Part(1, 48, 96)) is not None
+    for others, zeros in ((torch.ones(3, 3), None), (scales, torch.ones(4, 1))):
+        with pytest.raises(ValueError, match="do not fit together"):
+            Int4.of(q, others, zeros, torch.bfloat16)
+
+
+def test_weights_of_different_kinds_are_not_one():
+    q, scales = torch.randint(16, (4, 128)), torch.ones(4, 4).bfloat16()
+    first, other = Int4.of(q, scales, None, torch.bfloat16), Int4.of(q, scales[:, :1], None, torch.bfloat16)
+    both = concatenate_int4([first, first])
+    assert torch.equal(both.dequantized(), first.dequantized().repeat(2, 1)) and both.shape == (8, 128)
+    assert concatenate_int4([first, other]) is None and concatenate_int4([first]) is first
+
+
+@pytest.fixture
+def wider(monkeypatch):
+    """Groups that kernels can have."""
+    monkeypatch.setattr("tests.worker.test_integers.GROUP", 32)
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [(form, "llama") for form in KEPT] + [("awq", "phi3"), ("w4a16", "phi3"), ("gptq", "qwen2"), ("w4a16", "cohere")],
+)
+def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
+    """The same weights, to the last bit; also of matrices that are stored together, and of heads in another order."""
+    folder, _ = store(checkpoint(family)[0], tmp_path, form, ("proj.weight",))
+    (kept, weights), (wide, others) = decoders(folder)
+    assert weights.multiplied_out == 0 and others.multiplied_out > 0 and not weights.unused()
+    for ours, expected in zip(products_of(kept), products_of(wide), strict=True):
+        assert isinstance(ours, Int4Linear) and torch.equal(ours.weight.dequantized(), expected.weight)
+        assert (ours.bias is None) == (expected.bias is None)
+    tokens = torch.arange(1, 30)
+    with torch.inference_mode():
+        found, expected = (model.forward(tokens, tokens - 1, mix) for model in (kept, wide))
+    assert torch.allclose(found, expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize(
+    ("form", "family"), [("awq", "qwen3_moe"), ("gptq", "qwen3_moe"), ("w4a16", "deepseek_v3"), ("w4a16", "mixtral")]
+)
+def test_experts_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
+    ends = ("proj.weight", "proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")
+    sizes = {} if family == "mixtral" else {"moe_intermediate_size": 64}
+    folder, _ = store(checkpoint(family, **sizes)[0], tmp_path, form, ends)
+    (kept, weights), (wide, _) = decoders(folder)
+    assert not kept.has_unquantized_experts and not weights.unused()
+    assert weights.multiplied_out == (len(kept._layers) if family == "deepseek_v3" else 0), "kv_b_proj"
+    for ours, theirs in zip(kept._layers, wide._layers, strict=True):
+        if isinstance(ours.mlp, Mixture):
+            ours, theirs = ours.mlp.experts, theirs.mlp.experts
+            for number in range(len(ours.down)):
+                assert torch.equal(ours.gate_up.dequantized(number), theirs.gate_up[number])
+                assert torch.equal(ours.down.dequantized(number), theirs.down[number])
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize("only", ["3.down_proj.weight", "0.down_proj.weight", "2.up_proj.weight"])
+def test_experts_of_which_one_is_different_are_dequantized(checkpoint, tmp_path, only, monkeypatch):
+    folder, _ = store(checkpoint("qwen3_moe", moe_intermediate_size=64)[0], tmp_path, "awq", ("proj.weight",))
+    real = SafetensorsWeights.int4
+    for found in (lambda weight: None, lambda weight: dataclasses.replace(weight, has_zeros=False)):
+
+        def int4(self, name, *more, found=found):
+            weight = real(self, name, *more)
+            return found(weight) if weight and name.endswith(only) else weight
+
+        monkeypatch.setattr(SafetensorsWeights, "int4", int4)
+        (model, weights), (wide, _) = decoders(folder)
+        assert model.has_unquantized_experts and weights.multiplied_out > 0
+        assert torch.equal(model._layers[0].mlp.experts.down, wide._layers[0].mlp.experts.down)
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in KEPT])
+def test_other_formats_are_dequantized(checkpoint, tmp_path, form):
+    folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
+    (model, weights), _ = decoders(folder)
+    assert weights.multiplied_out > 0 and not any(isinstance(x, Int4Linear) for x in products_of(model))
+
+
+@pytest.mark.usefixtures("wider")
+def test_parts_of_one_matrix_that_are_stored_differently_are_dequantized(checkpoint, tmp_path):
+    """As is what only a part of is in INT4."""
+    folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("v_proj.weight", "gate_proj.weight", "up_proj.weight"))
+    (model, weights), (wide, _) = decoders(folder)
+    kinds = [isinstance(x, Int4Linear) for x in dense(model._layers[0])]
+    assert kinds == [False, False, True, False] and weights.multiplied_out == len(model._layers)
+    assert torch.equal(model._layers[0].heads.qkv.weight, wide._layers[0].heads.qkv.weight)
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize("form", ["awq", "gptq", "w4a16, zeros"])
+def test_ranks_have_parts_in_int4(checkpoint, tmp_path, form):
+    """Where a part begins within a group, it is dequantized."""
+    folder, _ = store(checkpoint("llama", intermediate_size=160)[0], tmp_path, form, ("proj.weight",))
+    tokens = torch.arange(1, 30)
+
+    def run(group=None):
+        model, weights = next(decoders(folder, group))
+        kinds = [isinstance(x, Int4Linear) for x in dense(model._layers[0])]
+        with torch.inference_mode():
+            return model.forward(tokens, tokens - 1, mix), kinds
+
+    expected, kinds = run()
+    assert all(kinds)
+    found = on_ranks(2, run)
+    assert [kinds for _, kinds in found] == [[True] * 4, [True, True, True, False]]
+    for logits_, _ in found:
+        assert torch.allclose(logits_, expected, rtol=0.1, atol=0.1)
+
+
+def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatch):
+    folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("proj.weight",))
+    on_cpu = loading.look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
+    on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
+    works = [True, False]
+    monkeypatch.setattr("radixrt.worker.cuda.int4.there", lambda device, dtype: works[0])
+    monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device, dtype: works[1])
+    assert loading.keeps_packed("auto", on_gpu, kernels=True)
+    assert loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float32), kernels=True)
+    assert not any(loading.keeps_packed(name, on_gpu, kernels=True) for name in ("none", "fp8"))
+    assert not loading.keeps_packed("auto", on_gpu, kernels=False)
+    assert not loading.keeps_packed("auto", on_cpu, kernels=True)
+    for form, (_, quantization, _) in FORMS.items():
+        other = dataclasses.replace(on_gpu, hf_config={"quantization_config": quantization})
+        assert loading.keeps_packed("auto", other, kernels=True) == (form in KEPT or form in REORDERED), form
+    mixture = dataclasses.replace(on_gpu, spec=read_spec(read_json(checkpoint("qwen3_moe")[0] / "config.json")))
+    assert not loading.keeps_packed("auto", mixture, kernels=True)
+    works[1] = True
+    assert loading.keeps_packed("auto", mixture, kernels=True)
+    works[0] = False
+    assert not loading.keeps_packed("auto", on_gpu, kernels=True)
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize(("form", "words"), [("awq", ""), ("gptq, by activations", "14 of its matrices in GPTQ are")])
+def test_what_is_dequantized_beside_int4_is_said(checkpoint, tmp_path, monkeypatch, caplog, form, words):
+    folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
+    config = resolve(WorkerConfig(model=str(folder), device="cpu"))
+    loaded = dataclasses.replace(loading.look_up(config), dtype=torch.bfloat16)
+    monkeypatch.setattr(loading, "keeps_packed", lambda *_: True)
+    with caplog.at_level(logging.WARNING):
+        loading.load_model(config, loaded)
+    assert ("multiplied out" in caplog.text) == bool(words) and words in caplog.text
+
+
+def test_random_weights_are_in_int4_as_a_checkpoint_is(checkpoint):
+    spec = read_spec(read_json(checkpoint("llama")[0] / "config.json"))
+    for quantization in (FORMS["awq"][1] | {"group_size": 32}, groups_of("int", 4)):
+        kinds = {"packed": True, "quantization": quantization}
+        models = [Decoder(spec, RandomWeights(0, torch.bfloat16, CPU, **kinds)) for _ in range(2)]
+        ours, again = (model._layers[1].mlp.down.product.weight for model in models)
+        assert torch.equal(ours.values, again.values) and 0.01 < ours.dequantized().float().std() < 0.04
+    model = Decoder(spec, RandomWeights(0, torch.bfloat16, CPU, packed=True, quantization=FORMS["nvfp4"][1]))
+    assert not any(isinstance(x, Int4Linear) for x in products_of(model))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ Biases, if any, are added where gate and up are combined, and where the rows of 
 
 Experts in FP8 (`scaled_experts`) take x quantized by the launch that routes, and inner rows quantized by one more
 launch, which applies the gate. All their products are kernels here. So are those of experts in MXFP4
-(`packed_experts`), whose weights are expanded to bfloat16 in registers.
+and INT4 (`packed_experts`), whose weights are expanded to bfloat16 in registers.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     rows = len(x) * experts.top_k / count
     if experts.is_fp8:
         return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
-    if experts.is_mxfp4:
+    if experts.is_packed:
         return _add_packed(experts, logits, x, residual, rows)
     tile = MANY if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
@@ -305,7 +305,7 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
 
 
 def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
-    """Of experts in MXFP4, with so many rows each, on average."""
+    """Of experts in MXFP4 or INT4, with so many rows each, on average."""
     first, second = packed_experts.MANY if experts.batch_invariant else packed_experts.tiles_for(rows)
     weights, order, _ = _begin(experts, logits, first.rows, x, None)
     inner = packed_experts.product(x, order, experts.gate_up, first, experts.activation, experts.gate_up_bias)

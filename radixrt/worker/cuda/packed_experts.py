@@ -1,4 +1,5 @@
-"""Matrix products of experts in MXFP4 (`model.mxfp4.PackedStack`), by tiles of rows of one expert (see `experts`).
+"""Matrix products of experts in MXFP4 (`model.mxfp4.PackedStack`) or INT4 (`model.int4`), by tiles of rows of one
+expert (see `experts`).
 
 The weight is the left operand, which tensor cores can take from registers. Each of the 8 values of a word belongs to
 another slice of 16 columns, so a thread expands its own words, without data of other threads:
@@ -6,6 +7,8 @@ another slice of 16 columns, so a thread expands its own words, without data of 
     w [N, 16] --expand--> values 0 * scale [N, 16]   times x[:, 0:16]
                           values 1 * scale [N, 16]   times x[:, 16:32]
                           ...
+
+Words of both kinds have the same layout, and are expanded by other instructions.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.int4 import by_instructions, expanded, fitting_stages, load_facts
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.products import Tile
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
-from radixrt.worker.model.mxfp4 import WIDTH, WORDS, PackedStack
+from radixrt.worker.cuda.variants import room
+from radixrt.worker.model.int4 import MIDDLE, Int4
+from radixrt.worker.model.mxfp4 import WIDTH, PackedStack
 
 if TYPE_CHECKING:
     from radixrt.worker.cuda.routing import Order
@@ -88,16 +94,25 @@ def _value(w, scales, number: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, acc, BITS: tl.constexpr):
-    """acc[N, ROWS] plus the weight of words w[N, 16] times the 8 slices [16, ROWS] of x."""
+def _multiplied(
+    w_at, facts_at, height, x0, x1, x2, x3, x4, x5, x6, x7, acc, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """acc[N, ROWS] plus the weight of words [N, 16] times the 8 slices [16, ROWS] of x."""
     dtype: tl.constexpr = x0.dtype
-    if BITS:
+    w = tl.load(w_at)
+    if GROUPS > 0:
+        facts = load_facts(facts_at, height, GROUPS, ZEROS)
+        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+    elif BITS:
+        scales = tl.load(facts_at)
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
             EXPAND, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [w], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
         )
         s0, s1, s2, s3 = _factor(scales, 0), _factor(scales, 1), _factor(scales, 2), _factor(scales, 3)
         w0, w1, w2, w3, w4, w5, w6, w7 = w0 * s0, w1 * s0, w2 * s1, w3 * s1, w4 * s2, w5 * s2, w6 * s3, w7 * s3
     else:
+        scales = tl.load(facts_at)
         w0, w1 = _value(w, scales, 0, dtype), _value(w, scales, 1, dtype)
         w2, w3 = _value(w, scales, 2, dtype), _value(w, scales, 3, dtype)
         w4, w5 = _value(w, scales, 4, dtype), _value(w, scales, 5, dtype)
@@ -120,9 +135,10 @@ def _slice(x_at, real, k, depth):
 
 @triton.jit(do_not_specialize=["tiles"])
 def _product_kernel(
-    x_ptr, rows_ptr, tiles_ptr, values_ptr, scales_ptr, bias_ptr, out_ptr, tiles, columns, depth, blocks, before,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, tiles, columns, depth, blocks, before,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr, MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     across = tl.cdiv(columns, COLUMNS)
@@ -143,15 +159,14 @@ def _product_kernel(
     source = tl.load(rows_ptr + row) if GATED else row
     x_at = x_ptr + source.to(tl.int64)[:, None] * depth + (i - before)[None, :]
     height = columns * 2 if GATED else columns
-    at = expert * blocks * height + n % columns
-    w_at = values_ptr + at[:, None] * WORDS + i[None, :]
-    s_at = scales_ptr + at
+    of_expert = expert * blocks * height
+    w_at = values_ptr + (of_expert + n % columns)[:, None] * WORDS + i[None, :]
+    f_at = facts_ptr + of_expert * FACTS + n % columns
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in range(0, blocks):
         begin = block * WORDS * 8
         k = begin + i - before
-        w, scales = tl.load(w_at), tl.load(s_at)
         x0 = _slice(x_at + begin, real, k, depth)
         x1 = _slice(x_at + begin + WORDS, real, k + WORDS, depth)
         x2 = _slice(x_at + begin + WORDS * 2, real, k + WORDS * 2, depth)
@@ -160,12 +175,12 @@ def _product_kernel(
         x5 = _slice(x_at + begin + WORDS * 5, real, k + WORDS * 5, depth)
         x6 = _slice(x_at + begin + WORDS * 6, real, k + WORDS * 6, depth)
         x7 = _slice(x_at + begin + WORDS * 7, real, k + WORDS * 7, depth)
-        acc = _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, acc, BITS)
+        acc = _multiplied(w_at, f_at, height, x0, x1, x2, x3, x4, x5, x6, x7, acc, GROUPS, ZEROS, MIDDLE, BITS)
         if GATED:
-            w, scales = tl.load(w_at + columns * WORDS), tl.load(s_at + columns)
-            up = _multiplied(w, scales, x0, x1, x2, x3, x4, x5, x6, x7, up, BITS)
+            u_at, g_at = w_at + columns * WORDS, f_at + columns
+            up = _multiplied(u_at, g_at, height, x0, x1, x2, x3, x4, x5, x6, x7, up, GROUPS, ZEROS, MIDDLE, BITS)
         w_at += height * WORDS
-        s_at += height
+        f_at += height * FACTS
     acc, up = tl.trans(acc), tl.trans(up)
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the model rounds
@@ -179,22 +194,27 @@ def _product_kernel(
 
 
 def product(
-    x: torch.Tensor, order: Order, weight: PackedStack, tile: Tile, activation: str | None,
+    x: torch.Tensor, order: Order, weight: PackedStack | Int4, tile: Tile, activation: str | None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
     `kernels.gated` of gate and up."""
-    bits = x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
-    _, blocks, height = weight.scales.shape
+    if isinstance(weight, Int4):
+        facts, before, bits = weight.facts, 0, by_instructions()
+        kind = weight.groups, weight.has_zeros, facts.shape[2], MIDDLE
+    else:
+        facts, before, bits = weight.scales, weight.before, x.dtype == torch.bfloat16 and by_instructions()
+        kind = 0, False, 1, 0
+    _, blocks, height, words = weight.values.shape
     columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
     launch(
         _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
-        x, order.tokens, order.tiles, weight.values, weight.scales, x if bias is None else bias, out, len(order.tiles),
-        columns, weight.columns, blocks, weight.before, ACTIVATIONS.get(activation or "", 0), activation is not None,
-        bias is not None, bits, tile.rows, tile.columns, WORDS, TILE_FIELDS, GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, len(order.tiles),
+        columns, weight.columns, blocks, before, *kind, ACTIVATIONS.get(activation or "", 0), activation is not None,
+        bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
+        num_warps=tile.warps, num_stages=fitting_stages(tile, words, height // columns, room()),
     )  # fmt: skip
     return out
 
@@ -203,37 +223,59 @@ def product(
 
 
 @functools.cache
-def there(device: torch.device) -> bool:
-    """Whether the kernel compiles for this device and is correct there; otherwise logs why not."""
+def there(device: torch.device, int4: torch.dtype | None = None) -> bool:
+    """Whether the kernel compiles for this device and is correct there; otherwise logs why not. `int4`: for experts in
+    INT4 of that dtype; None: for experts in MXFP4."""
+    name = "MXFP4" if int4 is None else "INT4"
     try:
-        error = max(_apart(device, tiles[1]) for tiles in (FEW, MOST))
+        error = max(_apart(device, tiles[1], int4) for tiles in (FEW, MOST))
     except Exception as problem:  # another version of the compiler
-        log.warning(
-            "experts in MXFP4 are expanded: their kernel does not work here: %s: %s",
-            type(problem).__name__,
-            str(problem)[:300],
-        )
+        words = type(problem).__name__, str(problem)[:300]
+        log.warning("experts in %s are expanded: their kernel does not work here: %s: %s", name, *words)
         return False
     if not error < ALIKE:
-        log.warning("experts in MXFP4 are expanded: their kernel has a relative error of %.1e here", error)
+        log.warning("experts in %s are expanded: their kernel has a relative error of %.1e here", name, error)
         return False
     return True
 
 
-def _apart(device: torch.device, tile: Tile, dtype: torch.dtype = torch.bfloat16) -> float:
-    """The relative error of products with a few random experts."""
+COUNTS, CHECKED_ROWS, CHECKED_BLOCKS, BEFORE = (40, 0, 150, 1), 200, 9, 8
+"""Of the experts that `there` tries: tokens, rows, blocks of 32 columns, and columns before the first one."""
+
+
+def _apart(
+    device: torch.device, tile: Tile, int4: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16
+) -> float:
+    """The relative error of products with a few random experts, in MXFP4 for x in `dtype`, or in INT4."""
     generator = torch.Generator(device).manual_seed(0)
-    counts, rows, blocks, before = (40, 0, 150, 1), 200, 9, 8
-    columns = blocks * 32 - before
-    stack = PackedStack.empty(len(counts), rows, columns, before, device)
-    for number in range(len(counts)):
-        bits = torch.randint(256, (rows, blocks, 16), generator=generator, device=device, dtype=torch.uint8)
-        scales = torch.randint(110, 121, (rows, blocks), generator=generator, device=device, dtype=torch.uint8)
-        stack.put(number, bits, scales)
-    chosen = torch.cat([torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(counts)]).to(device)
-    order = sort(chosen, len(counts), tile.rows)
-    x = torch.randn((len(chosen), columns), generator=generator, device=device).to(dtype)
+    stack = _some_mxfp4(generator, device) if int4 is None else _some_int4(generator, device, int4)
+    of_each = [torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(COUNTS)]
+    chosen = torch.cat(of_each).to(device)
+    order = sort(chosen, len(COUNTS), tile.rows)
+    x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).to(int4 or dtype)
     found = product(x, order, stack, tile, None).float()
-    each = zip(x.float().split(counts), range(len(counts)), strict=True)
+    each = zip(x.float().split(COUNTS), range(len(COUNTS)), strict=True)
     exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
     return float((found - exact).norm() / exact.norm())
+
+
+def _some_mxfp4(generator: torch.Generator, device: torch.device) -> PackedStack:
+    shape = CHECKED_ROWS, CHECKED_BLOCKS
+    stack = PackedStack.empty(len(COUNTS), CHECKED_ROWS, CHECKED_BLOCKS * 32 - BEFORE, BEFORE, device)
+    for number in range(len(COUNTS)):
+        bits = torch.randint(256, (*shape, 16), generator=generator, device=device, dtype=torch.uint8)
+        stack.put(number, bits, torch.randint(110, 121, shape, generator=generator, device=device, dtype=torch.uint8))
+    return stack
+
+
+def _some_int4(generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Int4:
+    shape = CHECKED_ROWS, CHECKED_BLOCKS
+    found = []
+    for _ in COUNTS:
+        q = torch.randint(16, (CHECKED_ROWS, CHECKED_BLOCKS * 32), generator=generator, device=device)
+        scales = (0.01 + torch.rand(shape, generator=generator, device=device)).to(dtype)
+        found.append(Int4.of(q, scales, torch.randint(16, shape, generator=generator, device=device), dtype))
+    stack = found[0].stack(len(found))
+    for number, weight in enumerate(found):
+        stack.put(number, weight)
+    return stack

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from radixrt.worker.model import integers
+from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.quantized import SCALES, Products, dequantize, part_of_scale, read_scaled
 from radixrt.worker.model.scaled import BLOCK, Scaled
 from radixrt.worker.model.sharding import Part
@@ -45,13 +47,17 @@ class Weights(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Whether experts that are stored in MXFP4 stay so (`mxfp4.PackedStack`); otherwise they are dequantized."""
+        """Whether experts that are stored in MXFP4 (`mxfp4.PackedStack`), and matrices in INT4 (`int4.Int4`), stay so;
+        otherwise they are dequantized."""
 
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         """A tensor of the given `shape`, dequantized, or a part of it."""
 
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         """A matrix in FP8 with its scales, or a part of it; None if it is not to be used in FP8: then `load` it."""
+
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        """A matrix in INT4, or a part of it; None if it is not to be used in INT4: then `load` it."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The stored shape of a tensor that exists."""
@@ -111,7 +117,7 @@ class SafetensorsWeights:
 
     `block`: rows and columns of a weight that share a scale, if it has scales for blocks. `products`: which matrices
     `scaled` returns in FP8. `packed`: see `Weights.packed`. `quantization`: the file's `quantization_config`, by which
-    weights in the formats of `integers` are dequantized. ValueError if the folder has no safetensors, a shard is
+    weights in the formats of `integers` are read. ValueError if the folder has no safetensors, a shard is
     missing or broken, or a tensor is missing, has another shape, or is quantized in a way that is not served.
     """
 
@@ -128,6 +134,8 @@ class SafetensorsWeights:
     ) -> None:
         self.dtype = dtype
         self.packed = packed
+        self.multiplied_out = 0
+        """Matrices in formats of `integers` that were dequantized."""
         self._products = products
         self._quantization = quantization or {}
         self._block = block
@@ -256,15 +264,25 @@ class SafetensorsWeights:
         return tensor, scale if part is None or scale is None else part_of_scale(scale, shape, self._block, part)
 
     def _dequantized(self, name: str, layer: str, shape: Sequence[int]) -> torch.Tensor:
-        try:
+        with _named(name):
             found = integers.read(lambda suffix: self.get(layer + suffix), self._quantization)
-        except (ValueError, RuntimeError, IndexError) as error:  # of tensors whose shapes do not fit together
-            raise ValueError(f"{name}: {error}") from error
         if found is None:
             raise ValueError(f"{name} is stored in integers, and the checkpoint has no {name}_scale")
-        if tuple(found.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {list(found.shape)}, config.json says {list(shape)}")
+        _check_shape(name, found, shape)
+        self.multiplied_out += 1
         return found.to(self.dtype)
+
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        layer = self._integer_layer(name) if self.packed else None
+        if layer is None:
+            return None
+        with _named(name):
+            found = integers.read_integers(lambda suffix: self.get(layer + suffix), self._quantization)
+        if found is None or found.bits != 4 or found.groups is not None:
+            return None
+        _check_shape(name, found.values, shape)
+        with _named(name):
+            return Int4.of(found.values, found.scales, found.zeros, self.dtype, part)
 
     def _scale(self, name: str) -> torch.Tensor | None:
         return next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)
@@ -333,6 +351,9 @@ class Renamed:
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         return self._weights.scaled(self._name(name), shape, part)
 
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        return self._weights.int4(self._name(name), shape, part)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(self._name(name))
 
@@ -341,6 +362,20 @@ class Renamed:
 
     def bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         return self._weights.bytes(self._name(name), shape)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the weight in errors about tensors that do not fit together."""
+    try:
+        yield
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_shape(name: str, found: torch.Tensor, shape: Sequence[int]) -> None:
+    if tuple(found.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(found.shape)}, config.json says {list(shape)}")
 
 
 def copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:

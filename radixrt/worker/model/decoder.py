@@ -68,9 +68,9 @@ class Decoder:
 
     @property
     def has_unquantized_experts(self) -> bool:
-        """Whether a layer has experts that are neither in FP8 nor in MXFP4."""
+        """Whether a layer has experts that are in 16 bits or more."""
         mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, Mixture))
-        return any(not (experts.is_fp8 or experts.is_mxfp4) for experts in mixtures)
+        return any(not (experts.is_fp8 or experts.is_packed) for experts in mixtures)
 
     @property
     def is_fp8(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model import delta
+from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.parallel import Group
@@ -82,6 +83,18 @@ class Ops(Protocol):
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
         """`gate` of the product of many rows x[T, K] and weight[2 I, K] transposed, by one kernel: [T, I]. None, and
         nothing is done, if two kernels are faster."""
+
+    def int4_linear(
+        self,
+        x: torch.Tensor,
+        weight: Int4,
+        bias: torch.Tensor | None,
+        batch_invariant: bool,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """The product of x[T, K] and a weight [N, K] in INT4 transposed, plus bias[N]: a new tensor, or written to
+        out[T, N], or added to it with `add`. `batch_invariant`: see `linear.Linear`."""
 
     def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place."""
@@ -169,6 +182,18 @@ class TorchOps:
         """The product and `gate` are always separate."""
 
     @staticmethod
+    def int4_linear(
+        x: torch.Tensor,
+        weight: Int4,
+        bias: torch.Tensor | None,
+        batch_invariant: bool,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor:
+        made = Linear(weight.dequantized().to(x.dtype), bias, batch_invariant)(x)
+        return made if out is None else out.add_(made) if add else out.copy_(made)
+
+    @staticmethod
     def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         experts.one_by_one(x, residual, TorchOps())
 
@@ -253,7 +278,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-Product = Linear | ScaledLinear
+Product = Linear | ScaledLinear | Int4Linear
 
 Attend = Callable[[int, Projected], torch.Tensor]
 """Attention: (place of the layer among those with attention, its input) -> [T, heads, width of a head's value]. Stores

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.int4 import Int4, concatenate_int4
 from radixrt.worker.model.linear import Linear, concatenate
 from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, concatenate_scaled
@@ -67,8 +68,8 @@ class Experts:
     I], both of the same type."""
 
     router: Linear
-    gate_up: torch.Tensor | ScaledStack | PackedStack
-    down: torch.Tensor | ScaledStack | PackedStack
+    gate_up: torch.Tensor | ScaledStack | PackedStack | Int4
+    down: torch.Tensor | ScaledStack | PackedStack | Int4
     top_k: int
     """Experts of a token."""
     normalized: bool
@@ -92,9 +93,9 @@ class Experts:
         return isinstance(self.down, ScaledStack)
 
     @property
-    def is_mxfp4(self) -> bool:
-        """Whether the experts are in MXFP4."""
-        return isinstance(self.down, PackedStack)
+    def is_packed(self) -> bool:
+        """Whether the experts are in MXFP4 or INT4."""
+        return isinstance(self.down, (PackedStack, Int4))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """Add the experts' output for x[T, hidden] to residual[T, hidden], in place."""
@@ -151,11 +152,12 @@ class Experts:
         residual.add_((torch.cat(parts)[back].unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1))
 
     def _linear(
-        self, weights: torch.Tensor | ScaledStack | PackedStack, biases: torch.Tensor | None, expert: int,
+        self, weights: torch.Tensor | ScaledStack | PackedStack | Int4, biases: torch.Tensor | None, expert: int,
         dtype: torch.dtype, ops: Ops,
     ) -> Linear | ScaledLinear:  # fmt: skip
         bias = None if biases is None else biases[expert]
-        weight = weights.dequantized(expert, dtype) if isinstance(weights, PackedStack) else weights[expert]
+        packed = isinstance(weights, (PackedStack, Int4))
+        weight = weights.dequantized(expert, dtype) if packed else weights[expert]
         if isinstance(weight, Scaled):
             return ScaledLinear(weight, bias, dtype, ops)
         return Linear(weight, bias, self.batch_invariant)
@@ -187,7 +189,7 @@ def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant:
     else:
         router = _read_router(weights, f"{at}{moe.router}.weight", moe, hidden)
         matrices = list(_matrices(at, moe, hidden, shard))
-        found = _read_scaled(weights, matrices)
+        found = _read_scaled(weights, matrices) or _read_int4(weights, matrices)
         gate_up, down = found or _read_unquantized(weights, matrices)
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.top_k, moe.normalized, spec.activation,
@@ -276,6 +278,22 @@ def _read_scaled(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Scaled
         if gate_up is None or down is None:
             return None
         stacks = stacks or (ScaledStack.like(gate_up, len(matrices)), ScaledStack.like(down, len(matrices)))
+        if not (stacks[0].put(expert, gate_up) and stacks[1].put(expert, down)):
+            return None
+    return stacks
+
+
+def _read_int4(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Int4, Int4] | None:
+    """As `_read_unquantized`, in INT4. None if a matrix is not kept so, or is of another kind than the first."""
+    stacks = None
+    for expert, three in enumerate(matrices):
+        found = [weights.int4(*matrix) for matrix in three]
+        if any(weight is None for weight in found):
+            return None
+        gate_up, down = concatenate_int4(found[:2]), found[2]
+        if gate_up is None:
+            return None
+        stacks = stacks or (gate_up.stack(len(matrices)), down.stack(len(matrices)))
         if not (stacks[0].put(expert, gate_up) and stacks[1].put(expert, down)):
             return None
     return stacks

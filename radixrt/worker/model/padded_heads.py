@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Renamed, Weights
+from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.scaled import Scaled
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.spec import ModelSpec
@@ -42,6 +43,10 @@ class PaddedHeads(Renamed):
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         """None if padded: such weights are dequantized."""
         return super().scaled(name, shape, part) if self._short_of_heads(name) is None else None
+
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        """As `scaled`."""
+        return super().int4(name, shape, part) if self._short_of_heads(name) is None else None
 
     def _short_of_heads(self, name: str) -> tuple[int, int] | None:
         """(its heads, their dimension) if the tensor has fewer heads than `num_heads`, else None."""

@@ -63,8 +63,16 @@ def stored_as(config: Mapping[str, Any]) -> str:
     return " and ".join(sorted(kinds)) or ("FP8" if quantization else "")
 
 
+def has_int4(config: Mapping[str, Any]) -> bool:
+    """Whether weights are stored in integers of 4 bits, which may stay so."""
+    quantization = quantization_of(config)
+    if _method(quantization) in ("awq", "gptq"):
+        return quantization.get("bits", quantization.get("w_bit", 4)) == 4
+    return ("int", 4) in _kinds(quantization)
+
+
 def is_expanded(config: Mapping[str, Any]) -> bool:
-    """Whether weights are in a format that is always dequantized at load (see `integers`)."""
+    """Whether weights are in a format that is dequantized at load (see `integers`), unless kernels keep them."""
     return stored_as(config) not in ("", "FP8", "MXFP4")
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave, read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
@@ -87,6 +88,8 @@ class Reader:
         biases = self._biases(pieces) if bias else None
         if weight := self._scaled(pieces):
             return ScaledLinear(weight, biases, self._weights.dtype, self._ops)
+        if packed := self._int4(pieces):
+            return Int4Linear(packed, biases, self._batch_invariant, self._ops)
         weight = concatenate([self._weight(p) for p in pieces])
         return Linear(weight, biases, self._batch_invariant, self._ops)
 
@@ -143,6 +146,17 @@ class Reader:
                 weight = Scaled.by_rows(values, self._deinterleaved(p, weight.scales))
             found.append(weight)
         return concatenate_scaled(found)
+
+    def _int4(self, pieces: list[Piece]) -> Int4 | None:
+        """The matrices as one in INT4; None if any is not to be used in INT4, or if they are of different kinds."""
+        found = []
+        for p in pieces:
+            if (weight := self._weights.int4(f"model.{p.name}.weight", p.shape, p.part)) is None:
+                return None
+            if p.rotated and self._spec.interleaved:
+                weight = weight.take(self._deinterleaved(p, torch.arange(weight.rows, device=weight.values.device)))
+            found.append(weight)
+        return concatenate_int4(found)
 
     def _output(self, name: str, shape: tuple[int, int], bias: bool, turn: int, after: Norm | None = None) -> Output:
         product = self._linear([Piece(name, shape, self._shard.part(1, shape[1]))], bias)

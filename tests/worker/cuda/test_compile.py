@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import packed_experts, routing, sampler, scaled, sinks, variants
+from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -136,13 +136,37 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+"""
+
+PACKED = """
 pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
-for t, gated in [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]:
-    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": 16, "FIELDS": 3, "GROUP": 8}
-    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True}
+some = [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]
+groups = {0: (False, 1), 2: (True, 2), 4: (True, 3), 8: (False, 4)}
+for t, gated, kind in [(*one, kind) for one in some for kind in (0, 8)]:
+    words, room = 32 if kind else 16, 232_448 if kind and target.arch >= 90 else 164_000
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": words, "FIELDS": 3, "GROUP": 8, "MIDDLE": 8}
+    which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True, "GROUPS": kind}
+    which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
     pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
-    build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+    stages = int4.fitting_stages(t, words, 1 + gated, room)
+    build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
+fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
+few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
+more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.WIDE, int4.LARGE)]
+for t, kind, half in [*few, *more] if every else few[::2]:
+    which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
+    tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLITS": 2}
+    tile |= {"BIAS": True, "ADD": True, "WHOLE": True}
+    numbers = dict.fromkeys(("rows", "columns", "depth", "blocks"), i)
+    pointers = [half, "*i32", "*i32", half, half, "*fp32", "*i32"]
+    for room in (164_000, 101_376) if t.rows * t.columns in (64 * 64, 128 * 128) else (164_000,):
+        stages = int4.fitting_stages(t, 32, 1, room)
+        build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
+    if t is int4.FEW:
+        which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
+        numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
+        build(int4._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
 ATTENTION = """
@@ -295,7 +319,7 @@ for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip
         pytest.param(80, "every", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("script", [MOST, ATTENTION], ids=["most", "attention"])
+@pytest.mark.parametrize("script", [MOST, PACKED, ATTENTION], ids=["most", "packed", "attention"])
 def test_all_kernels_compile(script, capability, which, tmp_path):
     """Each kernel; of products, attention and what rounds either all variants or some, among them those that need most
     memory. Products by blocks are compiled below."""

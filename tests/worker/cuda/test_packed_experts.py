@@ -1,4 +1,4 @@
-"""Experts in MXFP4 against `Experts.one_by_one`; in Triton's interpreter where there is no GPU."""
+"""Experts in MXFP4 and in INT4 against `Experts.one_by_one`; in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from radixrt.worker.cuda import experts as fused
 from radixrt.worker.cuda import packed_experts, routing
+from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
@@ -22,6 +23,21 @@ def stack_of(count: int, rows: int, columns: int, before: int, device: torch.dev
         blocks = torch.randint(256, (rows, -(-(before + columns) // BLOCK), 16), generator=generator, dtype=torch.uint8)
         scales = torch.randint(118, 125, blocks.shape[:2], generator=generator, dtype=torch.uint8)
         stack.put(number, blocks.to(device), scales.to(device))
+    return stack
+
+
+def int4_stack(count: int, rows: int, columns: int, size: int, has_zeros: bool, device: torch.device) -> Int4:
+    """In INT4, of groups of `size` columns."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    generator = torch.Generator().manual_seed(columns + rows)
+    found = []
+    for _ in range(count):
+        q = torch.randint(16, (rows, columns), generator=generator)
+        scales = (0.02 + 0.1 * torch.rand((rows, -(-columns // size)), generator=generator)).to(device, dtype)
+        zeros = torch.randint(16, scales.shape, generator=generator).to(device) if has_zeros else None
+        found.append(Int4.of(q.to(device), scales, zeros, dtype))
+    stack = found[0].stack(count)
+    assert all(stack.put(number, weight) for number, weight in enumerate(found))
     return stack
 
 
@@ -59,6 +75,21 @@ def test_all_of_it(tokens, count, hidden, inner, before, changes, device):
     assert error(found.float() - residual.float(), expected - residual.float()) < most
 
 
+@pytest.mark.parametrize(("size", "has_zeros"), [(32, False), (64, True), (128, True)])
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 128, 256), (7, 256, 128), (100, 128, 128)])
+def test_all_of_it_in_int4(tokens, hidden, inner, size, has_zeros, device):
+    stacks = [int4_stack(3, *shape, size, has_zeros, device) for shape in ((2 * inner, hidden), (hidden, inner))]
+    dtype = stacks[0].dtype
+    router = Linear((hidden**-0.5 * torch.randn(3, hidden)).to(device, dtype))
+    experts = Experts(router, *stacks, 2, True, "silu", False)
+    x, residual = (0.1 * torch.randn(2, tokens, hidden, device=device)).to(dtype)
+    expected, found = residual.float().clone(), residual.clone()
+    experts.one_by_one(x, expected, TorchOps())
+    fused.add(experts, x, found)
+    assert experts.is_packed and not experts.is_fp8
+    assert error(found.float() - residual.float(), expected - residual.float()) < 1e-2
+
+
 def test_all_kinds_of_tiles_are_tried():
     rows = [tokens * 2 / count for tokens, count in ((1, 4), (7, 3), (40, 4), (80, 3), (150, 2))]
     assert {packed_experts.tiles_for(n) for n in rows} == set(TILES)
@@ -69,7 +100,13 @@ def test_all_kinds_of_tiles_are_tried():
 def test_products_are_exact_sums(tile, device):
     """What is asked of a kernel before it is used."""
     dtype, most = (torch.float32, 1e-6) if device.type == "cpu" else (torch.bfloat16, packed_experts.ALIKE)
-    assert packed_experts._apart(device, tile, dtype) < most
+    assert packed_experts._apart(device, tile, None, dtype) < most
+
+
+@pytest.mark.parametrize("tile", [tile for pair in TILES for tile in pair])
+def test_products_in_int4_are_exact_sums(tile, device):
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    assert packed_experts._apart(device, tile, dtype) < packed_experts.ALIKE
 
 
 @pytest.mark.usefixtures("steady_products")
@@ -96,11 +133,13 @@ def test_tiles_that_are_left_over_are_not_computed(device):
     assert error(found, x @ stack.dequantized(1, torch.float32).T) < 1e-5
 
 
-def test_a_kernel_that_is_not_what_it_should_be_is_not_used(device, monkeypatch, caplog):
+@pytest.mark.parametrize(("int4", "name"), [(None, "MXFP4"), (torch.bfloat16, "INT4")])
+def test_a_kernel_that_is_not_what_it_should_be_is_not_used(int4, name, device, monkeypatch, caplog):
     monkeypatch.setattr(packed_experts, "_apart", lambda *_: 0.5)
     packed_experts.there.cache_clear()
-    assert not packed_experts.there(device) and "a relative error of 5.0e-01" in caplog.text
+    assert not packed_experts.there(device, int4) and "a relative error of 5.0e-01" in caplog.text
     monkeypatch.setattr(packed_experts, "_apart", lambda *_: 1 / 0)
     packed_experts.there.cache_clear()
-    assert not packed_experts.there(device) and "ZeroDivisionError" in caplog.text
+    assert not packed_experts.there(device, int4) and "ZeroDivisionError" in caplog.text
+    assert f"experts in {name} are expanded" in caplog.text
     packed_experts.there.cache_clear()

@@ -1,0 +1,212 @@
+"""Products with a weight in INT4 against `Int4.dequantized`; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixrt.worker.cuda import int4, ops
+from radixrt.worker.model import read_spec
+from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.int4 import Int4, Int4Linear
+from radixrt.worker.model.layers import TorchOps
+
+TILES = int4.FEW, int4.SOME, int4.MANY, int4.WIDE, int4.LARGE
+KINDS = [(32, False), (32, True), (64, False), (64, True), (128, False), (128, True)]
+"""(columns that share a scale, whether zeros are stored)."""
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def half(request, device) -> torch.dtype:
+    if device.type == "cpu" and request.param is torch.bfloat16:
+        pytest.skip("bfloat16 are integers to the interpreter")
+    return request.param
+
+
+def make(columns: int, depth: int, size: int, has_zeros: bool, dtype: torch.dtype, device: torch.device) -> Int4:
+    generator = torch.Generator().manual_seed(columns + depth)
+    q = torch.randint(16, (columns, depth), generator=generator)
+    scales = (0.01 + 0.03 * torch.rand((columns, -(-depth // size)), generator=generator)).to(dtype)
+    zeros = torch.randint(17, scales.shape, generator=generator) if has_zeros else None
+    weight = Int4.of(*(None if x is None else x.to(device) for x in (q, scales, zeros)), dtype)
+    assert weight is not None
+    return weight
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(("size", "has_zeros"), KINDS)
+def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
+    """To the last bit; also a part of the rows, and columns that do not fill a block."""
+    for columns, depth in ((70, 256), (3, 3 * size)):
+        weight = make(columns, depth, size, has_zeros, half, device)
+        out = torch.full((columns - 2, depth), torch.nan, dtype=half, device=device)
+        int4.dequantize(weight, out, 2)
+        assert torch.equal(out, weight.dequantized()[2:])
+
+
+@pytest.mark.parametrize(("size", "has_zeros"), KINDS)
+def test_multiply(size, has_zeros, half, device):
+    weight = make(130, 1024, size, has_zeros, half, device)
+    x = torch.randn(37, 1024, device=device).to(half)
+    expected = x.float() @ weight.dequantized().float().t()
+    for tile, splits in ((int4.FEW, 3), (int4.MANY, 1)):
+        out = torch.full((37, 130), torch.nan, dtype=half, device=device)
+        int4.multiply(x, weight, out, tile, splits)
+        assert error(out, expected) < 4e-3
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("tile", TILES)
+def test_all_tiles(tile, splits, half, device):
+    """Also if some of the programs that K is divided among have nothing to do."""
+    if device.type == "cuda" and half is torch.float16:
+        pytest.skip("it takes long to compile them")
+    weight = make(130, 1024, 64, True, half, device)
+    x, bias, residual = (torch.randn(size, device=device).to(half) for size in ((37, 1024), 130, (37, 130)))
+    expected = x.float() @ weight.dequantized().float().t()
+    for _ in range(2):  # the counts of the first time are forgotten
+        out = torch.full((37, 130), torch.nan, dtype=half, device=device)
+        int4.multiply(x, weight, out, tile, splits)
+        assert error(out, expected) < 4e-3
+    out = residual.clone()
+    int4.multiply(x, weight, out, tile, splits, bias=bias, add=True)
+    assert error(out, expected + bias.float() + residual.float()) < 4e-3
+
+
+@pytest.mark.parametrize("depth", [96, 200, 320, 1280, 2336])
+def test_columns_that_do_not_fill_a_block(depth, half, device):
+    weight = make(40, depth, depth if depth % 32 else 32, True, half, device)
+    x = torch.randn(5, depth, device=device).to(half)
+    out = torch.empty(5, 40, dtype=half, device=device)
+    for splits in (1, 2):
+        int4.multiply(x, weight, out, int4.FEW, splits)
+        assert error(out, x.float() @ weight.dequantized().float().t()) < 4e-3
+
+
+def test_sums_are_always_added_in_the_same_order(half, device):
+    weight, x = make(200, 1024, 64, True, half, device), torch.randn(9, 1024, device=device).to(half)
+    out = [torch.empty(9, 200, dtype=half, device=device) for _ in range(5)]
+    for one in out:
+        int4.multiply(x, weight, one, int4.FEW, 4)
+    assert all(torch.equal(one, out[0]) for one in out)
+    assert int4._counts(x.device).count_nonzero() == 0
+
+
+def test_a_weight_is_dequantized_a_part_at_a_time(half, device, monkeypatch):
+    monkeypatch.setattr(int4, "CHUNK", 50 * 256)
+    monkeypatch.setattr(int4, "CHUNK_ROWS", 8)
+    weight, (x, residual) = make(130, 256, 64, True, half, device), torch.randn(2, 70, 256, device=device).to(half)
+    bias, residual = residual[0, :130].clone(), residual[:, :130].clone()
+    expected = x.float() @ weight.dequantized().float().t() + bias.float()
+    out = torch.empty_like(residual)
+    int4.by_torch(x, weight, out, bias=bias)
+    assert error(out, expected) < 4e-3
+    int4.by_torch(x, weight, residual.copy_(out), bias=bias, add=True)
+    assert error(residual, 2 * expected) < 4e-3
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 60, 200])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_linear(rows, batch_invariant, half, device, monkeypatch):
+    """As torch's reference: the result alone, written to a place, and added to another result."""
+    monkeypatch.setattr(int4, "MOST_ROWS", 128)
+    weight, bias = make(70, 768, 128, False, half, device), torch.randn(70, device=device).to(half)
+    ours, torchs = (Int4Linear(weight, bias, batch_invariant, way) for way in (ops, TorchOps()))
+    x, residual = torch.randn(rows, 768, device=device).to(half), torch.randn(rows, 70, device=device).to(half)
+    assert ours.rounding is None
+    for factor in (1.0, 0.5):
+        both = residual.clone(), residual.clone()
+        ours.add(x, both[0], factor)
+        torchs.add(x, both[1], factor)
+        assert not rows or error(*both) < 4e-3
+    wide = torch.zeros(rows, 100, dtype=half, device=device)
+    ours.put(x, wide[:, 10:80])
+    assert not rows or error(wide[:, 10:80], torchs(x)) < 4e-3
+    assert torch.equal(wide[:, 10:80], ours(x)) and wide[:, 80:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_model_in_int4(family, checkpoint, tmp_path, monkeypatch, device):
+    """With all kernels of a GPU it computes what torch does."""
+    pytest.importorskip("transformers")
+    from tests.worker.test_integers import store
+    from tests.worker.test_sharding import mix
+
+    monkeypatch.setattr("tests.worker.test_integers.GROUP", 32)
+    sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    folder, _ = store(checkpoint(family, **sizes)[0], tmp_path, "awq", ("proj.weight",))
+    config = read_json(folder / "config.json")
+    kinds = {"progress": False, "packed": True, "quantization": config["quantization_config"]}
+    logits = []
+    for way in (ops, TorchOps()):
+        weights = SafetensorsWeights(folder, torch.float16, device, **kinds)
+        model = Decoder(read_spec(config), weights, ops=way)
+        assert not weights.multiplied_out and not (model.has_unquantized_experts and family == "qwen3_moe")
+        tokens = torch.arange(1, 40, device=device)
+        with torch.inference_mode():
+            logits.append(model.forward(tokens, tokens - 1, mix))
+    assert error(*logits) < 1e-2
+
+
+@pytest.mark.usefixtures("steady_products")
+def test_exact_results_do_not_depend_on_the_batch(half, device):
+    linear = Int4Linear(make(70, 768, 64, True, half, device), None, True, ops)
+    x = torch.randn(70, 768, device=device).to(half)
+    together = linear(x)
+    for some in (slice(0, 1), slice(3, 40)):
+        assert torch.equal(linear(x[some]), together[some])
+
+
+def test_plans():
+    """K is divided where there would be few programs, and never into less than a few blocks."""
+    cpu = torch.device("cpu")
+    for rows in (1, 16, 17, 33, 100, int4.MOST_ROWS):
+        for columns in (64, 4096, 28672, 1 << 20):
+            for depth in (128, 1024, 4096, 14336):
+                tile, splits = int4.plan_for(rows, columns, depth, cpu)
+                assert tile.rows >= min(rows, 128) and splits in (1, 2, 4) and (splits == 1 or depth >= splits * 512)
+                tiles = -(-columns // tile.columns) * -(-rows // tile.rows)
+                assert splits == 1 or (tiles * splits <= int4.PROGRAMS[tile] * 132 and tiles <= int4.MOST_TILES)
+    assert int4.plan_for(1, 4096, 14336, cpu) == (int4.FEW, 4)
+    assert int4.plan_for(64, 4096, 4096, cpu) == (int4.MANY, 2)
+    assert int4.plan_for(64, 28672, 4096, cpu) == (int4.WIDE, 1)
+    assert int4.plan_for(128, 4096, 4096, cpu) == (int4.LARGE, 4)
+    assert int4.plan_for(int4.MOST_ROWS + 1, 4096, 4096, cpu) is None
+
+
+@pytest.mark.parametrize("tile", [*TILES, None])
+def test_products_are_exact_sums(tile, half, device):
+    """What is asked of a kernel before it is used."""
+    assert int4._apart(device, half, tile, 2, 64, True) < 4e-3
+
+
+def test_a_kernel_that_is_not_what_it_should_be_is_not_used(device, monkeypatch, caplog):
+    monkeypatch.setattr(int4, "_apart", lambda *_: 0.5)
+    int4.there.cache_clear()
+    assert not int4.there(device, torch.float16) and "a relative error of 5.0e-01" in caplog.text
+    monkeypatch.setattr(int4, "_apart", lambda *_: 1 / 0)
+    int4.there.cache_clear()
+    assert not int4.there(device, torch.float16) and "ZeroDivisionError" in caplog.text
+    int4.there.cache_clear()
+    monkeypatch.setattr(int4, "_apart", lambda *_: 1e-3)
+    assert int4.there(device, torch.float16)
+    int4.there.cache_clear()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="of CUDA graphs")
+def test_a_graph_computes_the_same(device):
+    weight = make(4096, 2048, 128, True, torch.bfloat16, device)
+    for rows in (1, 20, 64, 200, 600):
+        x = torch.randn(rows, 2048, device=device).bfloat16()
+        expected = int4.int4_linear(x, weight, None, False)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = int4.int4_linear(x, weight, None, False)
+        for _ in range(3):
+            found.zero_()
+            graph.replay()
+            assert torch.equal(found, expected)
