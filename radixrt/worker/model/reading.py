@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.interleaved_experts import deinterleave, read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
@@ -21,6 +21,7 @@ from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
+from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, ModelSpec, NormsSpec
 
 HEAD = "lm_head.weight"
@@ -167,7 +168,7 @@ class Reader:
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
         if spec.delta is not None and number in spec.delta.layers:
-            return self._linear_layer(number, spec.delta)
+            return self._recurrent_layer(number, spec.delta)
         heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
@@ -183,17 +184,27 @@ class Reader:
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
         )
 
-    def _linear_layer(self, number: int, delta: DeltaSpec) -> Layer:
+    def _recurrent_layer(self, number: int, delta: DeltaSpec | ShortConvSpec) -> Layer:
         spec, at, norms = self._spec, f"layers.{number}.", delta.norms or self._spec.norms
-        net, mlp = self._delta_net(f"{at}{delta.name}.", delta), self._mlp(number, norms)
-        shape, after = (spec.hidden_size, delta.values), self._norm_after(at, norms.after_attention)
+        if isinstance(delta, ShortConvSpec):
+            net, name, inner, bias = self._gated_conv(at + "conv.", delta), "conv.out_proj", delta.channels, delta.bias
+        else:
+            net, inner, bias = self._delta_net(f"{at}{delta.name}.", delta), delta.values, False
+            name = f"{delta.name}.{delta.out}"
+        mlp, after = self._mlp(number, norms), self._norm_after(at, norms.after_attention)
         return Layer(
             attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
             heads=net,
-            output=self._output(f"{at}{delta.name}.{delta.out}", shape, False, AFTER_ATTENTION, after),
+            output=self._output(at + name, (spec.hidden_size, inner), bias, AFTER_ATTENTION, after),
             mlp_norm=self._norm_before(at, norms.before_mlp, mlp.rounding),
             mlp=mlp,
         )
+
+    def _gated_conv(self, at: str, spec: ShortConvSpec) -> ShortConv:
+        product = self._linear([Piece(at + "in_proj", (3 * spec.channels, self._spec.hidden_size))], spec.bias)
+        conv = self._weights.load(f"model.{at}conv.weight", (spec.channels, 1, spec.kernel))
+        bias = self._weights.load(f"model.{at}conv.bias", (spec.channels,)) if spec.bias else None
+        return ShortConv(product, conv.squeeze(1), bias)
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
         hidden, heads, dt, ups = self._spec.hidden_size, delta.value_heads, delta.value_heads, None
