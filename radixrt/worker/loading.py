@@ -231,7 +231,7 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
             return load_cuda_runner(config, loaded, group)
     model = load_model(config, loaded, exact, group=group)
     scales = load_scales(config, loaded, model)
-    states = make_states(config, loaded)
+    states = make_states(config, loaded, group=group)
     # On a CPU its memory is allocated when it is first written; on a GPU it is not free any more.
     reserved = states.nbytes if states is not None and not on_gpu else 0
     tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
@@ -313,8 +313,10 @@ def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
     )  # fmt: skip
 
 
-def make_states(config: WorkerConfig, loaded: Loaded, reserved: int = 0) -> StatePool | None:
-    """The pool of recurrent states; None if the model has none.
+def make_states(
+    config: WorkerConfig, loaded: Loaded, reserved: int = 0, group: TorchGroup | None = None
+) -> StatePool | None:
+    """The pool of recurrent states; None if the model has none. It has as many slots on all ranks.
 
     Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
     (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
@@ -324,8 +326,9 @@ def make_states(config: WorkerConfig, loaded: Loaded, reserved: int = 0) -> Stat
     count = config.max_mamba_cache_size
     if not count:
         each = loaded.spec.delta.state_bytes(loaded.dtype.itemsize)
-        memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved)
+        memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved, group)
         count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
+        count = count if group is None else group.smallest(count)
     return StatePool(loaded.spec.delta, count + 1, loaded.dtype, loaded.device)
 
 

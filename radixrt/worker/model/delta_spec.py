@@ -59,6 +59,11 @@ class DeltaSpec:
         return self.value_heads * self.value_dim
 
     @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Elements of all heads of q, of k and of v."""
+        return self.keys, self.keys, self.values
+
+    @property
     def channels(self) -> int:
         """Channels of the short convolution: q, k and v."""
         return 2 * self.keys + self.values

@@ -201,59 +201,71 @@ class Reader:
         )
 
     def _gated_conv(self, at: str, spec: ShortConvSpec) -> ShortConv:
-        product = self._linear([Piece(at + "in_proj", (3 * spec.channels, self._spec.hidden_size))], spec.bias)
-        conv = self._weights.load(f"model.{at}conv.weight", (spec.channels, 1, spec.kernel))
-        bias = self._weights.load(f"model.{at}conv.bias", (spec.channels,)) if spec.bias else None
-        return ShortConv(product, conv.squeeze(1), bias)
+        own = self._shard.part(0, spec.channels)
+        each = Piece("", (spec.channels, self._spec.hidden_size), own)
+        conv = self._weights.load(f"model.{at}conv.weight", (spec.channels, 1, spec.kernel), own)
+        bias = self._weights.load(f"model.{at}conv.bias", (spec.channels,), own) if spec.bias else None
+        return ShortConv(self._linear(self._fused(at + "in_proj", [each] * 3), spec.bias), conv.squeeze(1), bias)
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
-        hidden, heads, dt, ups = self._spec.hidden_size, delta.value_heads, delta.value_heads, None
-        if delta.fused:
-            qkvz = [Piece(at + "in_proj_qkvz", (delta.channels + delta.values, hidden), order=qkvz_order(delta))]
-            ba = [Piece(at + "in_proj_ba", (2 * heads, hidden), order=ba_order(delta))]
-        else:
-            sizes = (delta.channels,) if len(delta.qkv) == 1 else (delta.keys, delta.keys, delta.values)
-            qkvz = [Piece(at + name, (size, hidden)) for name, size in zip(delta.qkv, sizes, strict=True)]
-            ba = [Piece(at + delta.b, (heads, hidden))]
-            if delta.rank:
-                qkvz += [Piece(at + name, (delta.rank, hidden)) for name in ("f_a_proj", "g_a_proj")]
-                second = {"f_b_proj": delta.keys, "g_b_proj": delta.values}
-                f, g = (self._linear([Piece(at + name, (n, delta.rank))], False) for name, n in second.items())
-                dt, ups = delta.keys, (f, g)
-            else:
-                qkvz.append(Piece(at + delta.z, (delta.values, hidden)))
-                ba.append(Piece(at + delta.a, (heads, hidden)))
+        heads, own, ups = delta.value_heads, self._shard.spec(self._spec).delta, None
+        qkv = [self._rows(at + name, size) for name, size in zip(delta.qkv, delta.qkv_sizes, strict=False)]
+        ba = [self._rows(at + name, heads) for name in (delta.b, delta.a)]
+        if delta.fused:  # grouped by heads of k, of which ranks have consecutive ones
+            qkv = [self._rows(at + "in_proj_qkvz", delta.channels + delta.values, order=qkvz_order(own))]
+            ba = [self._rows(at + "in_proj_ba", 2 * heads, order=ba_order(own))]
+        elif len(delta.qkv) == 1:
+            qkv = self._fused(at + delta.qkv[0], [self._rows("", size) for size in delta.qkv_sizes])
+        if delta.rank:
+            low = [Piece(at + name, (delta.rank, self._spec.hidden_size)) for name in ("f_a_proj", "g_a_proj")]
+            f, g = (
+                self._rows(at + n, k, delta.rank) for n, k in (("f_b_proj", delta.keys), ("g_b_proj", delta.values))
+            )
+            qkv, ba, ups = qkv + low, ba[:1], (self._linear([f], False), self._linear([g], False))
+        elif not delta.fused:
+            qkv.append(self._rows(at + delta.z, delta.values))
         return DeltaNet(
-            spec=delta,
-            qkvz=self._linear(qkvz, False),
+            spec=own,
+            qkvz=self._linear(qkv, False),
             ba=self._linear(ba, False),
             conv=self._short_conv(at, delta),
             rates=-self._float32(at + "A_log", heads).exp(),
-            dt_bias=self._float32(at + "dt_bias", dt),
+            dt_bias=self._float32(at + "dt_bias", delta.keys if delta.rank else heads),
             norm=self._vector(at + delta.norm, delta.value_dim),
             eps=delta.norm_eps or self._spec.norm_eps,
             exact=self._batch_invariant,
             ups=ups,
         )
 
+    def _rows(self, name: str, rows: int, columns: int = 0, order: torch.Tensor | None = None) -> Piece:
+        """A projection whose rows are divided among ranks; of hidden states, unless `columns` are given."""
+        return Piece(name, (rows, columns or self._spec.hidden_size), self._shard.part(0, rows), order=order)
+
     def _short_conv(self, at: str, delta: DeltaSpec) -> torch.Tensor:
-        """The convolutions of all channels [channels, kernel], which may be stored as three (transformers writes parts
-        of equal sizes, whatever those of q, k and v are)."""
+        """The convolutions of this rank's channels [channels, kernel]. Those of all may be stored as three tensors (by
+        transformers in equal parts, whatever the sizes of q, k and v are)."""
         shape = delta.channels, 1, delta.kernel
         names = [f"model.{at}{part}_conv1d.weight" for part in "qkv"]
-        if names[0] not in self._weights:
-            return self._weights.load(f"model.{at}conv1d.weight", shape).squeeze(1)
-        conv = torch.cat([self._weights.load(name, self._weights.shape(name)) for name in names])
-        if conv.shape != shape:
-            raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
-        return conv.squeeze(1)
+        if names[0] in self._weights:
+            conv = torch.cat([self._weights.load(name, self._weights.shape(name)) for name in names])
+            if conv.shape != shape:
+                raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
+        else:
+            conv = self._weights.load(f"model.{at}conv1d.weight", shape)
+        parts = conv.squeeze(1).split(delta.qkv_sizes)
+        return torch.cat([self._own(part) for part in parts])
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows."""
+        part = self._shard.part(0, len(whole))
+        return whole if part is None else whole[part.start : part.stop]
 
     def _float32(self, name: str, size: int) -> torch.Tensor:
-        """A small parameter that keeps its precision if it is stored in float32."""
+        """This rank's part of a small parameter that keeps its precision if it is stored in float32."""
         stored = self._weights.get(f"model.{name}")
         if stored is None or stored.numel() != size:
             stored = self._weights.load(f"model.{name}", (size,))
-        return stored.float().flatten()
+        return self._own(stored.float().flatten())
 
     def _grouped_query(self, at: str) -> Projections:
         spec = self._spec
