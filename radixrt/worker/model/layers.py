@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model import delta
 from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.parallel import Group
+from radixrt.worker.model.recurrent_ops import RecurrentOps, TorchRecurrentOps
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
@@ -21,6 +21,7 @@ from radixrt.worker.model.spec import CLAMPED_SWIGLU
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
+    from radixrt.worker.model.short_conv import ShortConv
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -39,7 +40,7 @@ _ACTIVATIONS = {
 }
 
 
-class Ops(Protocol):
+class Ops(RecurrentOps, Protocol):
     """Operations with fused kernels on a GPU (`cuda.ops`); `TorchOps` computes them in plain torch.
 
     `rounding`: quantize the result to FP8 with scales of that kind; None: keep the dtype of x."""
@@ -103,38 +104,6 @@ class Ops(Protocol):
         """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
         and that of k."""
 
-    def short_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        bounds: torch.Tensor,
-        activation: str | None,
-    ) -> torch.Tensor:
-        """See `delta.short_conv`. Tokens of x may be any distance apart."""
-
-    def gated_delta(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        bounds: torch.Tensor,
-        exact: bool,
-    ) -> torch.Tensor:
-        """See `delta.gated_delta`. Tokens of q, k and v may be any distance apart."""
-
-    def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str
-    ) -> torch.Tensor:
-        """RMSNorm of each head of x[T, heads, D], times weight[D] and the activation (silu or sigmoid) of
-        gate[T, heads, D], in float32."""
-
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
@@ -144,7 +113,7 @@ def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.T
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
-class TorchOps:
+class TorchOps(TorchRecurrentOps):
     """The reference implementation of Ops."""
 
     @staticmethod
@@ -201,16 +170,6 @@ class TorchOps:
     def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         q, k, _ = qkv.float().square().split((num_heads, kv_heads, kv_heads), dim=1)
         return torch.stack((q.flatten(1).mean(1), k.flatten(1).mean(1)), dim=1)
-
-    short_conv = staticmethod(delta.short_conv)
-    gated_delta = staticmethod(delta.gated_delta)
-
-    @staticmethod
-    def gated_norm(
-        x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str
-    ) -> torch.Tensor:
-        gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](gate.float())
-        return (_normalized(x.float(), weight.float(), eps) * gate).to(x.dtype)
 
 
 class Projected(Protocol):
@@ -444,7 +403,7 @@ class Layer:
     """Weights of one layer."""
 
     attention_norm: Norm | NoNorm
-    heads: Projections | DeltaNet
+    heads: Projections | DeltaNet | ShortConv
     output: Output
     mlp_norm: Norm | NoNorm
     mlp: Mlp | UngatedMlp | Mixture
