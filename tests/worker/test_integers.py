@@ -15,6 +15,7 @@ from radixrt.worker import loading
 from radixrt.worker.model import integers, read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.integers import Integers
 from radixrt.worker.model.layers import Layer, Product
@@ -285,6 +286,21 @@ def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
     with torch.inference_mode():
         found, expected = (model.forward(tokens, tokens - 1, mix) for model in (kept, wide))
     assert torch.allclose(found, expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.usefixtures("wider")
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_linear_attention_in_int4_may_stay_so(checkpoint, tmp_path, family):
+    """Also where the rows of q, k, v and z are stored head by head."""
+    projections = tuple(f"in_proj_{name}.weight" for name in ("qkvz", "ba", "qkv", "z", "b", "a"))
+    folder, _ = store(checkpoint(family)[0], tmp_path, "w4a16", projections)
+    (kept, weights), (wide, _) = decoders(folder)
+    assert weights.multiplied_out == 0 and not weights.unused()
+    nets = [[layer.heads for layer in model._layers if isinstance(layer.heads, DeltaNet)] for model in (kept, wide)]
+    assert nets[0]
+    for ours, theirs in zip(*nets, strict=True):
+        for name in ("qkvz", "ba"):
+            assert torch.equal(getattr(ours, name).weight.dequantized(), getattr(theirs, name).weight)
 
 
 @pytest.mark.usefixtures("wider")

@@ -154,7 +154,7 @@ class Reader:
         for p in pieces:
             if (weight := self._weights.int4(f"model.{p.name}.weight", p.shape, p.part)) is None:
                 return None
-            if p.rotated and self._spec.interleaved:
+            if p.order is not None or (p.rotated and self._spec.interleaved):
                 weight = weight.take(self._deinterleaved(p, torch.arange(weight.rows, device=weight.values.device)))
             found.append(weight)
         return concatenate_int4(found)
