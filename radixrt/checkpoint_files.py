@@ -16,6 +16,7 @@ FAMILIES = (
     "afmoe",
     "apertus",
     "arcee",
+    "bamba",
     "cohere",
     "cohere2",
     "cohere2_moe",
@@ -146,6 +147,7 @@ NUMBER = Form(_is_number, "a number")
 POSITIVE = Form(lambda value: _is_number(value) and value > 0, "a number above 0")
 FLAG = Form(lambda value: isinstance(value, bool), "true or false")
 STRING = Form(lambda value: isinstance(value, str), "a string")
+SIZE_OR_AUTO = Form(lambda value: value == "auto" or _is_whole(value, 1), f"auto or {SIZE.words}")
 STRINGS = Form(lambda value: _are(str, value), "a list of strings")
 NUMBERS = Form(lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers")
 COUNTS = Form(lambda x: all(map(_is_whole, x if isinstance(x, list) else [x])), "a number, or a list of some")
@@ -178,7 +180,10 @@ GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
          "linear_num_value_heads", "full_attention_interval")  # fmt: skip
+MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
+         "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")  # fmt: skip
 TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
+TEXT |= dict.fromkeys(MAMBA, SIZE) | {"mamba_d_head": SIZE_OR_AUTO, "attn_layer_indices": COUNTS}
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
@@ -195,7 +200,7 @@ TEXT |= dict.fromkeys(
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
 TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
-TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list", "time_step_limit"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)

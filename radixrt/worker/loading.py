@@ -19,6 +19,7 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES, KVPool, StatePool
 from radixrt.worker.model import checkpoint, read_spec
+from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import (
     Products,
@@ -244,6 +245,8 @@ def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
     if loaded.spec.delta is not None:
         return "linear attention has no kernels"
+    if loaded.spec.mamba is not None:
+        return "Mamba-2 layers have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -300,7 +303,7 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
     weights = open_weights(config, loaded, progress=False)
     try:
         bos_id = loaded.hf_config.get("bos_token_id")
-        return choose_scales(config.kv_scales, weights, model, loaded.kv_dtype, bos_id)
+        return choose_scales(config.kv_scales, named(weights, loaded.spec), model, loaded.kv_dtype, bos_id)
     finally:
         weights.close()
 
@@ -319,14 +322,15 @@ def make_states(config: WorkerConfig, loaded: Loaded, reserved: int = 0) -> Stat
     Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
     (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
     """
-    if loaded.spec.delta is None:
+    recurrent = loaded.spec.recurrent
+    if recurrent is None:
         return None
     count = config.max_mamba_cache_size
     if not count:
-        each = loaded.spec.delta.state_bytes(loaded.dtype.itemsize)
+        each = recurrent.state_bytes(loaded.dtype.itemsize)
         memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved)
         count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
-    return StatePool(loaded.spec.delta, count + 1, loaded.dtype, loaded.device)
+    return StatePool(recurrent, count + 1, loaded.dtype, loaded.device)
 
 
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:

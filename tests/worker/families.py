@@ -25,8 +25,10 @@ GRANITE_MOE: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplie
 GRANITE_MOE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_tok": 3}
 
 EXAONE_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-GRANITE_HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
-GRANITE_HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2}
+MAMBA |= {"num_hidden_layers": 3}
+GRANITE_HYBRID: dict[str, Any] = MAMBA | {"layer_types": ["mamba", "attention", "mamba"]}
+GRANITE_HYBRID |= {"shared_intermediate_size": 72}
 GRANITE_SWASH = GRANITE_MOE | {"layer_rope_theta": [10_000.0, 0]}
 
 HYBRID: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2}
@@ -41,6 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
     "arcee": {"head_dim": 32},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25},
     "cohere2": WINDOWS | {"logit_scale": 0.25},
     "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},

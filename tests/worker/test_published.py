@@ -144,6 +144,12 @@ HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_k
 HYBRID |= {"num_key_value_heads": 2, "attention_bias": False, "num_hidden_layers": 4, "hidden_act": "silu"}
 HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID_MOE |= {"shared_expert_intermediate_size": 20}
+MAMBA: dict[str, Any] = {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 8}
+MAMBA |= {"mamba_d_state": 12, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": False}
+MAMBA |= {"num_hidden_layers": 3}
+BAMBA = MAMBA | {"attn_layer_indices": [1], "attn_rotary_emb": 4, "attention_bias": False, "mlp_bias": False}
+GRANITE_4_H = GRANITE_4 | MAMBA | {"layer_types": ["mamba", "mamba", "attention"], "position_embedding_type": "nope"}
+GRANITE_2 = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
 QWEN_NEXT = HYBRID | HYBRID_MOE | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []}
 QWEN_NEXT |= {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "partial_rotary_factor": 0.5}
 QWEN_NEXT |= {"full_attention_interval": 4}
@@ -262,6 +268,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         PLAIN | GRANITE_4 | {"num_local_experts": 6, "num_experts_per_tok": 2},
     ),
+    "granite 4 h micro": ("granitemoehybrid", PLAIN | GRANITE_4_H),
+    "granite 4 h tiny": (
+        "granitemoehybrid",
+        PLAIN | GRANITE_4_H | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "bamba 9b": ("bamba", PLAIN | BAMBA),
+    "bamba, of few words": ("bamba", {"mamba_n_heads": 4, "attn_layer_indices": [1], "num_key_value_heads": 2}),
     "granite moe, shared": ("granitemoeshared", PLAIN | GRANITE | {"shared_intermediate_size": 40}),
     "granite swash": ("granite_swa", PLAIN | SWASH | {"sliding_window": 16}),
     "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
@@ -740,8 +753,18 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
         ({"model_type": "exaone_moe", "scoring_func": "softmax"}, "scoring_func 'softmax' is not served"),
         ({"model_type": "afmoe", "score_func": "softmax"}, "score_func 'softmax' is not served"),
         ({"model_type": "internlm3", "attention_bias": True}, "qkv_bias True with bias False is not served"),
-        ({"model_type": "granitemoehybrid"}, "layer_types mamba are not served; attention is"),
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
+        ({"model_type": "granitemoehybrid"}, "layer_types: none is attention"),
+        (GRANITE_2 | {"layer_types": ["mamba", "sliding_attention"]}, "layer_types sliding_attention are not served"),
+        (GRANITE_2 | {"layer_types": ["mamba", "attention"] * 2}, "layer_types has 4 layers, num_hidden_layers is 2"),
+        (GRANITE_2 | {"mamba_n_groups": 3}, "mamba_n_groups .* 3 does not divide 4 heads"),
+        (GRANITE_2 | {"mamba_d_head": 16}, "mamba_n_heads 4 of mamba_d_head 16 are not the 128 elements"),
+        (GRANITE_2 | {"mamba_d_state": 0}, "mamba_d_state is 0, expected a number from 1"),
+        (GRANITE_2 | {"mamba_d_head": "half"}, "mamba_d_head is 'half', expected auto or a number from 1"),
+        (GRANITE_2 | {"time_step_limit": [0.1, "all"]}, "time_step_limit .* is not served"),
+        (GRANITE_2 | {"time_step_limit": [0.2, 0.1]}, "time_step_limit .* is not served"),
+        (GRANITE_2 | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not served; 'silu' is"),
+        ({"model_type": "bamba", "attn_layer_indices": []}, "layer_types: none is attention"),
+        ({"model_type": "bamba", "attn_layer_indices": ["1"]}, "attn_layer_indices is .* expected a number, or a list"),
         ({"model_type": "glm46v", "text_config": {"model_type": "glm"}}, "text_config: model_type 'glm'"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not served"),
         ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
@@ -759,7 +782,7 @@ MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "h
 MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-DEFAULT_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
+DEFAULT_LENGTH += ["bamba", "cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
 REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set()}
@@ -768,7 +791,8 @@ REQUIRED_FIELDS |= dict.fromkeys(
 )
 EXTRA_FIELDS = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
 EXTRA_FIELDS["exaone4_5"] = {"model_type": "exaone4"}
-EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
+EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+EXTRA_FIELDS["bamba"] = {"attn_layer_indices": [2]}
 EXTRA_FIELDS["deepseek_v2"] |= {"moe_intermediate_size": 1407}
 
 

@@ -343,6 +343,14 @@ class Renamed:
         return self._weights.bytes(self._name(name), shape)
 
 
+def load_float32(weights: Weights, name: str, size: int) -> torch.Tensor:
+    """A small parameter [size] that keeps its precision if it is stored in float32."""
+    stored = weights.get(name)
+    if stored is None or stored.shape != (size,):
+        stored = weights.load(name, (size,))
+    return stored.float()
+
+
 def copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
     """A copy of a part of a tensor, so that the whole can be freed."""
     return whole.narrow(part.dim, part.start, part.count).clone(memory_format=torch.contiguous_format)

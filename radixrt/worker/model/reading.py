@@ -8,13 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.checkpoint import Renamed, Weights
+from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput, OfBlocks
+from radixrt.worker.model.checkpoint import Renamed, Weights, load_float32
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec
 from radixrt.worker.model.interleaved_experts import deinterleave, read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear, concatenate
+from radixrt.worker.model.mamba_mixer import Mamba
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, Xielu, squared_relu
 from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.padded_heads import PaddedHeads
@@ -53,7 +56,10 @@ class Reader:
 
     def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops, group: Group | None) -> None:
         self._spec = spec
-        self._weights = PaddedHeads(weights, spec) if spec.layer_heads else Renamed(weights, spec.other_names)
+        if spec.blocks:
+            self._weights = OfBlocks(weights, spec)
+        else:
+            self._weights = PaddedHeads(weights, spec) if spec.layer_heads else Renamed(weights, spec.other_names)
         self._batch_invariant = batch_invariant
         self._ops = ops
         self._group = group
@@ -166,8 +172,10 @@ class Reader:
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
-        if spec.delta is not None and number in spec.delta.layers:
-            return self._linear_layer(number, spec.delta)
+        if spec.recurrent is not None and number in spec.recurrent.layers:
+            return self._recurrent_layer(number, spec.recurrent)
+        if spec.blocks and spec.blocks[number][0] is None:
+            return self._mlp_alone(number)
         heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
@@ -177,23 +185,40 @@ class Reader:
             attention_norm=attention_norm,
             heads=heads,
             output=self._output(at + "self_attn.o_proj", shape, spec.output_bias, AFTER_ATTENTION, after),
-            mlp_norm=self._norm_before(at, norms.before_mlp, mlp.rounding),
+            mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
             sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
         )
 
-    def _linear_layer(self, number: int, delta: DeltaSpec) -> Layer:
-        spec, at, norms = self._spec, f"layers.{number}.", delta.norms or self._spec.norms
-        net, mlp = self._delta_net(f"{at}{delta.name}.", delta), self._mlp(number, norms)
-        shape, after = (spec.hidden_size, delta.values), self._norm_after(at, norms.after_attention)
+    def _mlp_norm(self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | NoMlp) -> Norm | NoNorm:
+        return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.rounding)
+
+    def _mlp_alone(self, number: int) -> Layer:
+        norms = self._spec.norms
+        mlp = self._mlp(number, norms)
+        return Layer(self._mlp_norm(f"layers.{number}.", norms, mlp), NoMixer(), NoOutput(), NoNorm(), mlp)
+
+    def _recurrent_layer(self, number: int, found: DeltaSpec | MambaSpec) -> Layer:
+        spec, at, norms = self._spec, f"layers.{number}.", found.norms or self._spec.norms
+        name, mlp = f"{at}{found.name}.", self._mlp(number, norms)
+        if isinstance(found, MambaSpec):
+            net, bias = self._mamba(name, found), found.bias
+        else:
+            net, bias = self._delta_net(name, found), False
+        shape, after = (spec.hidden_size, found.values), self._norm_after(at, norms.after_attention)
         return Layer(
             attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
             heads=net,
-            output=self._output(f"{at}{delta.name}.{delta.out}", shape, False, AFTER_ATTENTION, after),
-            mlp_norm=self._norm_before(at, norms.before_mlp, mlp.rounding),
+            output=self._output(name + found.out, shape, bias, AFTER_ATTENTION, after),
+            mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
         )
+
+    def _mamba(self, at: str, mamba: MambaSpec) -> Mamba:
+        rows = mamba.values + mamba.channels + mamba.heads
+        projection = self._linear([Piece(at + "in_proj", (rows, self._spec.hidden_size))], mamba.bias)
+        return Mamba.read(mamba, projection, self._weights, at, self._spec.norm_eps, self._batch_invariant)
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
         hidden, heads = self._spec.hidden_size, delta.value_heads
@@ -210,8 +235,8 @@ class Reader:
             qkvz=self._linear(qkvz, False),
             ba=self._linear(ba, False),
             conv=self._short_conv(at, delta),
-            rates=-self._float32(at + "A_log", heads).exp(),
-            dt_bias=self._float32(at + "dt_bias", heads),
+            rates=-load_float32(self._weights, f"model.{at}A_log", heads).exp(),
+            dt_bias=load_float32(self._weights, f"model.{at}dt_bias", heads),
             norm=self._vector(at + delta.norm, delta.value_dim),
             eps=delta.norm_eps or self._spec.norm_eps,
             exact=self._batch_invariant,
@@ -228,13 +253,6 @@ class Reader:
         if conv.shape != shape:
             raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
         return conv.squeeze(1)
-
-    def _float32(self, name: str, size: int) -> torch.Tensor:
-        """A small parameter that keeps its precision if it is stored in float32."""
-        stored = self._weights.get(f"model.{name}")
-        if stored is None or stored.shape != (size,):
-            stored = self._weights.load(f"model.{name}", (size,))
-        return stored.float()
 
     def _grouped_query(self, at: str) -> Projections:
         spec = self._spec
@@ -325,8 +343,10 @@ class Reader:
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture:
+    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | NoMlp:
         spec, at = self._spec, f"layers.{number}.mlp."
+        if spec.blocks and spec.blocks[number][1] is None:
+            return NoMlp()
         after = self._norm_after(f"layers.{number}.", norms.after_mlp)
         if spec.experts is not None and number in spec.experts.layers:
             read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts

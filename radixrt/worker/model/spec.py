@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.mamba_spec import MambaSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
@@ -227,6 +228,11 @@ class ModelSpec:
     """Gate on the attention output."""
     delta: DeltaSpec | None = None
     """Some layers have linear attention, with a recurrent state instead of K and V in pages."""
+    mamba: MambaSpec | None = None
+    """Some layers have Mamba-2 mixers, with such a state as well."""
+    blocks: tuple[tuple[int | None, int | None], ...] = ()
+    """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
+    have there; None: it has none (see `blocks`)."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
@@ -241,7 +247,14 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
-        return tuple(i for i in range(self.num_layers) if self.delta is None or i not in self.delta.layers)
+        others = self.recurrent.layers if self.recurrent else frozenset()
+        without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
+        return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
+
+    @property
+    def recurrent(self) -> DeltaSpec | MambaSpec | None:
+        """What layers with a recurrent state have; None if there are none."""
+        return self.delta or self.mamba
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -262,9 +275,9 @@ class ModelSpec:
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
-        if self.delta is not None:
-            linear = len(self.delta.layers)
-            attention = attention * (self.num_layers - linear) + self.delta.elements(hidden) * linear
+        if (recurrent := self.recurrent) is not None:
+            attention *= len(self.attention_layers)
+            attention += recurrent.elements(hidden) * len(recurrent.layers)
             attention //= self.num_layers
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
