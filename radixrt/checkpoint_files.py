@@ -64,6 +64,7 @@ FAMILIES = (
     "mistral3",
     "mistral4",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmo_hybrid",
@@ -189,16 +190,20 @@ TEXT |= dict.fromkeys(
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
      "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
-     "num_dense_layers", "prefix_dense_intermediate_size", "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "num_dense_layers", "prefix_dense_intermediate_size", "shared_intermediate_size", "moe_latent_size",
+     "moe_shared_expert_intermediate_size", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rms_norm_eps", "routed_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", "route_scale", *GIVEN_NUMBERS),
+     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", "route_scale",
+     "layer_norm_epsilon", *GIVEN_NUMBERS),
     NUMBER,
 )  # fmt: skip
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
-TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
+TEXT |= dict.fromkeys(
+    ("model_type", "hidden_act", "hidden_activation", "topk_method", "hybrid_override_pattern"), STRING
+)
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
 TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list", "time_step_limit"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}

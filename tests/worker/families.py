@@ -39,6 +39,12 @@ HYBRID_MOE |= {"shared_expert_intermediate_size": 72}
 
 OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
+NEMOTRON: dict[str, Any] = {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "moe", "mlp"]}
+NEMOTRON |= {"num_hidden_layers": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12}
+NEMOTRON |= {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 72, "routed_scaling_factor": 2.5, "time_step_min": 1e-9}
+"""transformers limits time steps of prompts by `time_step_min`, and those of answers not at all."""
+
 SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
@@ -76,6 +82,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
     "olmo_hybrid": OLMO_HYBRID,
+    "nemotron_h": NEMOTRON,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": QWEN_MOE,
     "qwen3_5_moe_text": HYBRID | HYBRID_MOE,

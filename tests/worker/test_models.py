@@ -36,6 +36,7 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor"
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 ATTENTION_ALONE = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"}
+MLPS = ["mlp", "mlp", "linear_attention", "full_attention", "mlp", "mlp", "mlp"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 VARIANTS = [
     *((family, {}) for family in FAMILIES),
@@ -145,6 +146,9 @@ VARIANTS = [
     ("qwen3_next", {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "norm_topk_prob": False}),
     ("qwen3_next", {"num_experts": 0, "linear_conv_kernel_dim": 2, "linear_num_value_heads": 2}),
     ("qwen3_5_text", {"layer_types": ["full_attention"] * 3, "num_key_value_heads": 1}),
+    ("nemotron_h", {"layers_block_type": ["mamba", "full_attention"], "num_hidden_layers": 2, "use_bias": True}),
+    ("nemotron_h", {"layers_block_type": MLPS, "num_hidden_layers": 7, "mlp_bias": True, "use_conv_bias": False}),
+    ("nemotron_h", {"moe_latent_size": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_groups": 4}),
     ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_parameters": YARN, "attention_bias": True}),
     ("granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": [1e4, 1e6], "num_key_value_heads": 1}),
 ]

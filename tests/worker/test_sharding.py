@@ -172,10 +172,10 @@ def mix(layer, heads):
         ("sarvam_moe", {}),
         ("sarvam_mla", {}),
         ("granitemoeshared", {}),
-        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"layer_types": ["full_attention"] * 3}),
         ("granite_swa", {}),
         ("granitemoe_swa", {}),
-        ("granitemoehybrid", {"num_local_experts": 0}),
+        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["full_attention"] * 3}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):

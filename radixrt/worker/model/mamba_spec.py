@@ -66,8 +66,10 @@ LINEAR, FULL = ("mamba", "linear_attention"), ("attention", "full_attention")
 
 
 def read_mamba(config: dict[str, Any], layers: frozenset[int], inner: int | None = None) -> MambaSpec | None:
-    """The mixer of these layers, by the names that Bamba's fields have; None if there are none. `inner`: elements of
-    all heads, if that is not `mamba_expand` times the hidden states."""
+    """The mixer of these layers, by the names that Bamba's fields have; None if there are none: then these fields may
+    say anything. `inner`: elements of all heads, if that is not `mamba_expand` times the hidden states."""
+    if not layers:
+        return None
     config = DEFAULTS | config
     heads, dim = config["mamba_n_heads"], config["mamba_d_head"]
     inner = int(config["mamba_expand"] * config["hidden_size"]) if inner is None else inner
@@ -88,11 +90,11 @@ def read_mamba(config: dict[str, Any], layers: frozenset[int], inner: int | None
     )
 
 
-def checked(found: MambaSpec) -> MambaSpec | None:
-    """None if no layer has a mixer. ValueError if groups have different sizes."""
+def checked(found: MambaSpec) -> MambaSpec:
+    """ValueError if groups have different sizes."""
     if found.heads % found.groups:
         raise ValueError(f"mamba_n_groups (n_groups) {found.groups} does not divide {found.heads} heads")
-    return found if found.layers else None
+    return found
 
 
 def linear_layers(kinds: list[str], config: Mapping[str, Any]) -> frozenset[int]:

@@ -18,8 +18,8 @@ from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops,
 from radixrt.worker.model.linear import HeadLinear, Linear, concatenate
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, Xielu, squared_relu
-from radixrt.worker.model.moe import read_experts
+from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
+from radixrt.worker.model.moe import read_experts, squared_relu
 from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
@@ -312,9 +312,12 @@ class Reader:
             interleaved=latent.interleaved,
         )
 
-    def _shared(self, at: str, experts: ExpertsSpec) -> SharedMlp | None:
+    def _shared(self, at: str, experts: ExpertsSpec) -> SharedMlp | UngatedShared | None:
         if not experts.shared_size:
             return None
+        if not experts.gated:
+            ungated = self._ungated_mlp(f"{at}{experts.shared}.", experts.shared_size)
+            return UngatedShared(ungated.up, ungated.down.product)
         mlp, gate = self._gated_mlp(f"{at}{experts.shared}.", experts.shared_size), None
         if experts.shared_gate is not None:
             gate = Linear(self.matrix(at + experts.shared_gate, 1, self._spec.hidden_size), None, self._batch_invariant)

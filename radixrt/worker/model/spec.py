@@ -73,7 +73,7 @@ class ExpertsSpec:
     """Layers with experts; the others have an MLP."""
     prefix: str
     names: tuple[str, ...]
-    """Names of an expert's gate, up and down projections: `experts.<e>.<name>.weight`."""
+    """Names of an expert's gate, up and down projections: `experts.<e>.<name>.weight`. Two: there is no gate."""
     router: str = "gate"
     """Name of the router: `<router>.weight`."""
     bias: tuple[str, ...] = ("gate.e_score_correction_bias",)
@@ -94,6 +94,10 @@ class ExpertsSpec:
     fused_names: tuple[tuple[str, str, str], ...] = ()
     """Names, in `model.layers.<i>.`, of the router and of two tensors with `gate_up` and `down` of all experts of a
     layer, as some checkpoints have them; the names of transformers 5 are always tried (`moe.FUSED_AT`)."""
+    latent_size: int = 0
+    """Routed experts are computed in a space of this size, between two projections; 0: of that of hidden states."""
+    latent: tuple[str, ...] = ()
+    """Names of these projections, in `model.layers.<i>.mlp.`."""
     bias_is_row: bool = False
     """The bias for the selection is stored as [1, count], not [count]."""
 
@@ -101,6 +105,17 @@ class ExpertsSpec:
     def bias_shape(self) -> tuple[int, ...]:
         """Shape of the stored bias for the selection."""
         return (1, self.count) if self.bias_is_row else (self.count,)
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate."""
+        return len(self.names) != 2
+
+    def elements(self, hidden: int) -> int:
+        """Elements of the matrices that a token is multiplied by in a layer, for `hidden` states."""
+        each, space = 3 if self.gated else 2, self.latent_size or hidden
+        routed = each * space * self.top_k * self.intermediate_size
+        return routed + each * hidden * self.shared_size + 2 * hidden * self.latent_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +295,11 @@ class ModelSpec:
             attention += recurrent.elements(hidden) * len(recurrent.layers)
             attention //= self.num_layers
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
+        without = sum(mlp is None for _, mlp in self.blocks) / self.num_layers
         if self.experts is None:
-            return attention + dense
-        sparse = 3 * hidden * (self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size)
+            return attention + int((1 - without) * dense)
         share = len(self.experts.layers) / self.num_layers
-        return attention + int(share * sparse + (1 - share) * dense)
+        return attention + int(share * self.experts.elements(hidden) + (1 - share - without) * dense)
 
     @property
     def gated(self) -> bool:
