@@ -104,3 +104,18 @@ def test_the_norm_is_of_each_group_after_its_gate():
         part = slice(4 * group, 4 * group + 4)
         size = (gated[:, part].square().mean(1, keepdim=True) + 1e-5).sqrt()
         assert torch.allclose(found[:, part].double(), weight[part] * gated[:, part] / size, atol=1e-5)
+
+
+def test_a_token_is_the_same_in_any_company():
+    """To the last bit: elements at the end of a tensor are not computed as others are."""
+    inputs, constants = made(51)
+    states, slots = random(52, HEADS, DIM, STATE, seed=6), torch.arange(1, 52)
+    gate, weight = random(51, HEADS * DIM, seed=7), random(HEADS * DIM, seed=8)
+    together = states.clone()
+    out = ran(inputs, constants, together, slots, [1] * 51)
+    normed = grouped_norm(out.flatten(1), gate, weight, GROUPS, 1e-5)
+    for token in range(51):
+        own, one = states.clone(), slice(token, token + 1)
+        alone = ran([value[one] for value in inputs], constants, own, slots[one], [1])
+        assert torch.equal(alone, out[one]) and torch.equal(own[slots[token]], together[slots[token]])
+        assert torch.equal(grouped_norm(alone.flatten(1), gate[one], weight, GROUPS, 1e-5), normed[one])
