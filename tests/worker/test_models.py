@@ -138,6 +138,15 @@ VARIANTS = [
     ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_n_groups": 1, "time_step_limit": (0.1, 0.9)}),
     ("bamba", {"attn_layer_indices": [0, 2], "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}),
     ("bamba", {"mamba_d_conv": 3, "mamba_n_groups": 4, "num_key_value_heads": 1}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 4}),
+    ("kimi_linear", {"num_expert_group": 4, "topk_group": 2, "q_lora_rank": 24, "moe_renormalize": False}),
+    (
+        "kimi_linear",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2, "linear_conv_kernel_dim": 3},
+    ),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 4}),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [0, 2], "block_ffn_dim_multiplier": 1.3, "rope_parameters": YARN}),
+    ("lfm2_moe", {"use_expert_bias": False, "routed_scaling_factor": 2.5, "norm_topk_prob": False, "conv_bias": True}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "num_hidden_layers": 4, "layer_types": None}),
     (
         "olmo_hybrid",
@@ -466,6 +475,6 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
             elements += weight.numel() * spec.experts.top_k // spec.experts.count
-        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias")):
+        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias", "A_log")):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

@@ -30,4 +30,4 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         mlp_bias=bool(config.get("mlp_bias")),
         other_names=OTHER_NAMES,
     )
-    return dataclasses.replace(plain, mamba=mamba)
+    return dataclasses.replace(plain, delta=mamba)

@@ -344,11 +344,11 @@ class Renamed:
 
 
 def load_float32(weights: Weights, name: str, size: int) -> torch.Tensor:
-    """A small parameter [size] that keeps its precision if it is stored in float32."""
+    """A small parameter [size], of any stored shape, that keeps its precision if it is stored in float32."""
     stored = weights.get(name)
-    if stored is None or stored.shape != (size,):
+    if stored is None or stored.numel() != size:
         stored = weights.load(name, (size,))
-    return stored.float()
+    return stored.float().flatten()
 
 
 def copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:

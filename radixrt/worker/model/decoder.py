@@ -20,7 +20,11 @@ from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.sharding import Shard
+from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import ModelSpec
+
+RECURRENT = (DeltaNet, Mamba, ShortConv)
+"""What stands in place of attention in layers with a recurrent state."""
 
 
 class Decoder:
@@ -111,7 +115,7 @@ class Decoder:
         query_factors = self._positions.query_factors(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
-            if isinstance(layer.heads, DeltaNet | Mamba):
+            if isinstance(layer.heads, RECURRENT):
                 x = layer.heads.mix(x, self._numbers[number], states, self._ops)
             elif not isinstance(layer.heads, NoMixer):
                 cos, sin = rotations[self._positions.kinds[number]]
@@ -181,7 +185,7 @@ class Decoder:
 def _kind(layer: Layer) -> str:
     if isinstance(layer.heads, NoMixer):
         return "none"
-    return "recurrent" if isinstance(layer.heads, DeltaNet | Mamba) else "attention"
+    return "recurrent" if isinstance(layer.heads, RECURRENT) else "attention"
 
 
 class _Positions:

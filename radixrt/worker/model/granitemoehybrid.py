@@ -27,5 +27,5 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     else:
         plain = granite.spec(config | {"intermediate_size": shared})
         plain = dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES)
-    plain = dataclasses.replace(plain, mamba=mamba)
+    plain = dataclasses.replace(plain, delta=mamba)
     return plain if positions == "rope" else dataclasses.replace(plain, layer_ropes=(None,) * plain.num_layers)

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec:
-    """Sizes are numbers of elements. Names of tensors are relative to `model.layers.<i>.<name>.`."""
+    """Sizes are numbers of elements. Names of tensors are relative to `model.layers.<i>.mamba.`."""
 
     layers: frozenset[int]
     """Layers with a mixer; the others have attention."""
@@ -28,8 +28,6 @@ class MambaSpec:
     """The projections have biases."""
     limits: tuple[float, float] = (0.0, math.inf)
     """Time steps are clamped to these."""
-    name: str = "mamba"
-    out: str = "out_proj"
     norms: None = None
     """Those of other layers."""
 

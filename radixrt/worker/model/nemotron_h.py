@@ -45,7 +45,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norms=NormsSpec(float32_weight=True),
         mlp_bias=bool(config.get("mlp_bias")),
         layer_ropes=(None,) * len(blocks),
-        mamba=mamba(config, kinds, blocks),
+        delta=mamba(config, kinds, blocks),
         blocks=blocks,
     )
     plain = dataclasses.replace(plain, activation=SQUARED_RELU)

@@ -16,8 +16,8 @@ OTHER_NAMES = ((".input_layernorm", ".attention_layer_norm"), (".post_attention_
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Without `layer_types`, layers 3, 7, 11, ... have attention, or else the last one. There is RoPE only if
-    config.json has a `rope_theta`."""
+    """Without `layer_types`, layers 3, 7, 11, ... have attention, or else the last one. The published
+    models have no RoPE, which a `rope_theta` of null in `rope_parameters` says."""
     check_served(config, {"hidden_act": "silu"})
     config = DEFAULTS | {name: value for name, value in config.items() if value is not None}
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
@@ -43,5 +43,5 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norms=NormsSpec(float32_weight=True),
     )
     plain = olmo2.spec(config, delta=linear, other_names=OTHER_NAMES)
-    theta = (config.get("rope_parameters") or config).get("rope_theta")
-    return plain if theta else dataclasses.replace(plain, layer_ropes=(None,) * layers)
+    has_rope = (config.get("rope_parameters") or {"rope_theta": 10_000.0}).get("rope_theta") is not None
+    return plain if has_rope else dataclasses.replace(plain, layer_ropes=(None,) * layers)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba_spec import MambaSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
@@ -241,10 +241,9 @@ class ModelSpec:
     2309.17453)."""
     gate: GateSpec | None = None
     """Gate on the attention output."""
-    delta: DeltaSpec | None = None
-    """Some layers have linear attention, with a recurrent state instead of K and V in pages."""
-    mamba: MambaSpec | None = None
-    """Some layers have Mamba-2 mixers, with such a state as well."""
+    delta: DeltaSpec | ShortConvSpec | MambaSpec | None = None
+    """Some layers have linear attention, short convolutions or Mamba-2 mixers: a recurrent state instead of K and V in
+    pages."""
     blocks: tuple[tuple[int | None, int | None], ...] = ()
     """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
     have there; None: it has none (see `blocks`)."""
@@ -262,14 +261,9 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
-        others = self.recurrent.layers if self.recurrent else frozenset()
+        others = self.delta.layers if self.delta else frozenset()
         without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
         return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
-
-    @property
-    def recurrent(self) -> DeltaSpec | MambaSpec | None:
-        """What layers with a recurrent state have; None if there are none."""
-        return self.delta or self.mamba
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -290,9 +284,9 @@ class ModelSpec:
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
-        if (recurrent := self.recurrent) is not None:
+        if self.delta is not None:
             attention *= len(self.attention_layers)
-            attention += recurrent.elements(hidden) * len(recurrent.layers)
+            attention += self.delta.elements(hidden) * len(self.delta.layers)
             attention //= self.num_layers
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         without = sum(mlp is None for _, mlp in self.blocks) / self.num_layers
