@@ -7,11 +7,15 @@ updated in place. Each sequence is computed on its own, whatever else is in the 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
+from radixrt.worker.model.delta import VECTOR
 from radixrt.worker.model.moe import sigmoid
 
 CHUNK = 64
 """Tokens that `_by_chunks` computes by matrix products."""
+TOGETHER = 4
+"""Sequences of one token that a CPU computes at once: more states would not stay in its caches."""
 
 
 def state_space(
@@ -37,30 +41,33 @@ def state_space(
     last bit, however its sequence is cut. Longer sequences are computed in chunks of CHUNK tokens from their first one
     on, by matrix products: the same up to the rounding of float32, which depends on where they are cut.
     """
-    kind, counts = x.dtype, bounds.diff()
+    kind = x.dtype
     x, b, c, decay = x.float(), b.float(), c.float(), step * rates
     inputs = x * step[..., None], b, c, decay
     out = skip[:, None] * x
-    single = counts == 1
-    if single.any():  # all at once
-        at, own = bounds[:-1][single], slots[single]
+    firsts, owners = bounds[:-1], slots
+    if len(x) > len(slots):  # otherwise nothing is to be read from a GPU
+        counts, start = bounds.diff(), 0
+        for count, slot in zip(counts.tolist(), slots.tolist(), strict=True):
+            if count > 1:
+                part = [value[start : start + count] for value in inputs]
+                found, states[slot] = (_by_tokens if exact else _by_chunks)(*part, states[slot])
+                out[start : start + count] += found
+            start += count
+        firsts, owners = firsts[counts == 1], owners[counts == 1]
+    each = max(1, len(owners)) if x.is_cuda else TOGETHER
+    for at, own in zip(firsts.split(each), owners.split(each), strict=True):
         found, states[own] = _one_token(*(value[at] for value in inputs), states[own])
         out[at] += found
-    start = 0
-    for count, slot in zip(counts.tolist(), slots.tolist(), strict=True):
-        if count > 1:
-            part = [value[start : start + count] for value in inputs]
-            found, states[slot] = (_by_tokens if exact else _by_chunks)(*part, states[slot])
-            out[start : start + count] += found
-        start += count
     return out.to(kind)
 
 
 def grouped_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     """RMSNorm of x[T, D] silu(gate[T, D]), for each of `groups` equal parts alone, times weight[D], in float32."""
     wide = gate.float()
-    wide = x.float() * (wide * (wide.sigmoid() if wide.is_cuda else sigmoid(wide)))
-    parts = wide.unflatten(1, (groups, -1))
+    # As in `delta.short_conv`.
+    silu = F.silu(wide) if wide.is_cuda or wide.shape[1] % VECTOR == 0 else wide * sigmoid(wide)
+    parts = (x.float() * silu).unflatten(1, (groups, -1))
     normed = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1)
     return (weight.float() * normed).to(x.dtype)
 
@@ -69,23 +76,24 @@ def _one_token(
     x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence as it is written, without the skip, of one token of each of B sequences: (output [B, H, P], new
-    states [B, H, P, N])."""
+    states [B, H, P, N], which take the place of `state`)."""
     heads = x.shape[1]
     b, c = (_repeated(value, heads)[:, :, None] for value in (b, c))
     # By float64, because on a CPU an element's last bit depends on its place (see `moe.sigmoid`).
     kept = decay.double().exp().float()
-    state = state * kept[..., None, None] + x[..., None] * b
-    return (state * c).sum(-1), state
+    added = x[..., None] * b
+    state.mul_(kept[..., None, None]).add_(added)
+    return torch.mul(state, c, out=added).sum(-1), state
 
 
 def _by_tokens(
     x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of one sequence: (output [T, H, P], new state [H, P, N])."""
-    out = torch.empty_like(x)
+    out, state = torch.empty_like(x), state.clone()[None]
     for token in range(len(x)):
         one = (value[token : token + 1] for value in (x, b, c, decay))
-        out[token : token + 1], state = _one_token(*one, state.view(1, *state.shape[-3:]))
+        out[token : token + 1], state = _one_token(*one, state)
     return out, state[0]
 
 
