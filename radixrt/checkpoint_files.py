@@ -16,6 +16,7 @@ FAMILIES = (
     "afmoe",
     "apertus",
     "arcee",
+    "bamba",
     "cohere",
     "cohere2",
     "cohere2_moe",
@@ -66,6 +67,7 @@ FAMILIES = (
     "mistral3",
     "mistral4",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmo_hybrid",
@@ -149,6 +151,7 @@ NUMBER = Form(_is_number, "a number")
 POSITIVE = Form(lambda value: _is_number(value) and value > 0, "a number above 0")
 FLAG = Form(lambda value: isinstance(value, bool), "true or false")
 STRING = Form(lambda value: isinstance(value, str), "a string")
+SIZE_OR_AUTO = Form(lambda value: value == "auto" or _is_whole(value, 1), f"auto or {SIZE.words}")
 STRINGS = Form(lambda value: _are(str, value), "a list of strings")
 NUMBERS = Form(lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers")
 COUNTS = Form(lambda x: all(map(_is_whole, x if isinstance(x, list) else [x])), "a number, or a list of some")
@@ -182,25 +185,31 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
          "linear_num_value_heads", "full_attention_interval", "linear_num_heads", "linear_head_dim",
          "model_max_length", "conv_L_cache", "block_multiple_of")  # fmt: skip
+MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
+         "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")  # fmt: skip
 TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
+TEXT |= dict.fromkeys(MAMBA, SIZE) | {"mamba_d_head": SIZE_OR_AUTO, "attn_layer_indices": COUNTS}
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
      "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
      "num_dense_layers", "num_experts_per_token", "num_expert_group", "block_ff_dim", "prefix_dense_intermediate_size",
-     "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "shared_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rms_norm_eps", "routed_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", "route_scale", *GIVEN_NUMBERS),
+     "partial_rotary_factor", "swiglu_limit", "swiglu_alpha", "router_scaling_factor", "route_scale",
+     "layer_norm_epsilon", *GIVEN_NUMBERS),
     NUMBER,
 )  # fmt: skip
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
-TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
+TEXT |= dict.fromkeys(
+    ("model_type", "hidden_act", "hidden_activation", "topk_method", "hybrid_override_pattern"), STRING
+)
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
-TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER}
+TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER, "time_step_limit": LIST}
 TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)

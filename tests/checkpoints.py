@@ -155,6 +155,8 @@ def randomize(model) -> None:
             parameter.normal_(1.0 if around_1 else 0.0, 0.2)
         elif name.endswith("A_log"):  # states are remembered for long; transformers is inexact if they are not
             parameter.uniform_(-4.0, -1.0)
+        elif name.endswith(".D"):
+            parameter.normal_(1.0, 0.5)
         elif name.endswith("sinks"):
             parameter.normal_(0.0, 2.0)
         elif name.endswith(("alpha_p", "alpha_n")):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.mamba_spec import MambaSpec
 
 DTYPES = {
     "float32": torch.float32,
@@ -101,10 +102,12 @@ class KVPool:
 
 class StatePool:
     """The recurrent states of `slots` sequences in all linear layers: the last inputs of their short convolutions, in
-    the model's dtype, and what the delta rule has stored, in float32. A slot's states are contiguous, so that copying
-    it is fast. Slot 0 is the trash slot."""
+    the model's dtype, and what the delta rule or the state-space model has stored, in float32. A slot's states are
+    contiguous, so that copying it is fast. Slot 0 is the trash slot."""
 
-    def __init__(self, spec: DeltaSpec | ShortConvSpec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DeltaSpec | ShortConvSpec | MambaSpec, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         layers = len(spec.layers)
         self.convs = _zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
         self.rules = _zeros((slots, layers, *spec.rule_shape), torch.float32, device)
@@ -118,7 +121,8 @@ class StatePool:
         return self.convs.nbytes + self.rules.nbytes
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the states of the `number`-th linear layer, for `delta.short_conv` and `delta.gated_delta`."""
+        """Views of the states of the `number`-th linear layer, for `delta.short_conv` and `delta.gated_delta`
+        or `mamba.state_space`."""
         return self.convs[:, number], self.rules[:, number]
 
     def copy(self, copies: np.ndarray) -> None:

@@ -18,7 +18,9 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
+from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
@@ -234,6 +236,8 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
+    if isinstance(loaded.spec.delta, MambaSpec):
+        return "Mamba-2 layers have no kernels"
     if loaded.spec.delta is not None:
         return "linear attention has no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
@@ -299,7 +303,7 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
     weights = open_weights(config, loaded, progress=False)
     try:
         bos_id = loaded.hf_config.get("bos_token_id")
-        return choose_scales(config.kv_scales, weights, model, loaded.kv_dtype, bos_id)
+        return choose_scales(config.kv_scales, named(weights, loaded.spec), model, loaded.kv_dtype, bos_id)
     finally:
         weights.close()
 

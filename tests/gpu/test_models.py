@@ -52,7 +52,8 @@ OF_FAMILY |= dict.fromkeys(("ministral", "cohere2", "cohere2_moe", "cwm", "exaon
 SWASH = {"layer_rope_theta": [1e4, 1e4, 1e6, 0], "attention_multiplier": 0.088}
 OF_FAMILY |= dict.fromkeys(("granite_swa", "granitemoe_swa"), WINDOWS | SWASH)
 OF_FAMILY |= {"hyperclovax": {"attention_multiplier": 0.088}}  # of the tests' 0.2, bfloat16 moves logits by 3%
-OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4}, "youtu": LATENT, "sarvam_mla": LATENT}
+OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}}
+OF_FAMILY |= dict.fromkeys(("youtu", "sarvam_mla"), LATENT)
 OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 

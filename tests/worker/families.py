@@ -25,8 +25,10 @@ GRANITE_MOE: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplie
 GRANITE_MOE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_tok": 3}
 
 EXAONE_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-GRANITE_HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
-GRANITE_HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2}
+MAMBA |= {"num_hidden_layers": 3}
+GRANITE_HYBRID: dict[str, Any] = MAMBA | {"layer_types": ["mamba", "attention", "mamba"]}
+GRANITE_HYBRID |= {"shared_intermediate_size": 72}
 GRANITE_SWASH = GRANITE_MOE | {"layer_rope_theta": [10_000.0, 0]}
 
 HYBRID: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2}
@@ -41,10 +43,17 @@ KIMI_LINEAR |= {"moe_intermediate_size": 40, "num_experts_per_token": 3}
 LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
 OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
+NEMOTRON: dict[str, Any] = {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "moe", "mlp"]}
+NEMOTRON |= {"num_hidden_layers": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12}
+NEMOTRON |= {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 72, "routed_scaling_factor": 2.5, "time_step_min": 1e-9}
+"""transformers limits time steps of prompts by `time_step_min`, and those of answers not at all."""
+
 SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
     "arcee": {"head_dim": 32},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25},
     "cohere2": WINDOWS | {"logit_scale": 0.25},
     "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},
@@ -80,6 +89,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
     "olmo_hybrid": OLMO_HYBRID,
+    "nemotron_h": NEMOTRON,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": QWEN_MOE,
     "qwen3_5_moe_text": HYBRID | HYBRID_MOE,

@@ -35,6 +35,8 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0}
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+ATTENTION_ALONE = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"}
+MLPS = ["mlp", "mlp", "linear_attention", "full_attention", "mlp", "mlp", "mlp"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 VARIANTS = [
     *((family, {}) for family in FAMILIES),
@@ -130,8 +132,12 @@ VARIANTS = [
     ("sarvam_moe", {"attention_bias": True, "use_qk_norm": False, "rope_parameters": HALF, "n_group": 2}),
     ("sarvam_mla", {"rope_parameters": YARN | MSCALE, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
     ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
-    ("granitemoehybrid", {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
-    ("granitemoehybrid", {"position_embedding_type": None, "num_key_value_heads": 1}),
+    ("granitemoehybrid", ATTENTION_ALONE | {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
+    ("granitemoehybrid", ATTENTION_ALONE | {"position_embedding_type": None, "num_key_value_heads": 1}),
+    ("granitemoehybrid", {"num_local_experts": 0, "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_n_groups": 1, "time_step_limit": (0.1, 0.9)}),
+    ("bamba", {"attn_layer_indices": [0, 2], "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}),
+    ("bamba", {"mamba_d_conv": 3, "mamba_n_groups": 4, "num_key_value_heads": 1}),
     ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 4}),
     ("kimi_linear", {"num_expert_group": 4, "topk_group": 2, "q_lora_rank": 24, "moe_renormalize": False}),
     (
@@ -149,6 +155,9 @@ VARIANTS = [
     ("qwen3_next", {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "norm_topk_prob": False}),
     ("qwen3_next", {"num_experts": 0, "linear_conv_kernel_dim": 2, "linear_num_value_heads": 2}),
     ("qwen3_5_text", {"layer_types": ["full_attention"] * 3, "num_key_value_heads": 1}),
+    ("nemotron_h", {"layers_block_type": ["mamba", "full_attention"], "num_hidden_layers": 2, "use_bias": True}),
+    ("nemotron_h", {"layers_block_type": MLPS, "num_hidden_layers": 7, "mlp_bias": True, "use_conv_bias": False}),
+    ("nemotron_h", {"moe_latent_size": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_groups": 4}),
     ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_parameters": YARN, "attention_bias": True}),
     ("granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": [1e4, 1e6], "num_key_value_heads": 1}),
 ]

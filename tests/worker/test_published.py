@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,24 @@ HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_k
 HYBRID |= {"num_key_value_heads": 2, "attention_bias": False, "num_hidden_layers": 4, "hidden_act": "silu"}
 HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID_MOE |= {"shared_expert_intermediate_size": 20}
+MAMBA: dict[str, Any] = {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 8}
+MAMBA |= {"mamba_d_state": 12, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": False}
+MAMBA |= {"num_hidden_layers": 3}
+BAMBA = MAMBA | {"attn_layer_indices": [1], "attn_rotary_emb": 4, "attention_bias": False, "mlp_bias": False}
+GRANITE_4_H = GRANITE_4 | MAMBA | {"layer_types": ["mamba", "mamba", "attention"], "position_embedding_type": "nope"}
+NEMOTRON_H: dict[str, Any] = {"attention_bias": False, "chunk_size": 256, "conv_kernel": 4, "expand": 2}
+NEMOTRON_H |= {"head_dim": 16, "hybrid_override_pattern": "M-*-", "layer_norm_epsilon": 1e-4, "mamba_head_dim": 8}
+NEMOTRON_H |= {"mamba_hidden_act": "silu", "mamba_num_heads": 4, "mamba_proj_bias": False, "mlp_bias": False}
+NEMOTRON_H |= {"mlp_hidden_act": "relu2", "n_groups": 2, "num_key_value_heads": 2, "ssm_state_size": 12}
+NEMOTRON_H |= {"residual_in_fp32": False, "sliding_window": None, "time_step_limit": [0.0, math.inf]}
+NEMOTRON_H |= {"time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 1e-3, "use_bias": False}
+NEMOTRON_H |= {"use_conv_bias": True, "num_hidden_layers": 4, "rms_norm_eps": "REMOVED", "num_logits_to_keep": 1}
+NEMOTRON_3: dict[str, Any] = {"hybrid_override_pattern": "MEM*EME", "num_hidden_layers": 7, "n_group": 1}
+NEMOTRON_3 |= {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "n_routed_experts": 8}
+NEMOTRON_3 |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+NEMOTRON_3 |= {"topk_group": 1, "partial_rotary_factor": 1.0, "rope_theta": 10_000}
+NEMOTRON_4 = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
+GRANITE_2 = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
 QWEN_NEXT = HYBRID | HYBRID_MOE | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []}
 QWEN_NEXT |= {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "partial_rotary_factor": 0.5}
 QWEN_NEXT |= {"full_attention_interval": 4}
@@ -282,6 +301,25 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4, experts": (
         "granitemoehybrid",
         PLAIN | GRANITE_4 | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "granite 4 micro, other sizes": (
+        "granitemoehybrid",
+        PLAIN | GRANITE_4 | {"mamba_n_groups": 3, "mamba_d_state": 7},
+    ),
+    "granite 4 h micro": ("granitemoehybrid", PLAIN | GRANITE_4_H),
+    "granite 4 h tiny": (
+        "granitemoehybrid",
+        PLAIN | GRANITE_4_H | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "bamba 9b": ("bamba", PLAIN | BAMBA),
+    "bamba, of few words": ("bamba", {"mamba_n_heads": 4, "attn_layer_indices": [1], "num_key_value_heads": 2}),
+    "nemotron h 8b": ("nemotron_h", NEMOTRON_H),
+    "nemotron nano 9b v2": ("nemotron_h", NEMOTRON_H | {"hybrid_override_pattern": "M-MM*", "num_hidden_layers": 5}),
+    "nemotron 3 nano": ("nemotron_h", NEMOTRON_H | NEMOTRON_3),
+    "nemotron 3 super": ("nemotron_h", NEMOTRON_H | NEMOTRON_3 | {"moe_latent_size": 12}),
+    "nemotron of transformers 5": (
+        "nemotron_h",
+        NEMOTRON_H | {"hybrid_override_pattern": "REMOVED", "layers_block_type": ["mamba", "attention"] * 2},
     ),
     "granite moe, shared": ("granitemoeshared", PLAIN | GRANITE | {"shared_intermediate_size": 40}),
     "granite swash": ("granite_swa", PLAIN | SWASH | {"sliding_window": 16}),
@@ -593,12 +631,14 @@ FUSED_EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax_m2", "qwen2_moe
 
 
 @pytest.mark.parametrize(
-    "family", [*FUSED_EXPERTS, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna", "cohere2_moe"]
+    "family", [*FUSED_EXPERTS, "granitemoe", "hy_v3", "exaone_moe", "afmoe", "laguna", "cohere2_moe", "nemotron_h"]
 )
 def test_experts_in_one_tensor(checkpoint, tmp_path, family):
     folder, model = checkpoint(family)
     model.save_pretrained(tmp_path, save_original_format=False)
-    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert any(
+        name.endswith(("experts.gate_up_proj", "experts.up_proj")) for name in load_file(tmp_path / "model.safetensors")
+    )
     # Tensors have other addresses, and how a product rounds may depend on their alignment.
     assert torch.allclose(logits(tmp_path), logits(folder), rtol=0, atol=1e-5)
 
@@ -631,7 +671,9 @@ def quantized(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str, torch
     return stored, "weight_scale_inv" if kind == "block" else "weight_scale", scale.reshape(shape), resolved
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe", "laguna"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "glm4", "sarvam_moe", "laguna", "nemotron_h"]
+)
 @pytest.mark.parametrize("kind", METHODS)
 def test_fp8_weights_are_dequantized(checkpoint, tmp_path, family, kind, caplog):
     shutil.copytree(checkpoint(family)[0], tmp_path / "stored")
@@ -766,8 +808,33 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
         ({"model_type": "exaone_moe", "scoring_func": "softmax"}, "scoring_func 'softmax' is not served"),
         ({"model_type": "afmoe", "score_func": "softmax"}, "score_func 'softmax' is not served"),
         ({"model_type": "internlm3", "attention_bias": True}, "qkv_bias True with bias False is not served"),
-        ({"model_type": "granitemoehybrid"}, "layer_types mamba are not served; attention is"),
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
+        ({"model_type": "granitemoehybrid"}, "layer_types: none is attention"),
+        (GRANITE_2 | {"layer_types": ["mamba", "sliding_attention"]}, "layer_types sliding_attention are not served"),
+        (GRANITE_2 | {"layer_types": ["mamba", "attention"] * 2}, "layer_types has 4 layers, num_hidden_layers is 2"),
+        (GRANITE_2 | {"mamba_n_groups": 3}, "mamba_n_groups .* 3 does not divide 4 heads"),
+        (GRANITE_2 | {"mamba_d_head": 16}, "mamba_n_heads 4 of mamba_d_head 16 are not the 128 elements"),
+        (GRANITE_2 | {"mamba_d_state": 0}, "mamba_d_state is 0, expected a number from 1"),
+        (GRANITE_2 | {"mamba_d_head": "half"}, "mamba_d_head is 'half', expected auto or a number from 1"),
+        (GRANITE_2 | {"time_step_limit": [0.1, "all"]}, "time_step_limit .* is not served"),
+        (GRANITE_2 | {"time_step_limit": [0.2, 0.1]}, "time_step_limit .* is not served"),
+        (GRANITE_2 | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not served; 'silu' is"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-"}, "hybrid_override_pattern: none is attention"),
+        (NEMOTRON_4 | {"hybrid_override_pattern": "*-*E"}, "hybrid_override_pattern: none is mamba"),
+        (NEMOTRON_4 | {"hybrid_override_pattern": "M*|-"}, r"hybrid_override_pattern \\| are not served"),
+        (NEMOTRON_4 | {"layers_block_type": ["mamba", "attention", "rwkv"]}, "layers_block_type rwkv are not served"),
+        (NEMOTRON_4 | {"num_hidden_layers": 5}, "hybrid_override_pattern has 4 layers, num_hidden_layers is 5"),
+        (NEMOTRON_4 | {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not served; 'relu2' is"),
+        (NEMOTRON_4 | {"n_shared_experts": 2}, "n_shared_experts 2 is not served; 1 is"),
+        (NEMOTRON_4 | {"residual_in_fp32": True}, "residual_in_fp32 True is not served"),
+        (NEMOTRON_4 | {"attention_bias": True}, "attention_bias True is not served"),
+        (NEMOTRON_4 | {"n_groups": 3, "mamba_num_heads": 4}, "n_groups.* 3 does not divide 4 heads"),
+        (NEMOTRON_4 | {"conv_kernel": 0}, "conv_kernel is 0, expected a number from 1"),
+        (
+            NEMOTRON_4 | {"hybrid_override_pattern": "ME*-", "moe_latent_size": 8, "mlp_bias": True},
+            "mlp_bias True is not served",
+        ),
+        ({"model_type": "bamba", "attn_layer_indices": []}, "layer_types: none is attention"),
+        ({"model_type": "bamba", "attn_layer_indices": ["1"]}, "attn_layer_indices is .* expected a number, or a list"),
         ({"model_type": "glm46v", "text_config": {"model_type": "glm"}}, "text_config: model_type 'glm'"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not served"),
         ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window True is not served"),
@@ -785,7 +852,7 @@ MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "h
 MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-DEFAULT_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
+DEFAULT_LENGTH += ["bamba", "cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
 REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set()}
@@ -794,7 +861,9 @@ REQUIRED_FIELDS |= dict.fromkeys(
 )
 EXTRA_FIELDS = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
 EXTRA_FIELDS["exaone4_5"] = {"model_type": "exaone4"}
-EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
+EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+REQUIRED_FIELDS["nemotron_h"] = {"vocab_size", "hidden_size", "num_attention_heads"}
+EXTRA_FIELDS["bamba"] = {"attn_layer_indices": [2]}
 EXTRA_FIELDS["lfm2_moe"] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 EXTRA_FIELDS["kimi_linear"] = {"num_hidden_layers": 5}
 REQUIRED_FIELDS["kimi_linear"] = set(MINIMAL) - {"num_hidden_layers", "max_position_embeddings"}

@@ -378,6 +378,14 @@ def _check_shape(name: str, found: torch.Tensor, shape: Sequence[int]) -> None:
         raise ValueError(f"{name} has shape {list(found.shape)}, config.json says {list(shape)}")
 
 
+def load_float32(weights: Weights, name: str, size: int) -> torch.Tensor:
+    """A small parameter [size], of any stored shape, that keeps its precision if it is stored in float32."""
+    stored = weights.get(name)
+    if stored is None or stored.numel() != size:
+        stored = weights.load(name, (size,))
+    return stored.float().flatten()
+
+
 def copied_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
     """A copy of a part of a tensor, so that the whole can be freed."""
     return whole.narrow(part.dim, part.start, part.count).clone(memory_format=torch.contiguous_format)

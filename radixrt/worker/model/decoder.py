@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.blocks import NoMixer
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Recurrence
-from radixrt.worker.model.layers import Attend, NoNorm, Ops, TorchOps
+from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.reading import Reader
@@ -21,7 +23,7 @@ from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import ModelSpec
 
-RECURRENT = (DeltaNet, ShortConv)
+RECURRENT = (DeltaNet, Mamba, ShortConv)
 """What stands in place of attention in layers with a recurrent state."""
 
 
@@ -48,9 +50,9 @@ class Decoder:
         reader = Reader(spec, weights, batch_invariant, self._ops, group)
         self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
-        numbers = (itertools.count(), itertools.count())
-        self._numbers = [next(numbers[isinstance(layer.heads, RECURRENT)]) for layer in self._layers]
-        """By layer: its place among those with attention, or among those with linear attention."""
+        numbers = {kind: itertools.count() for kind in ("attention", "recurrent", "none")}
+        self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
+        """By layer: its place among those with attention, or among those with a recurrent state."""
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
         self._positions = _Positions(spec, self._embedding.device)
@@ -68,7 +70,7 @@ class Decoder:
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
         """By layer with attention: the sinks of this rank's query heads, float32[heads], or None (see
         `ModelSpec.sinks`)."""
-        return tuple(layer.sinks for layer in self._layers if not isinstance(layer.heads, RECURRENT))
+        return tuple(layer.sinks for layer in self._layers if _kind(layer) == "attention")
 
     @property
     def has_unquantized_experts(self) -> bool:
@@ -96,7 +98,7 @@ class Decoder:
         states: Recurrence | None = None,
     ) -> torch.Tensor:
         """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
-        int64[S], or for all. `states` are needed if there is linear attention.
+        int64[S], or for all. `states` are needed if there are recurrent ones.
 
         After attention, the last layer is computed only for these tokens."""
         return self.gather(self.finish(*self.attend_all(tokens, positions, attend, states), wanted))
@@ -115,7 +117,7 @@ class Decoder:
         for number, layer in enumerate(self._layers):
             if isinstance(layer.heads, RECURRENT):
                 x = layer.heads.mix(x, self._numbers[number], states, self._ops)
-            else:
+            elif not isinstance(layer.heads, NoMixer):
                 cos, sin = rotations[self._positions.kinds[number]]
                 heads = layer.heads.project(x, cos, sin, self._ops)
                 if query_factors is not None:
@@ -178,6 +180,12 @@ class Decoder:
         # In float32, because bfloat16 has a significand of 8 bits: many logits would be equal.
         few = self._ops.small_linear(x, self._head.weight, None, out)
         return few if few is not None else torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)
+
+
+def _kind(layer: Layer) -> str:
+    if isinstance(layer.heads, NoMixer):
+        return "none"
+    return "recurrent" if isinstance(layer.heads, RECURRENT) else "attention"
 
 
 class _Positions:

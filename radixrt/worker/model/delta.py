@@ -38,15 +38,16 @@ def short_conv(
     `states` [S, C, K - 1], of the dtype of x and any strides between slots, have the last K - 1 inputs of a sequence,
     the oldest first. Sums are in float32, in the order of the weight, and rounded once. A token's result does not
     depend, to the last bit, on how its sequence is cut into steps."""
-    parts, wide, size = [], weight.float(), weight.shape[1]
-    for slot, part in zip(slots.tolist(), _split(x, bounds), strict=True):
-        inputs = torch.cat((states[slot].t(), part))
-        states[slot] = inputs[len(part) :].t()
-        inputs = inputs.float()
-        out = inputs[: len(part)] * wide[:, 0]
-        for tap in range(1, size):
-            out += inputs[tap : tap + len(part)] * wide[:, tap]
-        parts.append(out)
+    parts, wide = [], weight.float()
+    if len(x) == len(slots):  # one token of each sequence
+        inputs = torch.cat((states[slots], x[:, :, None]), dim=2)
+        states[slots] = inputs[:, :, 1:]
+        parts.append(_convolved(inputs.permute(2, 0, 1), wide)[0])
+    else:
+        for slot, part in zip(slots.tolist(), _split(x, bounds), strict=True):
+            inputs = torch.cat((states[slot].t(), part))
+            states[slot] = inputs[len(part) :].t()
+            parts.append(_convolved(inputs, wide))
     out = torch.cat(parts)
     if bias is not None:
         out += bias.float()
@@ -56,6 +57,15 @@ def short_conv(
     if out.is_cuda or out.shape[1] % VECTOR == 0:
         return F.silu(out).to(x.dtype)
     return out.mul_(sigmoid(out)).to(x.dtype)  # slower, but an element's last bit does not depend on its place
+
+
+def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32[T, ..., C] of inputs[T + K - 1, ..., C] and weight float32[C, K]."""
+    inputs, count = inputs.float(), len(inputs) - weight.shape[1] + 1
+    out = inputs[:count] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        out += inputs[tap : tap + count] * weight[:, tap]
+    return out
 
 
 def gated_delta(

@@ -1,4 +1,4 @@
-"""Granite 4 without state-space layers: dense, or with experts."""
+"""Granite 4: Mamba-2 mixers in most layers or in none; dense, or with experts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from radixrt.worker.model import granite
 from radixrt.worker.model.granitemoeshared import with_shared
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.mamba_spec import linear_layers, read_mamba
+from radixrt.worker.model.spec import ModelSpec, check_served
 
 OTHER_NAMES = ((".mlp.gate_up_proj", ".shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear"))
-ATTENTION = ("attention", "full_attention")
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Without experts (`num_local_experts` 0), the MLP is what would be the shared expert. ValueError if a layer is not
-    attention; without `layer_types`, all are state-space layers."""
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
-    if others := sorted(set(kinds) - set(ATTENTION)):
-        raise ValueError(f"layer_types {', '.join(others)} are not served; attention is")
+    """Without experts (`num_local_experts` 0), the MLP is what would be the shared expert. ValueError if no layer is
+    attention; without `layer_types`, none is."""
+    check_served(config, {"hidden_act": "silu"})
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * config["num_hidden_layers"]
+    mamba = read_mamba(config, linear_layers(kinds, config))
     positions = config.get("position_embedding_type")
     shared = config.get("shared_intermediate_size", 1024)
     config = config | {"mlp_bias": False, "shared_intermediate_size": shared}
@@ -27,4 +27,5 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     else:
         plain = granite.spec(config | {"intermediate_size": shared})
         plain = dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES)
+    plain = dataclasses.replace(plain, delta=mamba)
     return plain if positions == "rope" else dataclasses.replace(plain, layer_ropes=(None,) * plain.num_layers)

@@ -19,7 +19,9 @@ from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear,
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
+    from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput
     from radixrt.worker.model.delta_net import DeltaNet
+    from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
     from radixrt.worker.model.short_conv import ShortConv
 
@@ -403,10 +405,10 @@ class Layer:
     """Weights of one layer."""
 
     attention_norm: Norm | NoNorm
-    heads: Projections | DeltaNet | ShortConv
-    output: Output
+    heads: Projections | DeltaNet | ShortConv | Mamba | NoMixer
+    output: Output | NoOutput
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | UngatedMlp | Mixture
+    mlp: Mlp | UngatedMlp | Mixture | NoMlp
     sinks: torch.Tensor | None = None
     """float32[heads] (see `ModelSpec.sinks`)."""
     gate: Gate | None = None

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts, sigmoid
+from radixrt.worker.model.moe import Experts, sigmoid, squared_relu
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
 
@@ -53,11 +53,6 @@ class UngatedMlp:
     ) -> torch.Tensor | Rounded:
         """As `Mlp.add`."""
         return self.down.add(self.activation(self.up(x)), residual, norm, ops)
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2, in place (arXiv 2109.08668)."""
-    return x.relu_().square_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +98,18 @@ class SharedMlp:
             residual.add_(self.down(inner).mul_(sigmoid(self.gate(x))))
 
 
+@dataclass(frozen=True, slots=True)
+class UngatedShared:
+    """`SharedMlp` without gates, with squared ReLU."""
+
+    up: Product
+    down: Product
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+        """As `SharedMlp.add`."""
+        self.down.add(squared_relu(self.up(x)), residual)
+
+
 def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:
     """The input of `down`, for normalized x[T, hidden]."""
     rounding = mlp.down.rounding
@@ -120,7 +127,7 @@ class Mixture:
 
     experts: Experts
     group: Group | None
-    shared: SharedMlp | None = None
+    shared: SharedMlp | UngatedShared | None = None
     after: Norm | None = None
     """Norm of the experts' sum, before it is added to the residual stream."""
     factor: float = 1.0

@@ -14,7 +14,7 @@ from radixrt.worker.model.linear import Linear, concatenate
 from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing
+from radixrt.worker.model.spec import SQUARED_RELU, ExpertsSpec, ModelSpec, Routing
 
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Ops
@@ -65,7 +65,7 @@ class ScaledStack:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The E routed experts of a layer: `gate_up` [E, 2 I, hidden], the rows of the gate first, and `down` [E, hidden,
-    I], both of the same type."""
+    I], both of the same type. Without a gate (SQUARED_RELU), `gate_up` is [E, I, hidden]."""
 
     router: Linear
     gate_up: torch.Tensor | ScaledStack | PackedStack | Int4
@@ -83,6 +83,8 @@ class Experts:
     """[E, 2 I], in the order of the rows."""
     down_bias: torch.Tensor | None = None
     """[E, hidden]; in a group, only rank 0 has it."""
+    latent: tuple[Linear, Linear] | None = None
+    """Projections to the space that experts are computed in, which is in place of `hidden` above, and back."""
 
     rounding: ClassVar[None] = None
     """The input is not to be quantized, because the router needs it as it is. Experts in FP8 quantize it themselves."""
@@ -142,14 +144,18 @@ class Experts:
         weights, experts = self.route(x)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.down)).tolist()
-        parts = []
-        for expert, part in enumerate(x[order // self.top_k].split(counts)):
+        inner, parts = x if self.latent is None else self.latent[0](x), []
+        for expert, part in enumerate(inner[order // self.top_k].split(counts)):
             if len(part):
                 gate_up = self._linear(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
                 down = self._linear(self.down, self.down_bias, expert, x.dtype, ops)
-                parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
+                if self.activation == SQUARED_RELU:
+                    parts.append(down(squared_relu(gate_up(part))))
+                else:
+                    parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        residual.add_((torch.cat(parts)[back].unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1))
+        total = (torch.cat(parts)[back].unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1)
+        residual.add_(total if self.latent is None else self.latent[1](total.to(x.dtype)))
 
     def _linear(
         self, weights: torch.Tensor | ScaledStack | PackedStack | Int4, biases: torch.Tensor | None, expert: int,
@@ -175,25 +181,31 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
     return -torch.stack((torch.zeros_like(x), x), dim=-1).log_softmax(-1)[..., 0]
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2, in place (arXiv 2109.08668)."""
+    return x.relu_().square_()
+
+
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:
     """The experts of a layer, stored one by one, or fused in one tensor for all, which is dequantized if it is in FP8.
     A rank has the same slice of every expert's intermediate features."""
     moe = spec.experts
     assert moe is not None
-    at, hidden = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size
+    at, hidden, space = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size, moe.latent_size or spec.hidden_size
     if (fused := _find_fused(weights, f"model.layers.{layer}.", moe)) is not None:
         name, *both = fused
         router = _read_router(weights, name, moe, hidden)
-        gate_up, down = _read_fused(weights, both, moe, hidden, shard)
+        gate_up, down = _read_fused(weights, both, moe, space, shard)
         at = f"model.layers.{layer}.{FUSED_AT}"
     else:
         router = _read_router(weights, f"{at}{moe.router}.weight", moe, hidden)
-        matrices = list(_matrices(at, moe, hidden, shard))
+        matrices = list(_matrices(at, moe, space, shard))
         found = _read_scaled(weights, matrices) or _read_int4(weights, matrices)
         gate_up, down = found or _read_unquantized(weights, matrices)
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.top_k, moe.normalized, spec.activation,
         batch_invariant, moe.routing, _read_bias(weights, at, moe),
+        latent=_read_latent(weights, at, moe, hidden, batch_invariant),
     )  # fmt: skip
 
 
@@ -222,19 +234,33 @@ def _read_bias(weights: Weights, at: str, moe: ExpertsSpec) -> torch.Tensor | No
     return (loaded if stored is None else stored).float().flatten()
 
 
+def _read_latent(
+    weights: Weights, at: str, moe: ExpertsSpec, hidden: int, batch_invariant: bool
+) -> tuple[Linear, Linear] | None:
+    """See `Experts.latent`."""
+    if not moe.latent_size:
+        return None
+    shapes = (moe.latent_size, hidden), (hidden, moe.latent_size)
+    loaded = [weights.load(f"{at}{name}.weight", shape) for name, shape in zip(moe.latent, shapes, strict=True)]
+    into, back = (Linear(weight, None, batch_invariant) for weight in loaded)
+    return into, back
+
+
 def _read_fused(
     weights: Weights, names: list[str], moe: ExpertsSpec, hidden: int, shard: Shard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gate_up` and `down` of all experts, from the tensors `names`."""
     inner = moe.intermediate_size
+    height = 2 * inner if moe.gated else inner
     ends = [weights.shape(name)[1:] for name in names]
-    transposed = moe.maybe_transposed and ends == [(hidden, 2 * inner), (inner, hidden)]  # one of them may be square
+    transposed = moe.maybe_transposed and ends == [(hidden, height), (inner, hidden)]  # one of them may be square
     rows, columns = (2, 1) if transposed else (1, 2)
 
     def load(name: str, shape: tuple[int, int], part: Part | None) -> torch.Tensor:
         return weights.load(name, (moe.count, *(shape[::-1] if transposed else shape)), part)
 
-    gate_up = concatenate([load(names[0], (2 * inner, hidden), half) for half in shard.halves(rows, inner)], rows)
+    parts = shard.halves(rows, inner) if moe.gated else [shard.part(rows, inner)]
+    gate_up = concatenate([load(names[0], (height, hidden), part) for part in parts], rows)
     down = load(names[1], (hidden, inner), shard.part(columns, inner))
     return (gate_up.mT.contiguous(), down.mT.contiguous()) if transposed else (gate_up, down)
 
@@ -244,10 +270,10 @@ Matrix = tuple[str, tuple[int, int], Part | None]
 
 
 def _matrices(at: str, moe: ExpertsSpec, hidden: int, shard: Shard) -> Iterator[list[Matrix]]:
-    """For each expert: its gate, up and down projections."""
+    """For each expert: its projections, the one back to hidden states last."""
     inner = moe.intermediate_size
     rows, columns = shard.part(0, inner), shard.part(1, inner)
-    shapes = ((inner, hidden), rows), ((inner, hidden), rows), ((hidden, inner), columns)
+    shapes = *[((inner, hidden), rows)] * (len(moe.names) - 1), ((hidden, inner), columns)
     for expert in range(moe.count):
         names = [f"{at}experts.{expert}.{name}.weight" for name in moe.names]
         yield [(name, *shape) for name, shape in zip(names, shapes, strict=True)]
@@ -256,13 +282,14 @@ def _matrices(at: str, moe: ExpertsSpec, hidden: int, shard: Shard) -> Iterator[
 def _read_unquantized(weights: Weights, matrices: list[list[Matrix]]) -> tuple[torch.Tensor, torch.Tensor]:
     """`gate_up` and `down`, filled expert by expert, so that only one is in memory twice."""
     gate_up = down = torch.empty(0)
-    for expert, three in enumerate(matrices):
-        gate, up, last = (weights.load(*matrix) for matrix in three)
-        inner, hidden = gate.shape
+    for expert, own in enumerate(matrices):
+        *first, last = (weights.load(*matrix) for matrix in own)
+        inner, hidden = first[0].shape
         if not expert:
-            gate_up = gate.new_empty((len(matrices), 2 * inner, hidden))
-            down = gate.new_empty((len(matrices), hidden, inner))
-        gate_up[expert, :inner], gate_up[expert, inner:], down[expert] = gate, up, last
+            gate_up = last.new_empty((len(matrices), len(first) * inner, hidden))
+            down = last.new_empty((len(matrices), hidden, inner))
+        torch.cat(first, out=gate_up[expert])
+        down[expert] = last
     return gate_up, down
 
 
@@ -270,11 +297,11 @@ def _read_scaled(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Scaled
     """As `_read_unquantized`, in FP8. None if a matrix is not kept in FP8 or has another kind of scales than the first,
     or if a block that shares a scale has rows of both gate and up: then all experts are dequantized."""
     stacks = None
-    for expert, three in enumerate(matrices):
-        gate, up, down = (weights.scaled(*matrix) for matrix in three)
-        if gate is None or up is None or down is None:
+    for expert, own in enumerate(matrices):
+        *first, last = (weights.scaled(*matrix) for matrix in own)
+        if last is None or any(matrix is None for matrix in first):
             return None
-        gate_up, down = concatenate_scaled([gate, up]), concatenate_scaled([down])
+        gate_up, down = concatenate_scaled(first), concatenate_scaled([last])
         if gate_up is None or down is None:
             return None
         stacks = stacks or (ScaledStack.like(gate_up, len(matrices)), ScaledStack.like(down, len(matrices)))

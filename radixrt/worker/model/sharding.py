@@ -15,6 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.spec import ModelSpec
 
 VOCAB_ALIGNMENT = 64
@@ -50,6 +51,8 @@ class Shard:
         if whole.parallel or whole.norms.centered or alternating:
             # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
             raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
+        if isinstance(whole.delta, MambaSpec):
+            raise ValueError(f"tensor_parallel_size {self.size} is not served with Mamba layers; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
             "num_kv_heads": self._kv_share(whole),

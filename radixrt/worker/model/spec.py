@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.mamba_spec import MambaSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
@@ -72,7 +73,7 @@ class ExpertsSpec:
     """Layers with experts; the others have an MLP."""
     prefix: str
     names: tuple[str, ...]
-    """Names of an expert's gate, up and down projections: `experts.<e>.<name>.weight`."""
+    """Names of an expert's gate, up and down projections: `experts.<e>.<name>.weight`. Two: there is no gate."""
     router: str = "gate"
     """Name of the router: `<router>.weight`."""
     bias: tuple[str, ...] = ("gate.e_score_correction_bias",)
@@ -93,6 +94,10 @@ class ExpertsSpec:
     fused_names: tuple[tuple[str, str, str], ...] = ()
     """Names, in `model.layers.<i>.`, of the router and of two tensors with `gate_up` and `down` of all experts of a
     layer, as some checkpoints have them; the names of transformers 5 are always tried (`moe.FUSED_AT`)."""
+    latent_size: int = 0
+    """Routed experts are computed in a space of this size, between two projections; 0: of that of hidden states."""
+    latent: tuple[str, ...] = ()
+    """Names of these projections, in `model.layers.<i>.mlp.`."""
     bias_is_row: bool = False
     """The bias for the selection is stored as [1, count], not [count]."""
 
@@ -100,6 +105,17 @@ class ExpertsSpec:
     def bias_shape(self) -> tuple[int, ...]:
         """Shape of the stored bias for the selection."""
         return (1, self.count) if self.bias_is_row else (self.count,)
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate."""
+        return len(self.names) != 2
+
+    def elements(self, hidden: int) -> int:
+        """Elements of the matrices that a token is multiplied by in a layer, for `hidden` states."""
+        each, space = 3 if self.gated else 2, self.latent_size or hidden
+        routed = each * space * self.top_k * self.intermediate_size
+        return routed + each * hidden * self.shared_size + 2 * hidden * self.latent_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +241,12 @@ class ModelSpec:
     2309.17453)."""
     gate: GateSpec | None = None
     """Gate on the attention output."""
-    delta: DeltaSpec | ShortConvSpec | None = None
-    """Some layers have linear attention, or short convolutions: a recurrent state instead of K and V in pages."""
+    delta: DeltaSpec | ShortConvSpec | MambaSpec | None = None
+    """Some layers have linear attention, short convolutions or Mamba-2 mixers: a recurrent state instead of K and V in
+    pages."""
+    blocks: tuple[tuple[int | None, int | None], ...] = ()
+    """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
+    have there; None: it has none (see `blocks`)."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
@@ -241,7 +261,9 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
-        return tuple(i for i in range(self.num_layers) if self.delta is None or i not in self.delta.layers)
+        others = self.delta.layers if self.delta else frozenset()
+        without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
+        return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -263,15 +285,15 @@ class ModelSpec:
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
         if self.delta is not None:
-            linear = len(self.delta.layers)
-            attention = attention * (self.num_layers - linear) + self.delta.elements(hidden) * linear
+            attention *= len(self.attention_layers)
+            attention += self.delta.elements(hidden) * len(self.delta.layers)
             attention //= self.num_layers
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
+        without = sum(mlp is None for _, mlp in self.blocks) / self.num_layers
         if self.experts is None:
-            return attention + dense
-        sparse = 3 * hidden * (self.experts.top_k * self.experts.intermediate_size + self.experts.shared_size)
+            return attention + int((1 - without) * dense)
         share = len(self.experts.layers) / self.num_layers
-        return attention + int(share * sparse + (1 - share) * dense)
+        return attention + int(share * self.experts.elements(hidden) + (1 - share - without) * dense)
 
     @property
     def gated(self) -> bool:

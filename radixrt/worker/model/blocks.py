@@ -1,0 +1,104 @@
+"""Models whose checkpoints count mixers and MLPs as layers of their own, each with a norm before it (Nemotron-H).
+
+    checkpoint:   M   -   M   -   M   *   -   M   -   -        M: Mamba-2   *: attention   -: an MLP, or experts
+    decoder:     (M   -) (M   -) (M) (*   -) (M   -) (-)
+
+A mixer and the MLP that follows it are one layer of the decoder. A layer without an MLP has `NoMlp`, one without a
+mixer has `NoMixer` and `NoOutput`: they pass on what they get, so that no others have to know of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from radixrt.worker.model.checkpoint import Renamed, Weights
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.layers import NoNorm, Norm, Ops
+    from radixrt.worker.model.scaled import Rounded
+    from radixrt.worker.model.spec import ModelSpec
+
+Blocks = tuple[tuple[int | None, int | None], ...]
+"""See `ModelSpec.blocks`."""
+NORMS = "input_layernorm", "post_attention_layernorm"
+PATTERN = re.compile(rf"^model\.layers\.(\d+)\.(?:(self_attn\.|mamba\.|{NORMS[0]})|(mlp\.|{NORMS[1]}))(.*)")
+"""Of the name of a mixer's or an MLP's tensor, in other models."""
+OTHERS = (("model.embed_tokens.", "model.embeddings."), ("model.norm.", "model.norm_f."))
+
+
+def paired(mixes: Iterable[bool]) -> Blocks:
+    """By layer of the decoder: the numbers of its mixer and of its MLP in the checkpoint, given which of the
+    checkpoint's layers are mixers."""
+    found: list[tuple[int | None, int | None]] = []
+    for number, is_mixer in enumerate(mixes):
+        if is_mixer:
+            found.append((number, None))
+        elif found and found[-1][1] is None:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((None, number))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class NoMixer:
+    """In place of `layers.Projections`."""
+
+    rounding: ClassVar[None] = None
+    products: ClassVar[list[Any]] = []
+
+    def gather(self, x: torch.Tensor | Rounded) -> torch.Tensor | Rounded:
+        """The normalized input of the layer, which is that of its MLP."""
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class NoOutput:
+    """In place of `layers.Output`."""
+
+    def add(
+        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Rounded:
+        """Adds nothing. Returns the MLP's input."""
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class NoMlp:
+    """In place of `mlp.Mlp`."""
+
+    rounding: ClassVar[None] = None
+
+    def add(
+        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Rounded:
+        """Adds nothing. Returns the `norm` of the residual."""
+        return norm(residual, ops)
+
+
+class OfBlocks(Renamed):
+    """The tensors of such a checkpoint by the names that they have in other models."""
+
+    def __init__(self, weights: Weights, spec: ModelSpec) -> None:
+        super().__init__(weights, (("model.", "backbone."), *spec.other_names))
+        self._blocks = spec.blocks
+
+    def _name(self, name: str) -> str:
+        if (match := PATTERN.match(name)) is not None:
+            layer, mixer, mlp, rest = match.groups()
+            number = self._blocks[int(layer)][0 if mixer else 1]
+            inner = "mixer." if (mixer or mlp).endswith(".") else "norm"
+            name = f"model.layers.{number}.{inner}{rest}"
+        for own, stored in OTHERS:
+            name = name.replace(own, stored)
+        return super()._name(name)
+
+
+def named(weights: Weights, spec: ModelSpec) -> Weights:
+    """The weights of a model by the names of its decoder's layers."""
+    return OfBlocks(weights, spec) if spec.blocks else weights

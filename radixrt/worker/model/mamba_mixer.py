@@ -1,0 +1,93 @@
+"""A layer's Mamba-2 mixer (arXiv 2405.21060): a projection, a short convolution, a state-space model, a gated norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.model.checkpoint import Weights, load_float32
+from radixrt.worker.model.delta import short_conv
+from radixrt.worker.model.mamba import grouped_norm, state_space
+from radixrt.worker.model.mamba_spec import MambaSpec
+from radixrt.worker.model.moe import softplus
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.delta_net import Recurrence
+    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.scaled import Rounded, Rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """Takes the place of `layers.Projections` in a layer with a Mamba-2 mixer."""
+
+    spec: MambaSpec
+    projection: Product
+    """To z, the gate; to x, B and C, which are convolved; and to the time steps, one number per head."""
+    conv: torch.Tensor
+    """[channels, kernel]"""
+    conv_bias: torch.Tensor | None
+    """[channels]"""
+    rates: torch.Tensor
+    """float32[heads]: negative; times a time step, they are the logarithm of the decay."""
+    skip: torch.Tensor
+    """float32[heads]"""
+    step_bias: torch.Tensor
+    """float32[heads]"""
+    norm: torch.Tensor
+    """[values]"""
+    eps: float
+    exact: bool
+    """Results must not depend on how sequences are cut into steps."""
+
+    @classmethod
+    def read(cls, spec: MambaSpec, projection: Product, weights: Weights, at: str, eps: float, exact: bool) -> Mamba:
+        """From the tensors `model.<at>*` of a checkpoint, of which `projection` is read already."""
+        at = f"model.{at}"
+        return cls(
+            spec=spec,
+            projection=projection,
+            conv=weights.load(f"{at}conv1d.weight", (spec.channels, 1, spec.kernel)).squeeze(1),
+            conv_bias=weights.load(f"{at}conv1d.bias", (spec.channels,)) if spec.conv_bias else None,
+            rates=-load_float32(weights, f"{at}A_log", spec.heads).exp(),
+            skip=load_float32(weights, f"{at}D", spec.heads),
+            step_bias=load_float32(weights, f"{at}dt_bias", spec.heads),
+            norm=weights.load(f"{at}norm.weight", (spec.values,)),
+            eps=eps,
+            exact=exact,
+        )
+
+    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence, ops: Ops) -> torch.Tensor:
+        """As `DeltaNet.mix`: [T, values]."""
+        spec, (convs, rules) = self.spec, states.layer(number)
+        z, xbc, step = self.projection(x).split((spec.values, spec.channels, spec.heads), dim=1)
+        xbc = short_conv(xbc, self.conv, self.conv_bias, convs, states.slots, states.bounds)
+        each = spec.groups * spec.state
+        x, b, c = xbc.split((spec.values, each, each), dim=1)
+        x, b, c = x.unflatten(1, (spec.heads, -1)), *(part.unflatten(1, (spec.groups, -1)) for part in (b, c))
+        out = state_space(
+            x, self.steps(step), self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact
+        )
+        return grouped_norm(out.flatten(1), z, self.norm, spec.groups, self.eps)
+
+    def steps(self, step: torch.Tensor) -> torch.Tensor:
+        """Time steps float32[T, heads] of their projection [T, heads]."""
+        wide = step.float() + self.step_bias
+        return (F.softplus(wide) if wide.is_cuda else softplus(wide)).clamp(*self.spec.limits)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Projections.gather`."""
+        return x
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the input of `mix` is to be quantized."""
+        return self.projection.rounding
+
+    @property
+    def products(self) -> list[Product]:
+        """The projections that are applied to every token."""
+        return [self.projection]
