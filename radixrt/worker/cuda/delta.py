@@ -1,0 +1,323 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464), token by token: a short convolution, the update of a
+recurrent state, and a gated norm. `delta_chunks` computes chunks of many tokens.
+
+Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the root of Dk):
+
+    S = exp(decay) S,   S = S + k (beta (v - S^T k))^T,   out = S^T q
+    decay = -exp(a_log) softplus(a + dt_bias),   beta = sigmoid(b)
+
+States are read from their slots and written back. Slot 0 is that of padding: it is never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
+
+NORM_EPS = tl.constexpr(1e-6)
+"""Added to the sum of the squares of q and of k."""
+CHANNELS = 1024
+"""Channels of a program of the convolution of one token each."""
+COLUMNS = 8
+"""Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Heads and widths: Hk heads of q and k of width Dk, Hv (a multiple of Hk) of v of width Dv."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v as views of x[T, channels]."""
+        keys = self.key_heads * self.key_dim
+        q, k, v = x.split((keys, keys, self.value_heads * self.value_dim), dim=1)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Parameters of a layer beside its projections."""
+
+    spec: DeltaSpec
+    conv: torch.Tensor
+    """[channels, K]."""
+    conv_bias: torch.Tensor | None
+    a_log: torch.Tensor
+    """[Hv], as `dt_bias`."""
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    """[Dv]."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What a layer projects of T tokens. Rows may be parts of longer ones."""
+
+    x: torch.Tensor
+    """[T, channels]: q, k and v before the convolution."""
+    z: torch.Tensor
+    """[T, Hv * Dv]: the gate of the result."""
+    a: torch.Tensor
+    """[T, Hv], as `b`."""
+    b: torch.Tensor
+
+    def __getitem__(self, tokens: slice) -> DeltaInputs:
+        return DeltaInputs(self.x[tokens], self.z[tokens], self.a[tokens], self.b[tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One layer's part of the state pool, by slot."""
+
+    conv: torch.Tensor
+    """[slots, channels, K - 1]: the last inputs of the convolution, oldest first."""
+    delta: torch.Tensor
+    """float32 [slots, Hv, Dk, Dv]."""
+
+
+# ---------------------------------------------------------------- the convolution
+
+
+@triton.jit
+def silu(x):
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, slots_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    token = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = states_ptr + slot * state_stride + c * (K - 1)
+    kept = c < tl.where(slot > 0, channels, 0)
+    x = tl.load(x_ptr + token * x_stride + c, mask=inside, other=0.0)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(K - 1):
+        before = tl.load(at + j, mask=inside, other=0.0)
+        acc += before.to(tl.float32) * tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(at + j - 1, before, mask=kept)
+    tl.store(at + K - 2, x, mask=kept)
+    acc += x.to(tl.float32) * tl.load(weight_ptr + c * K + K - 1, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    out = silu(acc).to(dtype)
+    tl.store(out_ptr + token * channels + c, out, mask=inside)
+
+
+def conv_step(
+    x: torch.Tensor, weights: DeltaWeights, states: torch.Tensor, slots: torch.Tensor, cache: KernelCache | None = None
+) -> torch.Tensor:
+    """The causal convolution of each channel of x[B, channels] and SiLU, for one token of each of B sequences. `states`
+    (`LayerStates.conv`) at integer slots[B] are updated."""
+    count, channels = x.shape
+    out = torch.empty((count, channels), dtype=x.dtype, device=x.device)
+    bias = weights.conv_bias
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    launch(
+        _conv_kernel, (triton.cdiv(channels, block), count, 1), cache,
+        x, weights.conv, weights.conv if bias is None else bias, slots, states, out, channels, x.stride(0),
+        states.stride(0), weights.conv.shape[1], bias is not None, block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- the update of a state
+
+
+@triton.jit
+def decay_of(a, a_log, dt_bias):
+    """The natural logarithm of a token's decay, of float32 values."""
+    x = a + dt_bias
+    return -tl.exp(a_log) * tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
+
+
+@triton.jit
+def beta_of(b, dtype: tl.constexpr):
+    """The rate of a token's update, rounded where the model rounds."""
+    return (1 / (1 + tl.exp(-b))).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def gated_norm(x, z, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of float32 x[..., SIZE] times the weight and the SiLU of z, rounded where the model rounds."""
+    x = x.to(dtype).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / SIZE + eps)
+    x = x.to(dtype).to(tl.float32) * weight
+    return (x.to(dtype).to(tl.float32) * silu(z)).to(dtype)
+
+
+@triton.jit
+def _updated(state, q, k, v, decay, beta, scale):
+    """(The state [Dk, N] after a token, its output [N]). q and k are as projected."""
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+    state = state * tl.exp(decay)
+    # The output follows from sums over the state before its update, so that there is one pass over it.
+    known = tl.sum(state * k[:, None], 0)
+    out = tl.sum(state * q[:, None], 0)
+    new = (v - known) * beta
+    return state + k[:, None] * new[None, :], out + tl.sum(q * k, 0) * new
+
+
+@triton.jit
+def _decode_kernel(
+    x_ptr, z_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
+    a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, KEY_DIM)
+    j = tl.arange(0, VALUE_DIM)
+    # Only this kernel writes states, and copies before the step: so they can be read while the kernel before runs.
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(at, cache_modifier=".cg")
+    wait(EARLY)
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
+    of_key = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+    q = tl.load(x_at + of_key).to(tl.float32)
+    k = tl.load(x_at + KEYS + of_key).to(tl.float32)
+    v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
+    b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    state, out = _updated(state, q, k, v, decay_of(a, a_log, dt_bias), beta_of(b, dtype), scale)
+    if slot > 0:
+        tl.store(at, state)
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
+    weight = tl.load(norm_ptr + j).to(tl.float32)
+    out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
+    tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
+
+
+DECODE_WARPS = 8
+"""Warps that hold the state of a head of up to 128 x 128 (bench/delta.py --sweep)."""
+
+
+def decode(
+    inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, slots: torch.Tensor,
+    cache: KernelCache | None = None, warps: int = DECODE_WARPS,
+) -> torch.Tensor:  # fmt: skip
+    """A layer for one token of each of B sequences, with states at integer slots[B]: [B, Hv, Dv], normalized and
+    gated."""
+    spec = weights.spec
+    x = conv_step(inputs.x, weights, states.conv, slots, cache)
+    count = len(x)
+    out = torch.empty((count, spec.value_heads, spec.value_dim), dtype=x.dtype, device=x.device)
+    launch(
+        _decode_kernel, (spec.value_heads, count, 1), cache,
+        x, inputs.z, inputs.a, inputs.b, weights.a_log, weights.dt_bias, weights.norm, slots, states.delta, out,
+        weights.eps, spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0),
+        states.delta.stride(0), spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- token by token, for any number of tokens
+
+
+@triton.jit
+def _tokens_kernel(
+    x_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride, b_stride,
+    state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    parts: tl.constexpr = VALUE_DIM // COLUMNS
+    head = tl.program_id(0) // parts
+    slot = tl.load(sequences_ptr + tl.program_id(1) * 3).to(tl.int64)
+    begin = tl.load(sequences_ptr + tl.program_id(1) * 3 + 1)
+    end = tl.load(sequences_ptr + tl.program_id(1) * 3 + 2)
+    i = tl.arange(0, KEY_DIM)
+    j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
+    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(at)
+    a_log = tl.load(a_log_ptr + head).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    WIDTH: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    token = begin.to(tl.int64)
+    q_at = x_ptr + token * WIDTH + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+    v_at = x_ptr + token * WIDTH + 2 * KEYS + head * VALUE_DIM + j
+    a_at = a_ptr + token * a_stride + head
+    b_at = b_ptr + token * b_stride + head
+    out_at = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+    for _ in range(begin, end):
+        q = tl.load(q_at).to(tl.float32)
+        k = tl.load(q_at + KEYS).to(tl.float32)
+        v = tl.load(v_at).to(tl.float32)
+        decay = decay_of(tl.load(a_at).to(tl.float32), a_log, dt_bias)
+        beta = beta_of(tl.load(b_at).to(tl.float32), dtype)
+        state, out = _updated(state, q, k, v, decay, beta, scale)
+        tl.store(out_at, out.to(dtype))
+        q_at += WIDTH
+        v_at += WIDTH
+        a_at += a_stride
+        b_at += b_stride
+        out_at += VALUE_HEADS * VALUE_DIM
+    if slot > 0:
+        tl.store(at, state)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x_ptr, z_ptr, norm_ptr, eps, z_stride, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, EARLY: tl.constexpr
+):
+    wait(EARLY)
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    j = tl.arange(0, VALUE_DIM)
+    at = x_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
+    weight = tl.load(norm_ptr + j).to(tl.float32)
+    tl.store(at, gated_norm(tl.load(at).to(tl.float32), z, weight, eps, VALUE_DIM, x_ptr.dtype.element_ty))
+
+
+def by_tokens(
+    x: torch.Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, sequences: torch.Tensor,
+    cache: KernelCache | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What `decode` does after the convolution, whose result is x[T, channels], for sequences of any number of tokens:
+    int32[B, 3] of (slot, first token, end). A token's result is the same bit by bit, whatever the sequences begin and
+    end with."""
+    spec = weights.spec
+    out = torch.empty((len(x), spec.value_heads, spec.value_dim), dtype=x.dtype, device=x.device)
+    columns = min(COLUMNS, spec.value_dim)
+    launch(
+        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
+        x, inputs.a, inputs.b, weights.a_log, weights.dt_bias, sequences, states.delta, out, spec.key_dim**-0.5,
+        inputs.a.stride(0), inputs.b.stride(0), states.delta.stride(0), spec.key_heads, spec.value_heads, spec.key_dim,
+        spec.value_dim, columns, num_warps=1, num_stages=3,
+    )  # fmt: skip
+    launch(
+        _gated_norm_kernel, (spec.value_heads, len(x), 1), cache,
+        out, inputs.z, weights.norm, weights.eps, inputs.z.stride(0), spec.value_heads, spec.value_dim, num_warps=1,
+    )  # fmt: skip
+    return out

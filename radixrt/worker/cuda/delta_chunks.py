@@ -1,0 +1,351 @@
+"""Linear attention by the gated delta rule for chunks of up to 64 tokens (arXiv 2406.06484, 2412.06464).
+
+With G the sums of a chunk's decays, S the state before it, and rows for its tokens:
+
+    A = strictly lower part of beta_i (k_i k_j) exp(G_i - G_j)              _within_kernel: all chunks at once
+    U = (I + A)^-1 (beta v),   W = (I + A)^-1 (beta exp(G) k)
+    N = U - W S,   S = exp(G_last) S + (exp(G_last - G) k)^T N              _across_kernel: chunk after chunk
+    out = exp(G) q S + (lower part of (q_i k_j) exp(G_i - G_j)) N           _outputs_kernel: all chunks at once
+
+q and k are normalized by factors of rows and columns of these products, so that the products are of what the model
+projects. Products are bfloat16, sums and states float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.delta import (
+    NORM_EPS,
+    DeltaInputs,
+    DeltaWeights,
+    LayerStates,
+    beta_of,
+    decay_of,
+    gated_norm,
+    silu,
+)
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
+
+TOKENS = 64
+"""Tokens of a chunk."""
+CHUNK_FIELDS = 5
+"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step."""
+SEQUENCE_FIELDS = 4
+"""Of a sequence: its first chunk, chunks, slot of the state, first token."""
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+CHANNELS = 128
+"""Channels of a program of the convolution, which computes ROWS tokens at a time."""
+ROWS = 16
+
+
+def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(chunks int32[N, CHUNK_FIELDS], sequences int32[B, SEQUENCE_FIELDS], longest first) of sequences with states at
+    slots[B], whose tokens are bounds[b] to bounds[b + 1]."""
+    first, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
+    counts = -(-(end - first) // TOKENS)
+    before = np.cumsum(counts) - counts
+    owner = np.repeat(np.arange(len(counts)), counts)
+    begin = first[owner] + (np.arange(len(owner)) - before[owner]) * TOKENS
+    chunks = np.stack((begin, np.minimum(end[owner] - begin, TOKENS), slots[owner], first[owner], end[owner]), axis=1)
+    order = np.argsort(-counts, kind="stable")
+    sequences = np.stack((before, counts, slots, first), axis=1)[order]
+    return chunks.astype(np.int32), sequences.astype(np.int32)
+
+
+# ---------------------------------------------------------------- the convolution
+
+
+@triton.jit
+def _conv_chunk_kernel(
+    x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    chunk = chunks_ptr + tl.program_id(1) * FIELDS
+    begin = tl.load(chunk)
+    count = tl.load(chunk + 1)
+    slot = tl.load(chunk + 2).to(tl.int64)
+    first = tl.load(chunk + 3)
+    end = tl.load(chunk + 4)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    x_at = x_ptr + begin.to(tl.int64) * x_stride + c
+    out_at = out_ptr + begin.to(tl.int64) * channels + c
+    at = states_ptr + slot * state_stride + c * (K - 1)
+    dtype = out_ptr.dtype.element_ty
+    for above in range(0, count, ROWS):
+        i = above + tl.arange(0, ROWS)
+        acc = tl.zeros([ROWS, BLOCK], tl.float32)
+        for j in tl.static_range(K):
+            from_here = i - (K - 1 - j)  # from the first token of the chunk
+            here = (i < count) & (from_here >= first - begin)
+            x = tl.load(
+                x_at[None, :] + (from_here * x_stride)[:, None], mask=here[:, None] & inside[None, :], other=0.0
+            )
+            if begin == first and above == 0:
+                earlier = (i < count) & (from_here < 0)
+                old_at = at[None, :] + (from_here + K - 1)[:, None]
+                x += tl.load(old_at, mask=earlier[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
+            acc += x.to(tl.float32) * weight[None, :]
+        if BIAS:
+            acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+        to = out_at[None, :] + (i * channels)[:, None]
+        tl.store(to, silu(acc).to(dtype), mask=(i < count)[:, None] & inside[None, :])
+    if begin == first:  # the only program that reads the old inputs writes the new ones
+        tl.debug_barrier()
+        kept = c < tl.where(slot > 0, channels, 0)
+        for j in tl.static_range(K - 1):
+            last = end - (K - 1 - j)
+            if last >= first:
+                tl.store(at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
+            else:
+                tl.store(at + j, tl.load(at + (last - first + K - 1), mask=kept), mask=kept)
+
+
+def conv_chunks(
+    x: torch.Tensor, weights: DeltaWeights, states: torch.Tensor, chunks: torch.Tensor, cache: KernelCache | None = None
+) -> torch.Tensor:
+    """As `delta.conv_step`, for the tokens of `chunks` (see `cut`)."""
+    channels = x.shape[1]
+    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    bias = weights.conv_bias
+    launch(
+        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), 1), cache,
+        x, weights.conv, weights.conv if bias is None else bias, chunks, states, out, channels, x.stride(0),
+        states.stride(0), weights.conv.shape[1], bias is not None, CHANNELS, ROWS, CHUNK_FIELDS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- within chunks
+
+
+@triton.jit
+def _dot(a, b, HALF: tl.constexpr):
+    return tl.dot(a.to(HALF), b.to(HALF), input_precision="ieee")
+
+
+@triton.jit
+def _inverse(a, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a[SIZE, SIZE], by inverses of diagonal blocks of twice the size at a
+    time: [[P, 0], [E, Q]]^-1 = [[P^-1, 0], [-Q^-1 E P^-1, Q^-1]].
+
+    (The product of I + a^(2^n), which takes as many multiplications, has terms as large as binomial coefficients where
+    keys are alike; here no entry exceeds beta.)"""
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
+    found = tl.where(i == j, 1.0, 0.0)
+    for level in tl.static_range(SIZE.bit_length() - 1):
+        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), a, 0.0)
+        if level == 0:
+            found -= below
+        else:
+            found -= _dot(_dot(found, below, HALF), found, HALF)
+    return found
+
+
+@triton.jit
+def _within_kernel(
+    x_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, chunks_ptr, u_ptr, w_ptr, sums_ptr, tails_ptr, a_stride, b_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    head = tl.program_id(0)
+    chunk = chunks_ptr + tl.program_id(1) * FIELDS
+    begin = tl.load(chunk).to(tl.int64)
+    count = tl.load(chunk + 1)
+    i = tl.arange(0, TOKENS)
+    inside = i < count
+    token = begin + i
+    dtype = x_ptr.dtype.element_ty
+    a = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32)
+    decay = decay_of(a, tl.load(a_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32))
+    decay = tl.where(inside, decay, 0.0)
+    beta = tl.where(inside, beta_of(b, dtype), 0.0)
+    sums = tl.cumsum(decay, 0)
+    last = tl.sum(decay, 0)
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    d = tl.arange(0, KEY_DIM)
+    e = tl.arange(0, VALUE_DIM)
+    x_at = x_ptr + token[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
+    k_at = x_at + KEYS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d[None, :]
+    k = tl.load(k_at, mask=inside[:, None], other=0.0)
+    wide = k.to(tl.float32)
+    unit = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS)
+    here = tl.program_id(1).to(tl.int64) * TOKENS
+    tl.store(sums_ptr + (here + i) * VALUE_HEADS + head, sums)
+    tl.store(tails_ptr + (here + i) * VALUE_HEADS + head, tl.exp(last - sums) * unit)
+    lower = i[:, None] > i[None, :]
+    between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
+    alike = _dot(k, tl.trans(k), HALF) * between * (beta * unit)[:, None] * unit[None, :]
+    inverse = _inverse(alike, TOKENS, UNIT)
+    w = _dot(inverse * (beta * unit * tl.exp(sums))[None, :], k, HALF)
+    w_at = w_ptr + (token[:, None] * VALUE_HEADS + head) * KEY_DIM + d[None, :]
+    tl.store(w_at, w.to(w_ptr.dtype.element_ty), mask=inside[:, None])
+    v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + e[None, :], mask=inside[:, None], other=0.0)
+    u = _dot(inverse * beta[None, :], v, HALF)
+    u_at = u_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + e[None, :]
+    tl.store(u_at, u.to(u_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+# ---------------------------------------------------------------- from chunk to chunk
+
+
+@triton.jit
+def _across_kernel(
+    x_ptr, w_ptr, sums_ptr, tails_ptr, sequences_ptr, u_ptr, before_ptr, chunks_ptr, states_ptr, state_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, HALF: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    parts: tl.constexpr = VALUE_DIM // COLUMNS
+    head = tl.program_id(0) // parts
+    sequence = sequences_ptr + tl.program_id(1) * FIELDS
+    first = tl.load(sequence)
+    chunks = tl.load(sequence + 1)
+    slot = tl.load(sequence + 2).to(tl.int64)
+    begin = tl.load(sequence + 3)
+    end = tl.load(chunks_ptr + first * CHUNK_FIELDS + 4)
+    i = tl.arange(0, TOKENS)
+    d = tl.arange(0, KEY_DIM)
+    j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
+    within = d[:, None] * VALUE_DIM + j[None, :]
+    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + within
+    state = tl.load(at)
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    k_column = KEYS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
+    for n in tl.range(0, chunks, num_stages=STAGES):
+        chunk = (first + n).to(tl.int64)
+        narrow = state.to(HALF)
+        tl.store(before_ptr + (chunk * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + within, narrow)
+        t = begin + n * TOKENS + i
+        inside = t < end
+        token = t.to(tl.int64)
+        row = token * VALUE_HEADS + head
+        w = tl.load(w_ptr + row[:, None] * KEY_DIM + d[None, :], mask=inside[:, None], other=0.0)
+        u_at = u_ptr + row[:, None] * VALUE_DIM + j[None, :]
+        u = tl.load(u_at, mask=inside[:, None], other=0.0)
+        k_at = x_ptr + token[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM) + k_column[None, :]
+        k = tl.load(k_at, mask=inside[:, None], other=0.0)
+        of_chunk = chunk * TOKENS * VALUE_HEADS + head
+        tails = tl.load(tails_ptr + of_chunk + i * VALUE_HEADS)
+        last = tl.exp(tl.load(sums_ptr + of_chunk + (TOKENS - 1) * VALUE_HEADS))
+        new = u.to(tl.float32) - _dot(w, narrow, HALF)
+        tl.store(u_at, new.to(u_ptr.dtype.element_ty), mask=inside[:, None])
+        state = state * last + _dot(tl.trans(k), new * tails[:, None], HALF)
+    if slot > 0:
+        tl.store(at, state)
+
+
+# ---------------------------------------------------------------- outputs
+
+
+@triton.jit
+def _outputs_kernel(
+    x_ptr, z_ptr, norm_ptr, new_ptr, before_ptr, sums_ptr, chunks_ptr, out_ptr, eps, scale, z_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    head = tl.program_id(0)
+    number = tl.program_id(1).to(tl.int64)
+    chunk = chunks_ptr + tl.program_id(1) * FIELDS
+    token = tl.load(chunk).to(tl.int64) + tl.arange(0, TOKENS)
+    i = tl.arange(0, TOKENS)
+    inside = i < tl.load(chunk + 1)
+    d = tl.arange(0, KEY_DIM)
+    e = tl.arange(0, VALUE_DIM)
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    x_at = x_ptr + token[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
+    q_at = x_at + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d[None, :]
+    q = tl.load(q_at, mask=inside[:, None], other=0.0)
+    k = tl.load(q_at + KEYS, mask=inside[:, None], other=0.0)
+    before_at = before_ptr + (number * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    before = tl.load(before_at + d[:, None] * VALUE_DIM + e[None, :])
+    sums = tl.load(sums_ptr + (number * TOKENS + i) * VALUE_HEADS + head)
+    wide = q.to(tl.float32)
+    q_unit = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS) * scale
+    wide = k.to(tl.float32)
+    k_unit = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS)
+    lower = i[:, None] >= i[None, :]
+    between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
+    scores = _dot(q, tl.trans(k), HALF) * between * q_unit[:, None] * k_unit[None, :]
+    out = _dot(q, before, HALF) * (q_unit * tl.exp(sums))[:, None]
+    row = (token * VALUE_HEADS + head)[:, None] * VALUE_DIM + e[None, :]
+    new = tl.load(new_ptr + row, mask=inside[:, None], other=0.0)
+    out += _dot(scores, new, HALF)
+    z = tl.load(z_ptr + token[:, None] * z_stride + head * VALUE_DIM + e[None, :], mask=inside[:, None], other=0.0)
+    weight = tl.load(norm_ptr + e).to(tl.float32)[None, :]
+    out = gated_norm(out, z.to(tl.float32), weight, eps, VALUE_DIM, x_ptr.dtype.element_ty)
+    tl.store(out_ptr + row, out, mask=inside[:, None])
+
+
+# ---------------------------------------------------------------- a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Parameters that the kernels are compiled with."""
+
+    within_warps: int = 4
+    columns: int = 32
+    """Columns of the state that a program takes from chunk to chunk."""
+    warps: int = 4
+    stages: int = 2
+    output_warps: int = 4
+
+
+TILES = Tiles()
+"""The fastest (bench/delta.py --sweep)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The lists of `cut` on the device."""
+
+    chunks: torch.Tensor
+    sequences: torch.Tensor
+
+
+def by_chunks(
+    x: torch.Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, lists: Cut,
+    cache: KernelCache | None = None, tiles: Tiles = TILES,
+) -> torch.Tensor:  # fmt: skip
+    """What `delta.by_tokens` does, for the tokens of the chunks in `lists`: [T, Hv, Dv], normalized and gated."""
+    spec = weights.spec
+    kinds = {"dtype": x.dtype, "device": x.device}
+    number, heads = len(lists.chunks), spec.value_heads
+    u = torch.empty((len(x), heads, spec.value_dim), **kinds)
+    w = torch.empty((len(x), heads, spec.key_dim), **kinds)
+    before = torch.empty((number, heads, spec.key_dim, spec.value_dim), **kinds)
+    sums, tails = torch.empty((2, number, TOKENS, heads), dtype=torch.float32, device=x.device)
+    half, unit = (x_type, x_type) if (x_type := TYPES[x.dtype]) == tl.float32 else (x_type, tl.float16)
+    sizes = spec.key_heads, heads, spec.key_dim, spec.value_dim
+    launch(
+        _within_kernel, (heads, number, 1), cache,
+        x, inputs.a, inputs.b, weights.a_log, weights.dt_bias, lists.chunks, u, w, sums, tails, inputs.a.stride(0),
+        inputs.b.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, unit, num_warps=tiles.within_warps, num_stages=1,
+    )  # fmt: skip
+    columns = min(tiles.columns, spec.value_dim)
+    launch(
+        _across_kernel, (heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
+        x, w, sums, tails, lists.sequences, u, before, lists.chunks, states.delta, states.delta.stride(0), *sizes,
+        columns, TOKENS, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+    out = torch.empty_like(u)
+    launch(
+        _outputs_kernel, (heads, number, 1), cache,
+        x, inputs.z, weights.norm, u, before, sums, lists.chunks, out, weights.eps, spec.key_dim**-0.5,
+        inputs.z.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, num_warps=tiles.output_warps, num_stages=1,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,219 @@
+"""Kernels of linear attention against the reference in torch; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.cuda import delta, delta_chunks
+from radixrt.worker.cuda.delta import DeltaInputs, DeltaSpec, DeltaWeights, LayerStates
+from radixrt.worker.cuda.delta_chunks import Cut
+from radixrt.worker.model.delta import gated_delta, short_conv
+
+SLOTS = 7
+SMALL, WIDE = DeltaSpec(2, 4, 16, 32), DeltaSpec(1, 3, 32, 16)
+LARGE = DeltaSpec(2, 4, 128, 128)
+"""Only on a GPU."""
+
+
+def specs(device: torch.device) -> list[DeltaSpec]:
+    return [SMALL, WIDE, LARGE] if device.type == "cuda" else [SMALL, WIDE]
+
+
+def limit(device: torch.device) -> float:
+    """The largest relative error. On a GPU of bfloat16, elsewhere of float32."""
+    return 1e-2 if device.type == "cuda" else 1e-5
+
+
+class Case:
+    """A layer with random weights, states and inputs of some tokens; its rows are parts of longer ones, and states of
+    several layers lie side by side."""
+
+    def __init__(self, spec: DeltaSpec, tokens: int, device: torch.device, bias: bool = False) -> None:
+        self.spec = spec
+        generator = torch.Generator().manual_seed(tokens)
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+        def drawn(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.randn(size, generator=generator).to(device, dtype)
+
+        heads, wide = spec.value_heads, spec.value_heads * spec.value_dim
+        conv, conv_bias = drawn(spec.channels, 4) / 2, drawn(spec.channels) if bias else None
+        a_log, norm = drawn(heads, dtype=torch.float32), 1 + drawn(spec.value_dim) / 8
+        self.weights = DeltaWeights(spec, conv, conv_bias, a_log, drawn(heads), norm, 1e-6)
+        all_of_it = drawn(tokens, spec.channels + wide + 2 * heads)
+        self.inputs = DeltaInputs(*all_of_it.split((spec.channels, wide, heads, heads), dim=1))
+        layers = drawn(SLOTS, 2, spec.channels, 3)
+        states = drawn(SLOTS, 2, heads, spec.key_dim, spec.value_dim, dtype=torch.float32) / 4
+        self._states = layers, states
+
+    def states(self) -> LayerStates:
+        """The first states of each slot, anew."""
+        conv, states = (x.clone() for x in self._states)
+        return LayerStates(conv[:, 1], states[:, 0])
+
+    def expected(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
+        """The layer's results, with the states updated."""
+        spec, inputs, weights = self.spec, self.inputs, self.weights
+        where, counts = torch.tensor(slots), torch.tensor(bounds)
+        x = short_conv(inputs.x, weights.conv, weights.conv_bias, states.conv, where, counts)
+        q, k, v = (part.unflatten(1, (n, -1)) for part, n in zip(spec.split(x), heads_of(spec), strict=True))
+        decay = -weights.a_log.exp() * F.softplus(inputs.a.float() + weights.dt_bias.float())
+        beta = inputs.b.sigmoid()
+        out = gated_delta(q, k, v, decay, beta, states.delta, where, counts, exact=True).float()
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps)
+        gate = F.silu(inputs.z.float()).unflatten(1, out.shape[1:])
+        return (out * weights.norm.float() * gate).to(self.dtype)
+
+    def by_chunks(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
+        lists = Cut(*(self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds))))
+        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, lists.chunks)
+        return delta_chunks.by_chunks(x, self.inputs, self.weights, states, lists)
+
+    def by_tokens(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
+        chunks, _ = (self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds)))
+        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, chunks)
+        sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
+        return delta.by_tokens(x, self.inputs, self.weights, states, self.sent(sequences))
+
+    def sent(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x).to(self.inputs.x.device)
+
+
+def heads_of(spec: DeltaSpec) -> tuple[int, int, int]:
+    return spec.key_heads, spec.key_heads, spec.value_heads
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def assert_alike(
+    found: tuple[torch.Tensor, LayerStates], expected: tuple[torch.Tensor, LayerStates], most: float
+) -> None:
+    """Results and states."""
+    assert error(found[0], expected[0]) < most
+    assert torch.equal(found[1].conv[1:], expected[1].conv[1:])
+    assert error(found[1].delta[1:], expected[1].delta[1:]) < most
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_token_each(bias, device):
+    """Of some sequences; two rows are padding, whose slot 0 is not written."""
+    for spec in specs(device):
+        slots = [3, 0, 1, 6, 0, 2]
+        case = Case(spec, len(slots), device, bias)
+        found, expected = case.states(), case.states()
+        there = torch.tensor(slots, dtype=torch.int32, device=device)
+        out = delta.decode(case.inputs, case.weights, found, there)
+        real = case.expected(slots, list(range(len(slots) + 1)), expected)
+        rows = there > 0
+        assert_alike((out[rows], found), (real[rows], expected), limit(device))
+        assert torch.equal(found.delta[0], case.states().delta[0])
+        assert torch.equal(found.conv[0], case.states().conv[0])
+
+
+BOUNDS = [0, 1, 3, 67, 132, 262]
+
+
+@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_tokens(way, bias, device):
+    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay."""
+    for spec in specs(device):
+        case, slots = Case(spec, BOUNDS[-1], device, bias), [3, 1, 5, 6, 2]
+        found, expected = case.states(), case.states()
+        out = getattr(case, way)(slots, BOUNDS, found)
+        real = case.expected(slots, BOUNDS, expected)
+        assert_alike((out, found), (real, expected), limit(device))
+        assert torch.equal(found.delta[4], case.states().delta[4])
+
+
+def test_padding_is_not_stored(device):
+    """Whatever has slot 0 leaves it as it is."""
+    for way in ("by_chunks", "by_tokens"):
+        case = Case(SMALL, 40, device)
+        states = case.states()
+        getattr(case, way)([0, 2], [0, 30, 40], states)
+        assert torch.equal(states.delta[0], case.states().delta[0])
+        assert torch.equal(states.conv[0], case.states().conv[0])
+
+
+@pytest.mark.usefixtures("steady_products")
+@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
+def test_results_do_not_depend_on_what_else_is_in_the_step(way, device):
+    for spec in specs(device):
+        case = Case(spec, 150, device)
+        together = case.states()
+        out = getattr(case, way)([1, 2, 3], [0, 20, 90, 150], together)
+        alone, states = replace_inputs(case, slice(20, 90)), case.states()
+        assert torch.equal(getattr(alone, way)([2], [0, 70], states), out[20:90])
+        assert torch.equal(states.delta[2], together.delta[2]) and torch.equal(states.conv[2], together.conv[2])
+
+
+def replace_inputs(case: Case, tokens: slice) -> Case:
+    part = Case.__new__(Case)
+    part.__dict__ |= case.__dict__ | {"inputs": case.inputs[tokens]}
+    return part
+
+
+def test_token_by_token_it_does_not_matter_where_steps_end(device):
+    """To the last bit: warm is cold, and a decode is what a prompt would have been."""
+    for spec in specs(device):
+        case = Case(spec, 75, device)
+        whole, cut = case.states(), case.states()
+        out = case.by_tokens([4], [0, 75], whole)
+        parts = [
+            replace_inputs(case, slice(a, b)).by_tokens([4], [0, b - a], cut)
+            for a, b in ((0, 1), (1, 2), (2, 33), (33, 75))
+        ]
+        assert torch.equal(torch.cat(parts), out)
+        assert torch.equal(whole.delta, cut.delta) and torch.equal(whole.conv, cut.conv)
+
+
+def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
+    for spec in specs(device):
+        case = Case(spec, 200, device)
+        whole, cut = case.states(), case.states()
+        out = case.by_chunks([4], [0, 200], whole)
+        parts = [
+            replace_inputs(case, slice(a, b)).by_chunks([4], [0, b - a], cut) for a, b in ((0, 5), (5, 100), (100, 200))
+        ]
+        assert_alike((torch.cat(parts), cut), (out, whole), limit(device))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+def test_equal_keys_are_as_exact_as_others(noise, device):
+    """A run of one token that is hardly forgotten: products of all corrections would have terms of 10^17."""
+    spec = specs(device)[-1]
+    case = Case(spec, 190, device)
+    inputs = case.inputs
+    inputs.x.copy_(inputs.x[:1] + noise * inputs.x)
+    inputs.a.fill_(-8.0)
+    inputs.b.fill_(4.0)
+    case.weights = replace(case.weights, dt_bias=torch.zeros_like(case.weights.dt_bias))
+    found, expected = case.states(), case.states()
+    out = case.by_chunks([1], [0, 190], found)
+    real = case.expected([1], [0, 190], expected)
+    assert_alike((out, found), (real, expected), 3 * limit(device))
+
+
+def test_decays_that_underflow_leave_no_trace(device):
+    case = Case(SMALL, 100, device)
+    case.inputs.a[::7] = 60.0
+    found, expected = case.states(), case.states()
+    out = case.by_chunks([1, 2], [0, 70, 100], found)
+    real = case.expected([1, 2], [0, 70, 100], expected)
+    assert_alike((out, found), (real, expected), limit(device))
+
+
+def test_lists_of_chunks():
+    """First token, tokens, slot; first token and end of the sequence. Long sequences come first."""
+    chunks, sequences = delta_chunks.cut(np.array([9, 4]), np.array([10, 20, 150]))
+    assert chunks.tolist() == [[10, 10, 9, 10, 20], [20, 64, 4, 20, 150], [84, 64, 4, 20, 150], [148, 2, 4, 20, 150]]
+    assert sequences.tolist() == [[1, 3, 4, 20], [0, 1, 9, 10]]
+    assert chunks.dtype == sequences.dtype == np.int32
