@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from radixrt.worker.branching import Branching
 from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
@@ -17,11 +18,19 @@ hold with the request."""
 class Admission:
     """Admits the waiting requests of one scheduler."""
 
-    def __init__(self, cache: PageCache, running: Running, waiting: Waiting, counter: VirtualTokenCounter) -> None:
+    def __init__(
+        self,
+        cache: PageCache,
+        running: Running,
+        waiting: Waiting,
+        counter: VirtualTokenCounter,
+        branching: Branching | None,
+    ) -> None:
         self._cache = cache
         self._running = running
         self._waiting = waiting
         self._counter = counter
+        self._branching = branching
         self._in_vain: set[tuple[int, bool, int]] = set()
         """(request id, whether all kept contexts could be released, pages needed) for which releasing them would not
         have made enough room. Cleared when a request leaves or the number of pins changes."""
@@ -56,6 +65,8 @@ class Admission:
         for request in self._waiting.candidates():
             if request.pending:  # preempted, and the step in flight is still to sample its next token
                 return None
+            if self._branching is not None and self._branching.must_wait(request):
+                continue
             self._cache.admit(request)
             missing = -(-request.total // self._cache.page_size) - int(self._cache.held[request.row])
             running = len(self._running)
@@ -71,6 +82,8 @@ class Admission:
         self._cache.kept.admitted(request)
         self._waiting.take(request, passed)
         self._running.behind.append(request)
+        if self._branching is not None:
+            self._branching.admitted(request)
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:

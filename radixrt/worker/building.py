@@ -19,12 +19,13 @@ class Decodes:
     """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
     changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "all_true")
+    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "states", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
+        self.states = np.array([r.state for r in requests], dtype=np.int32)
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
@@ -86,6 +87,8 @@ class StepBuilder:
         if request.lease.length > start:
             slots[: request.lease.length - start] = 0  # cached already: their KV goes to the trash page
         self.cache.publish(request, stop)
+        if stop in request.marks:
+            self.cache.save(request, stop)
         self.requests.append(request)
         self.counts.append(count)
         self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())
@@ -101,9 +104,12 @@ class StepBuilder:
     def build(self, step: int, decodes: Decodes) -> Plan:
         """The decodes and what was collected, as one Plan."""
         slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
+        states = None
+        if self.cache.states is not None:
+            states = self.cache.state_work(_appended(decodes.states, [r.state for r in self.requests]))
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
-                        decodes.ones, decodes.all_true, self.cache.drain_writes())  # fmt: skip
+                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states)  # fmt: skip
         return Plan(
             step=step,
             requests=(*decodes.requests, *self.requests),
@@ -116,6 +122,7 @@ class StepBuilder:
             samples=_appended(decodes.all_true, self.samples),
             table_writes=self.cache.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
+            states=states,
         )
 
 

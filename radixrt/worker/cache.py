@@ -9,6 +9,9 @@
 
 Prompt pages enter the tree when the step that fills them is planned, so that another request with the same prompt
 shares them in that very step. Pages of generated tokens enter it when their request leaves.
+
+With linear attention a request also has a recurrent state, and goes on from a snapshot of it (see `states`): then
+`computed` is the token up to which its state is, and may be less than what its lease holds.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import numpy as np
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.kept import Kept
 from radixrt.worker.pins import Pins
+from radixrt.worker.plan import StateWork
 from radixrt.worker.request import Request
+from radixrt.worker.states import States
 
 
 class OutOfPages(Exception):
@@ -36,6 +41,7 @@ class PageCache:
 
     `table` is the page table, int32[rows, max pages of a request]. Page 0 is the trash page: it is never allocated, and
     what is written there is never read. With `events` the tree records its changes for the router's index.
+    `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class PageCache:
         max_model_len: int,
         events: bool = True,
         max_pinned_share: float = 0.25,
+        num_states: int = 0,
     ) -> None:
         self.page_size = page_size
         self.total_pages = num_pages - 1
@@ -55,6 +62,7 @@ class PageCache:
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """How many pages each row has."""
+        self.states = States(num_states, num_pages) if num_states else None
         self.evicted_tokens = 0
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free = self.total_pages
@@ -85,7 +93,13 @@ class PageCache:
 
     @property
     def has_row(self) -> bool:
-        return bool(self._rows)
+        """Whether there is a row for another request and, if it needs one, room for its state."""
+        return bool(self._rows) and (self.states is None or self.states.has_room)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a hit may be another."""
+        return self.tree.version + (0 if self.states is None else self.states.version)
 
     def held_only_by(self, leases: Sequence[Lease]) -> int:
         """Pages that would become evictable if all these leases were released."""
@@ -96,7 +110,13 @@ class PageCache:
 
     def hit(self, request: Request) -> int:
         """Tokens of a waiting request that the tree holds and that need not be computed."""
-        return min(self.tree.match(request.namespace, request.tokens).length, request.reusable)
+        match = self.tree.match(request.namespace, request.tokens)
+        most = min(match.length, request.reusable)
+        return most if self.states is None else self._covered(_int32(match.values()), most)
+
+    def _covered(self, pages: np.ndarray, most: int) -> int:
+        """How many tokens, at most `most`, of a path of pages the deepest snapshot of its state covers."""
+        return self.states.deepest(pages[: most // self.page_size]) * self.page_size
 
     # ------------------------------------------------------------ a request's life
 
@@ -106,12 +126,16 @@ class PageCache:
         request.row = self._rows.pop()
         request.lease = self.tree.lease(self.tree.match(request.namespace, request.tokens))
         self._running[request.row] = request
-        self._fill(request.row, 0, _int32(request.lease.values()))
+        pages = _int32(request.lease.values())
+        self._fill(request.row, 0, pages)
         request.computed = min(request.lease.length, request.reusable)
+        if self.states is not None:
+            request.computed = self._covered(pages, request.computed)
+            request.state = self.states.begin(self._page_of(request, request.computed))
 
     def withdraw(self, request: Request) -> None:
         """Undo the last `admit`, except that the request's path now counts as recently used."""
-        self._leave(request)
+        self._leave(request, state_kept=True)
         del self._writes[self._before_admit :]
 
     def catch_up(self, request: Request) -> None:
@@ -120,13 +144,35 @@ class PageCache:
         with request.path(start) as rest:
             gained = request.lease.extend_match(rest)
         if not gained:
-            return
+            return None if self.states is None else self._restore(request, min(start, request.reusable))
         first = start // self.page_size
         pages = _int32(request.lease.values(start))
         own = self.table[request.row, first : min(int(self.held[request.row]), first + len(pages))]
         self._give_back(own)
         self._fill(request.row, first, pages)
-        request.computed = max(request.computed, min(request.lease.length, request.reusable))
+        most = min(request.lease.length, request.reusable)
+        if self.states is not None:
+            return self._restore(request, most)
+        request.computed = max(request.computed, most)
+
+    def _restore(self, request: Request, most: int) -> None:
+        """Let a running request go on from the deepest snapshot of its first `most` tokens, if that saves some."""
+        covered = self._covered(self.table[request.row, : most // self.page_size], most)
+        if covered > request.computed:
+            request.computed = covered
+            self.states.restore(request.state, self._page_of(request, covered))
+
+    def save(self, request: Request, tokens: int) -> None:
+        """Take a snapshot of the state of a request after its first `tokens` tokens, which the step being planned
+        computes and which are in the tree. Nothing happens if there is no slot for it."""
+        self.states.save(request.state, self._page_of(request, tokens))
+
+    def _page_of(self, request: Request, tokens: int) -> int:
+        """The page whose snapshot is that of a request's first `tokens` tokens; 0 if there can be none: they end within
+        a page, or are not in the tree."""
+        if tokens % self.page_size or not 0 < tokens <= request.lease.length:
+            return 0
+        return int(self.table[request.row, tokens // self.page_size - 1])
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Ensure that a running request has pages for its first `tokens` tokens, evicting if needed. Raises OutOfPages
@@ -182,9 +228,10 @@ class PageCache:
 
     def retire(self, request: Request, keep: bool = False) -> None:
         """Take a request off its row. The KV of its known tokens stays in the tree, and `kept` takes over its lease if
-        `keep`."""
+        `keep`. Its state becomes a snapshot, except that of a text that was only scored."""
         self.publish(request, min(request.computed, len(request.tokens)))
-        self._leave(request, keep)
+        scored = request.score_from is not None and request.computed == request.total
+        self._leave(request, keep, state_kept=not scored)
 
     def discard(self, request: Request, keep: int) -> None:
         """Take a request off its row, and remove its path beyond `keep` tokens from the tree, as `forget` does."""
@@ -199,10 +246,15 @@ class PageCache:
         path = request.tokens[:length]
         self.pins.release_along(request.namespace, path.tobytes(), keep)
         self.kept.release_along(request.namespace, path.tobytes(), keep)
+        if self.states is not None:
+            self.states.drop(_int32(self.tree.match(request.namespace, path).values())[keep // self.page_size :])
         self._give_back(_int32(self.tree.forget(request.namespace, path, keep)))
 
-    def _leave(self, request: Request, keep: bool = False) -> None:
+    def _leave(self, request: Request, keep: bool = False, state_kept: bool = False) -> None:
         row = request.row
+        if self.states is not None:
+            self.states.end(request.state, self._page_of(request, request.computed) if state_kept else 0)
+            request.state = 0
         self._give_back(self.table[row, request.lease.length // self.page_size : int(self.held[row])])
         if keep:
             self.kept.keep(request, request.lease)
@@ -234,6 +286,11 @@ class PageCache:
             begin += len(index)
         return found
 
+    def state_work(self, slots: list[int] | np.ndarray) -> StateWork:
+        """What the plan being made does with the states: those of its requests, and copies."""
+        restores, saves = self.states.drain()
+        return StateWork(np.asarray(slots, dtype=np.int32), restores, saves)
+
     def can_take(self, pages: int) -> bool:
         """Whether that many pages are free or can be evicted without releasing pins or kept contexts."""
         return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
@@ -251,6 +308,8 @@ class PageCache:
         return self._free[self._num_free : self._num_free + count]
 
     def _give_back(self, pages: np.ndarray) -> None:
+        if self.states is not None:
+            self.states.drop(pages)
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
@@ -281,3 +340,5 @@ class PageCache:
             places.append(self.table[row, shared : int(self.held[row])])
         pages = np.sort(np.concatenate(places))
         assert np.array_equal(pages, np.arange(1, self.total_pages + 1)), "every page is in exactly one place"
+        if self.states is not None:
+            self.states.check([request.state for request in self._running.values()], places[1])

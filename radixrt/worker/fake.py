@@ -2,7 +2,8 @@
 milliseconds.
 
 With `check` it records for every KV slot a hash of the prefix that was written there, and asserts at each step that a
-request would attend to its own prefix: this finds any error in page accounting.
+request would attend to its own prefix: this finds any error in page accounting. With `num_states` it does the same for
+recurrent states.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ class FakeRunner:
         decode_each: float = 0.0,
         check: bool = False,
         overlaps: bool = False,
+        num_states: int = 0,
     ) -> None:
         self.num_pages = num_pages
+        self.num_states = num_states
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -74,6 +77,8 @@ class FakeRunner:
         self._check = check
         self._hashes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
         """With `check`: the prefix hash of each slot."""
+        self._states = np.zeros(num_states if check else 0, dtype=np.uint64)
+        """With `check`: the hash of the prefix that each slot has the state of; 0: of no token."""
         self._drawn: dict[int, int] = {}
         """The last sampled token of each row of the page table."""
         self._free_at = 0.0
@@ -192,6 +197,22 @@ class FakeRunner:
             expected.append(prefix_hashes(history))
             real = slots >= self.page_size
             self._hashes[slots[real]] = expected[b][start:][real]
+        if plan.states is not None:
+            self._check_states(plan, expected)
         for request, slots, hashes in zip(plan.requests, read, expected, strict=True):
             if not request.over:
                 assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"
+
+    def _check_states(self, plan: Plan, hashes: list[np.ndarray]) -> None:
+        """Compare the states that a step goes on from with the expected ones, and do its copies. `hashes`: of the
+        tokens of each request up to the end of the step."""
+        states, work = self._states, plan.states
+        states[0] = 0
+        states[work.restores[1]] = states[work.restores[0]]
+        assert len(set(work.slots.tolist())) == len(work.slots) and work.slots.all(), "each request has its own state"
+        for request, slot, start, found in zip(plan.requests, work.slots, plan.starts, hashes, strict=True):
+            if not request.over:
+                before = found[start - 1] if start else np.uint64(0)
+                assert states[slot] == before, f"request {request.id} would go on from another state"
+            states[slot] = found[-1]
+        states[work.saves[1]] = states[work.saves[0]]

@@ -87,6 +87,7 @@ class Worker:
             limits.max_num_seqs,
             self.max_model_len,
             max_pinned_share=max_pinned_share,
+            num_states=runner.num_states,
         )
         self.scheduler = Scheduler(self.cache, limits, drafter)
         runner.bind(self.cache.table)

@@ -31,6 +31,20 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class StateWork:
+    """What a step does with recurrent states. Copies can be done in any order, or at once: no slot is written twice, and
+    none that is read is written. Slot 0 is the trash slot."""
+
+    slots: np.ndarray
+    """int32[B]: slot of each request's state, which the step reads and writes. It is the state after the first `starts`
+    tokens, and then after `counts` more."""
+    restores: np.ndarray
+    """int32[2, N]: (from, to), copied before the step. From slot 0: zeros."""
+    saves: np.ndarray
+    """int32[2, N]: (from, to), copied after the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step over B requests and T tokens, decodes (one token each) before chunks.
 
@@ -43,14 +57,14 @@ class Plan:
     rows: np.ndarray
     """int32[B]: row of the page table."""
     starts: np.ndarray
-    """int32[B]: position of the first token to compute; as many tokens are in pages already."""
+    """int32[B]: position of the first token to compute; at least as many tokens are in pages already."""
     counts: np.ndarray
     """int32[B]: tokens to compute."""
     tokens: np.ndarray
     """int32[T]: token ids, or FROM_DEVICE for a decode of a runner that `overlaps`."""
     slots: np.ndarray
-    """int32[T]: where K and V are written, page * page_size + offset. Page 0 is the trash page, for a token whose KV is
-    cached already and that is computed for its logits only."""
+    """int32[T]: where K and V are written, page * page_size + offset. Page 0 is the trash page, for tokens whose KV is
+    cached already and that are computed for their logits or for the recurrent state only."""
     wants: np.ndarray
     """int32[B]: number of last positions whose logits are needed."""
     samples: np.ndarray
@@ -59,6 +73,8 @@ class Plan:
     """int32[3, N]: (row, index in the row, page) of each entry of the page table that changed since the last plan."""
     drafts: tuple[Draft, ...] = ()
     """A request with a draft appears in `requests` several times in a row: see Draft."""
+    states: StateWork | None = None
+    """None if the model has no recurrent states."""
 
     @property
     def wants_logits(self) -> bool:
@@ -115,6 +131,8 @@ class Runner(Protocol):
 
     page_size: int
     num_pages: int
+    num_states: int
+    """Slots of recurrent states, the trash slot 0 included; 0 if the model has none."""
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int

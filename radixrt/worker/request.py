@@ -57,6 +57,9 @@ class Request:
 
     number    unique in this process, unlike `id`
     row       page-table row while it runs, -1 while it waits
+    state     slot of its recurrent state while it runs, if the model has any
+    pinned    tokens of the prefixes that it pins
+    marks     tokens, ascending, at which a chunk ends so that a snapshot of its state is taken (see `branching`)
     computed  tokens whose KV is in pages, or will be when the planned steps have run
     pending   tokens that planned steps sample and whose ids the host does not know yet
     over      whether it has ended
@@ -74,7 +77,7 @@ class Request:
     cached_tokens  of these, those that no chunk had to compute
     reported       tokens it arrived with and tokens reported to the router since
     hit            while it waits: tokens the tree held when last looked up
-    hit_version    version of the tree at that look-up
+    hit_version    version of the cache at that look-up
     discard_until  tokens sampled in steps up to this one are discarded: its grammar forced others in their place
     scores         log-probabilities of its known tokens, if it asks for them
     matcher        state of its grammar (set before it is scheduled, if it has one)
@@ -85,7 +88,8 @@ class Request:
         "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
         "pending", "over", "serial", "greedy", "matcher", "jumps",
-        "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state",
+        "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "marks",
+        "pinned",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
@@ -103,6 +107,9 @@ class Request:
         keeps_eos = not run.sampling.ignore_eos or run.sampling.grammar is not None
         self.stop_ids = frozenset(run.sampling.stop_token_ids) | (eos_ids if keeps_eos else frozenset())
         self.row = -1
+        self.state = 0
+        self.pinned = [tokens for tokens, _ in run.pin]
+        self.marks: list[int] = []
         self.computed = 0
         self.lease: Lease | None = None
         self.age: Age = (0, run.id, run.id)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from radixrt.messages import Output, TokenLogprob
 from radixrt.worker.admission import Admission
+from radixrt.worker.branching import Branching, until_mark
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Drafter, should_wait
@@ -59,7 +60,8 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._counter = VirtualTokenCounter()
         self._waiting = Waiting(cache, self._counter)
-        self._admission = Admission(cache, self.running, self._waiting, self._counter)
+        self._branching = Branching(self.running, self._waiting, cache.page_size) if cache.states is not None else None
+        self._admission = Admission(cache, self.running, self._waiting, self._counter, self._branching)
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
         self._arrivals = Arrivals()
         self._clock = 0
@@ -80,6 +82,8 @@ class Scheduler:
         self._counter.add_request(request.tenant)
         self.cache.kept.arrived(request)
         self._waiting.add(request)
+        if self._branching is not None:
+            self._branching.arrived(request)
 
     def abort(self, id: int) -> bool:
         """End a request, waiting or running; what it computed stays cached. False if there is no such request."""
@@ -221,6 +225,8 @@ class Scheduler:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
             count = min(budget, builder.max_count(request))
+            if request.marks:
+                count = until_mark(request, count)
             if not count:  # the step scores MOST_SCORED tokens already
                 return 0
             try:
@@ -356,7 +362,9 @@ class Scheduler:
         outputs.append(output)
         if self.drafter is not None:
             self.drafter.ends(request)
-        if output.tokens:  # the last token is never cached, even if the step in flight computes it
+        # The last token is never cached, even if the step in flight computes it; but then its recurrent state, if it has
+        # one, is the state after that token.
+        if output.tokens and self.cache.states is None:
             request.computed = min(request.computed, len(request.tokens) - 1)
         self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
 

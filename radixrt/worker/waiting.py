@@ -209,7 +209,7 @@ class Waiting:
         if tenant not in self._queues:
             self._counter.raise_to(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
             self._queues[tenant] = _Queue()
-        request.hit, request.hit_version = self._cache.hit(request), self._cache.tree.version
+        request.hit, request.hit_version = self._cache.hit(request), self._cache.version
         self.tokens += request.missing
         self._queues[tenant].add(request)
 
@@ -287,7 +287,7 @@ class Waiting:
 
     def _look_up(self, queue: _Queue, request: Request) -> bool:
         """Look up a request's hit again, and update its place in the queue. True if the hit changed."""
-        version = self._cache.tree.version
+        version = self._cache.version
         if request.hit_version == version:
             return False
         hit, request.hit_version = self._cache.hit(request), version

@@ -29,9 +29,12 @@ class Bench:
         chunk: int = 16,
         rows: int = 4,
         max_len: int = 128,
+        states: int = 0,
     ):
-        self.runner = FakeRunner(pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps)
-        self.cache = PageCache(pages + 1, page_size, rows, max_len)
+        self.runner = FakeRunner(
+            pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps, num_states=states and states + 1
+        )
+        self.cache = PageCache(pages + 1, page_size, rows, max_len, num_states=self.runner.num_states)
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
         self.runner.bind(self.cache.table)
         self.mirror = np.zeros_like(self.cache.table)
@@ -85,7 +88,7 @@ class Bench:
                 self.cached[output.id] = output.cached_tokens
         self.cache.check()
         for request in self.scheduler._waiting:
-            if request.hit_version == self.cache.tree.version and not request.over:
+            if request.hit_version == self.cache.version and not request.over:
                 assert request.hit == self.cache.hit(request), "a hit that is not looked up again is right"
 
     def drain(self, steps: int = 10_000) -> None:

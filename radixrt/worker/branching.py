@@ -1,0 +1,87 @@
+"""Where chunks of prompts end, so that snapshots of recurrent states are taken there (see `states`), and who waits for
+them. A snapshot is worth what it saves the next request, a copy and a slot; so there are few:
+
+    prompt          [ ................................ |  TAIL ]    forks, n > 1, and turns after which thoughts are dropped
+    second request  [ ...... cached KV ..... | its own ......  ]    a branching point that nobody knew of
+    in the queue    [ ...... common ...... | ...... ]               the others wait until it is computed, and begin there
+    pins            [ ..... | ......... | ............ ]
+
+When a request leaves, its live state becomes a snapshot without a copy. Marks closer than LEAST tokens after a snapshot
+or another mark are left out: tokens up to there are computed again instead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+
+from radixrt.tree import common_length
+from radixrt.worker.request import Request
+from radixrt.worker.running import Running
+from radixrt.worker.waiting import Waiting
+
+TAIL = 16
+"""Tokens of a prompt that come after its snapshot: chat templates end prompts with the head of an answer, often one that
+asks for thoughts, and have another head in the next turn's history."""
+LEAST = 64
+"""The fewest tokens that a snapshot has to save."""
+MOST = 64
+"""The most waiting requests that a request is compared with when it is admitted, the oldest of each tenant."""
+
+
+def until_mark(request: Request, count: int) -> int:
+    """Shorten the next chunk of a request, of `count` tokens, so that it ends at the first of its marks."""
+    at = bisect_right(request.marks, request.computed)
+    return min(count, request.marks[at] - request.computed) if at < len(request.marks) else count
+
+
+class Branching:
+    """Sets `Request.marks`."""
+
+    def __init__(self, running: Running, waiting: Waiting, page_size: int) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._page_size = page_size
+
+    def admitted(self, request: Request) -> None:
+        """Set the marks of a request that was admitted."""
+        request.marks = []
+        last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
+        wanted = [request.lease.length, *request.pinned]
+        if request.score_from is None:
+            wanted.append(last)
+        for at in sorted(wanted):
+            self._mark(request, min(at, last))
+        for _, other in zip(range(MOST), self._waiting, strict=False):
+            self._mark_common(request, other)
+
+    def arrived(self, request: Request) -> None:
+        """Mark where requests that are being computed part from one that has come."""
+        for other in self._running.behind:
+            self._mark_common(other, request)
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a snapshot that a running request is about to take saves a waiting one LEAST tokens. The running one
+        has a chunk in every step that has room, so that is soon; if it leaves before, nobody waits any more."""
+        for other in self._running.behind:
+            coming = [at for at in other.marks if at > max(other.computed, request.hit + LEAST - 1)]
+            if coming and coming[0] <= self._common(other, request):
+                return True
+        return False
+
+    def _mark_common(self, running: Request, waiting: Request) -> None:
+        common = self._common(running, waiting)
+        if common >= waiting.hit + LEAST:
+            self._mark(running, common)
+
+    def _common(self, one: Request, other: Request) -> int:
+        """How many tokens of one request, in whole pages, the other can reuse."""
+        if one.namespace != other.namespace:
+            return 0
+        return min(common_length(one.tokens, other.tokens), other.reusable) // self._page_size * self._page_size
+
+    def _mark(self, request: Request, at: int) -> None:
+        at -= at % self._page_size
+        place = bisect_right(request.marks, at)
+        before = request.marks[place - 1] if place else request.computed
+        if at >= max(before, request.computed) + LEAST:
+            insort(request.marks, at)

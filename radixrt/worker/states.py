@@ -1,0 +1,185 @@
+"""The slots of the state pool, for models with linear attention: what a request would read of its prefix in those layers
+is one state of fixed size, not pages.
+
+    slots:   0 trash | free | live, of a running request | a snapshot: the state after the last token of a page
+
+                  restore: copied before the step        save: copied after the step
+    snapshot  ------------------------------->  live  --------------------------->  snapshot
+                                                  |---- the request leaves: no copy ---->
+
+A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
+matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
+after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are short,
+the least recently used snapshot goes.
+
+The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
+Integers only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 4096
+"""Pages that are searched at once, from the end of a path: most hits end near there."""
+
+
+class States:
+    """`num_states` slots, of which slot 0 is the trash slot, for the prefixes that end with one of `num_pages` pages."""
+
+    def __init__(self, num_states: int, num_pages: int) -> None:
+        if num_states < 2:
+            raise ValueError(f"max_mamba_cache_size: {num_states - 1} states, at least 1")
+        self.total = num_states - 1
+        self.version = 0
+        """Changes whenever another prefix has a snapshot that can be read, or one has none any more."""
+        self.evicted = 0
+        self._of_page = np.zeros(num_pages, dtype=np.int32)
+        """Slot of each page's snapshot; 0: it has none."""
+        self._pages: dict[int, int] = {}
+        """The page of each snapshot's slot, the least recently used first."""
+        self._free = list(range(num_states - 1, 0, -1))
+        self._live: set[int] = set()
+        self._restores: dict[int, int] = {}
+        """For the plan that is made: source of each slot that is written before the step; 0: zeros."""
+        self._saves: dict[int, int] = {}
+        """For the plan that is made: source of each slot that is written after the step."""
+
+    def __len__(self) -> int:
+        """Number of snapshots."""
+        return len(self._pages)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request can have a live state."""
+        return bool(self._free) or self._oldest() > 0
+
+    # ------------------------------------------------------------ look-ups
+
+    def deepest(self, pages: np.ndarray) -> int:
+        """How many of the pages of a path, from the root, the deepest snapshot covers; 0 if there is none. Snapshots
+        that the plan being made saves do not count: no request of the same step can read them."""
+        for stop in range(len(pages), 0, -BLOCK):
+            start = max(0, stop - BLOCK)
+            for place in np.flatnonzero(self._of_page[pages[start:stop]])[::-1].tolist():
+                if int(self._of_page[pages[start + place]]) not in self._saves:
+                    return start + place + 1
+        return 0
+
+    # ------------------------------------------------------------ a request's state
+
+    def begin(self, page: int) -> int:
+        """A live slot, with the state of a page's snapshot, or with zeros if `page` is 0. `has_room` must be true."""
+        source = int(self._of_page[page]) if page else 0
+        slot = self._allocate(source)
+        if not slot:  # the only snapshot that could be evicted is the one to begin with
+            self._unregister(source)
+            self._free.remove(source)
+            slot = source
+        else:
+            self._restores[slot] = source
+            self._touch(source)
+        self._live.add(slot)
+        return slot
+
+    def restore(self, slot: int, page: int) -> None:
+        """Let a live state go on from a page's snapshot."""
+        self._restores[slot] = source = int(self._of_page[page])
+        self._touch(source)
+
+    def save(self, slot: int, page: int) -> bool:
+        """Take a snapshot of a live state, as it is after the step, for a page. False if there is no slot for it."""
+        if self._of_page[page]:
+            self._touch(int(self._of_page[page]))
+            return True
+        copy = self._allocate()
+        if not copy:
+            return False
+        self._saves[copy] = slot
+        self._register(copy, page)
+        return True
+
+    def end(self, slot: int, page: int = 0) -> None:
+        """A live state is not written any more. It becomes the snapshot of `page`, unless that has one or is 0."""
+        self._live.remove(slot)
+        unwritten = self._restores.pop(slot, None) is not None
+        if not page or unwritten or self._of_page[page]:
+            self._touch(int(self._of_page[page]))
+            self._free.append(slot)
+        else:
+            self._register(slot, page)
+
+    def drop(self, pages: np.ndarray) -> None:
+        """Drop the snapshots of pages that have left the tree, or whose snapshots are not valid."""
+        slots = self._of_page[pages]
+        for slot in slots[slots > 0].tolist():
+            self._saves.pop(slot, None)
+            self._unregister(slot)
+
+    def fail(self, saves: np.ndarray) -> None:
+        """Drop the snapshots that a step was to save (`StateWork.saves`) and could not."""
+        for slot in saves[1].tolist():
+            if slot in self._pages:
+                self._unregister(slot)
+
+    # ------------------------------------------------------------ slots
+
+    def drain(self) -> tuple[np.ndarray, np.ndarray]:
+        """The copies before the step and those after it, each int32[2, N]: (from, to)."""
+        found = tuple(
+            np.array([[*copies.values()], [*copies]], dtype=np.int32) for copies in (self._restores, self._saves)
+        )
+        self.version += len(self._saves) > 0
+        self._restores.clear()
+        self._saves.clear()
+        return found
+
+    def _oldest(self, spared: int = 0) -> int:
+        """The least recently used snapshot that the plan being made neither reads nor writes; 0 if there is none."""
+        busy = {spared, *self._restores.values(), *self._saves}
+        return next((slot for slot in self._pages if slot not in busy), 0)
+
+    def _allocate(self, spared: int = 0) -> int:
+        """A free slot, or that of the oldest snapshot but `spared`; 0 if there is none."""
+        if not self._free:
+            oldest = self._oldest(spared)
+            if not oldest:
+                return 0
+            self._unregister(oldest)
+            self.evicted += 1
+        return self._free.pop()
+
+    def _touch(self, slot: int) -> None:
+        if slot in self._pages:
+            self._pages[slot] = self._pages.pop(slot)
+
+    def _register(self, slot: int, page: int) -> None:
+        self._of_page[page] = slot
+        self._pages[slot] = page
+        self.version += 1
+
+    def _unregister(self, slot: int) -> None:
+        self._of_page[self._pages.pop(slot)] = 0
+        self._free.append(slot)
+        self.version += 1
+
+    def check(self, running: list[int], tree_pages: np.ndarray) -> None:
+        """Assert that every slot is in exactly one place: `running` are the slots of running requests. Every snapshot is
+        of one of `tree_pages`."""
+        assert sorted(running) == sorted(self._live), "each running request has a live state"
+        places = sorted([*self._free, *self._live, *self._pages])
+        assert places == list(range(1, self.total + 1)), "live + snapshots + free = total"
+        pages = list(self._pages.values())
+        assert np.isin(pages, tree_pages).all(), "each snapshot is of a page of the tree"
+        assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"
+        assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
+        assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
+        assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
