@@ -1,0 +1,205 @@
+"""Linear attention by the gated delta rule, for one layer without its projections: decodes and prompts in the shapes of
+Qwen3-Next and Qwen3.5, with limits.
+
+    python -m bench.delta [--sweep]
+
+Random weights, states and inputs in bfloat16, states in float32; decodes in several layers in turn, so that no state
+is in the cache, all in CUDA graphs. Limits: the bytes of the states read and written once, and of inputs and results,
+over the copy bandwidth; for prompts the FLOPs of chunks (see `cuda/delta_chunks.py`, without the inverse) over the rate
+of matrix products, if that takes longer. Both are measured in the same run. The error is relative to float32.
+With --sweep, all tiles are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from bench.common import save, table
+from bench.worker import ceilings, median_ms
+from radixrt.worker.cuda import delta, delta_chunks
+from radixrt.worker.cuda.delta import DeltaInputs, DeltaSpec, DeltaWeights, LayerStates
+from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
+from radixrt.worker.model.delta import gated_delta, short_conv
+
+SHAPES = {
+    "Qwen3-Next 80B, Qwen3.5 9B, 35B": DeltaSpec(16, 32, 128, 128),
+    "Qwen3.5 27B": DeltaSpec(16, 48, 128, 128),
+    "Qwen3.5 397B": DeltaSpec(16, 64, 128, 128),
+}
+DECODES = (1, 16, 64, 256)
+PROMPTS = ([8192], [128] * 64, [2048], [512], [64])
+"""Tokens of each sequence of a step."""
+SWEPT = ([8192], [128] * 64, [512], [1], [1] * 64, [1] * 256)
+CACHE = 200 << 20
+"""Bytes of states that take turns: more than the cache holds."""
+DEVICE = torch.device("cuda")
+
+
+def drawn(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(size, device=DEVICE, dtype=dtype)
+
+
+class Case:
+    """Layers that take turns, and the inputs of a step."""
+
+    def __init__(self, spec: DeltaSpec, counts: list[int]) -> None:
+        self.spec, self.counts = spec, counts
+        tokens, heads, wide = sum(counts), spec.value_heads, spec.value_heads * spec.value_dim
+        self.weights = DeltaWeights(
+            spec, drawn(spec.channels, 4) / 2, None, drawn(heads, dtype=torch.float32), drawn(heads),
+            torch.ones(spec.value_dim, device=DEVICE), 1e-6,
+        )  # fmt: skip
+        projected = drawn(tokens, spec.channels + wide + 2 * heads)
+        self.inputs = DeltaInputs(*projected.split((spec.channels, wide, heads, heads), dim=1))
+        self.slots = np.arange(1, len(counts) + 1)
+        self.bounds = np.cumsum([0, *counts])
+        each = 4 * heads * spec.key_dim * spec.value_dim
+        layers = max(1, min(CACHE // (each * len(counts)), 64)) if max(counts) == 1 else 1
+        self.layers = [
+            LayerStates(
+                drawn(len(counts) + 1, spec.channels, 3),
+                drawn(len(counts) + 1, heads, spec.key_dim, spec.value_dim, dtype=torch.float32) / 8,
+            )
+            for _ in range(layers)
+        ]
+        self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
+        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in delta_chunks.cut(self.slots, self.bounds)))
+        bounds = np.stack((self.slots, self.bounds[:-1], self.bounds[1:]), axis=1).astype(np.int32)
+        self.sequences = torch.from_numpy(bounds).to(DEVICE)
+
+    def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
+        return delta.decode(self.inputs, self.weights, states, self.there, warps=warps)
+
+    def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
+        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, self.lists.chunks)
+        return delta_chunks.by_chunks(x, self.inputs, self.weights, states, self.lists, tiles=tiles)
+
+    def by_tokens(self, states: LayerStates) -> torch.Tensor:
+        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, self.lists.chunks)
+        return delta.by_tokens(x, self.inputs, self.weights, states, self.sequences)
+
+    def expected(self, states: LayerStates) -> torch.Tensor:
+        """In float32, from the convolution on."""
+        spec, weights, inputs = self.spec, self.weights, self.inputs
+        slots, bounds = torch.from_numpy(self.slots), torch.from_numpy(self.bounds)
+        x = short_conv(inputs.x, weights.conv, None, states.conv, slots, bounds).float()
+        heads = (spec.key_heads, spec.key_heads, spec.value_heads)
+        q, k, v = (part.unflatten(1, (n, -1)) for part, n in zip(spec.split(x), heads, strict=True))
+        decay = -weights.a_log.exp() * F.softplus(inputs.a.float() + weights.dt_bias.float())
+        out = gated_delta(q, k, v, decay, inputs.b.sigmoid(), states.delta, slots, bounds)
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps)
+        return out * F.silu(inputs.z.float()).unflatten(1, out.shape[1:])
+
+    def errors(self, way: Callable[[LayerStates], torch.Tensor]) -> dict[str, float]:
+        """Of the results and of the states."""
+        found, exact = (LayerStates(self.layers[0].conv.clone(), self.layers[0].delta.clone()) for _ in range(2))
+        pairs = {"error": (way(found), self.expected(exact)), "state_error": (found.delta, exact.delta)}
+        wrong = {name: float((a.float() - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+        assert torch.equal(found.conv, exact.conv) and max(wrong.values()) < 2e-2, (self.counts[:3], wrong)
+        return wrong
+
+    def ms(self, way: Callable[[LayerStates], torch.Tensor]) -> float:
+        """Milliseconds per layer."""
+
+        def run() -> None:
+            for states in self.layers:
+                way(states)
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return median_ms(graph.replay) / len(self.layers)
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of each kernel, launched one by one."""
+        way = self.way
+        way(self.layers[0])
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(5):
+                way(self.layers[0])
+            torch.cuda.synchronize()
+        return {event.key.strip("_"): event.device_time_total / 5e3 for event in trace.key_averages()}
+
+    def limit_ms(self, limits: dict[str, float]) -> float:
+        spec, tokens = self.spec, sum(self.counts)
+        state = 4 * spec.value_heads * spec.key_dim * spec.value_dim + 2 * 3 * spec.channels
+        row = 2 * (spec.channels + 2 * spec.value_heads * spec.value_dim + 2 * spec.value_heads)
+        moved = 2 * state * len(self.counts) + row * tokens
+        flops = 0
+        if max(self.counts) > 1:
+            square, across = TOKENS * TOKENS, TOKENS * spec.key_dim * spec.value_dim
+            within = square * (3 * spec.key_dim + 2 * spec.value_dim)
+            flops = 2 * spec.value_heads * len(self.lists.chunks) * (within + 3 * across)
+        return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+
+    @property
+    def way(self) -> Callable[[LayerStates], torch.Tensor]:
+        return self.decode if max(self.counts) == 1 else self.by_chunks
+
+    @property
+    def name(self) -> str:
+        return f"{len(self.counts)} x {self.counts[0]}"
+
+
+def swept(case: Case) -> None:
+    """Print the times of all tiles."""
+    if max(case.counts) == 1:
+        for warps in (4, 8, 16):
+            print(f"    {case.name} warps {warps}: {case.ms(lambda s, w=warps: case.decode(s, w)):.4f}", flush=True)
+        return
+    candidates = [Tiles(within_warps=8), Tiles(output_warps=8)]
+    for columns, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        if warps == 4 or columns > 32:
+            candidates.append(Tiles(columns=columns, warps=warps, stages=stages))
+    for tiles in candidates:
+        try:
+            print(f"    {case.name} {case.ms(lambda s, t=tiles: case.by_chunks(s, t)):.4f} {tiles}", flush=True)
+        except Exception as problem:  # too much shared memory, or too many registers
+            print(f"    {tiles}: {str(problem)[:80]}", flush=True)
+
+
+def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
+    """A row of the table."""
+    row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
+    row["of_limit"] = row["ms"] / row["limit_ms"]
+    row["by_tokens_ms"] = case.ms(case.by_tokens)
+    return row | case.errors(case.way) | {"state_of_tokens_error": case.errors(case.by_tokens)["state_error"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    limits = ceilings()
+    print(limits, flush=True)
+    rows: list[dict[str, Any]] = []
+    for name, spec in SHAPES.items():
+        for counts in (*([1] * n for n in DECODES), *PROMPTS):
+            case = Case(spec, counts)
+            rows.append({"shape": name} | measure(case, limits))
+            print(rows[-1], flush=True)
+            if name == next(iter(SHAPES)):
+                print({kernel: round(ms, 4) for kernel, ms in case.parts().items()}, flush=True)
+                if args.sweep and counts in SWEPT:
+                    swept(case)
+            del case
+            torch.cuda.empty_cache()
+    print(table(rows))
+    if not args.sweep:
+        save("delta", rows, device=torch.cuda.get_device_name(), **limits)
+
+
+if __name__ == "__main__":
+    main()
