@@ -72,7 +72,12 @@ FAMILIES = (
     "qwen2_moe",
     "qwen2_vl",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
     "sarvam_mla",
@@ -170,7 +175,9 @@ GIVEN_COUNTS = ("shared_expert_intermediate_size", "moe_num_shared_experts", "mo
 GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale")
 """Of some families, for which null is no value."""
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-TEXT: dict[str, Any] = dict.fromkeys((*SIZES, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
+DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+         "linear_num_value_heads", "full_attention_interval")  # fmt: skip
+TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
@@ -242,7 +249,7 @@ def not_served(family: str) -> str:
 
 def _needed(config: Mapping[str, Any]) -> Iterator[str]:
     """Fields of a model that null is no value for."""
-    yield from (*SIZES, "intermediate_size", "moe_layer_interval", *GIVEN_COUNTS, *GIVEN_NUMBERS)
+    yield from (*SIZES, *DELTA, "intermediate_size", "moe_layer_interval", *GIVEN_COUNTS, *GIVEN_NUMBERS)
     if any(config.get(name) is not None for name in LATENT):
         yield from LATENT
     if config.get("n_routed_experts"):

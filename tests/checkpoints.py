@@ -166,6 +166,8 @@ def _random(config, seed: int = 0):
                 parameter.normal_(0.0, 2.0)
             elif name.endswith(("alpha_p", "alpha_n")):
                 parameter.normal_()
+            elif name.endswith("A_log"):  # states are remembered for long; transformers is inexact if they are not
+                parameter.uniform_(-4.0, -1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -1,9 +1,9 @@
 """Where chunks of prompts end, so that snapshots of recurrent states are taken there (see `states`), and who waits for
 them. A snapshot is worth what it saves the next request, a copy and a slot; so there are few:
 
-    prompt          [ ................................ |  TAIL ]    forks, n > 1, and turns after which thoughts are dropped
+    prompt          [ ................................ |  TAIL ]    for forks, n > 1, and next turns without thoughts
     second request  [ ...... cached KV ..... | its own ......  ]    a branching point that nobody knew of
-    in the queue    [ ...... common ...... | ...... ]               the others wait until it is computed, and begin there
+    in the queue    [ ...... common ...... | ...... ]               the others wait for it, and begin there
     pins            [ ..... | ......... | ............ ]
 
 When a request leaves, its live state becomes a snapshot without a copy. Marks closer than LEAST tokens after a snapshot
@@ -20,8 +20,8 @@ from radixrt.worker.running import Running
 from radixrt.worker.waiting import Waiting
 
 TAIL = 16
-"""Tokens of a prompt that come after its snapshot: chat templates end prompts with the head of an answer, often one that
-asks for thoughts, and have another head in the next turn's history."""
+"""Tokens of a prompt that come after its snapshot: chat templates end prompts with the head of an answer, often one
+that asks for thoughts, and have another head in the next turn's history."""
 LEAST = 64
 """The fewest tokens that a snapshot has to save."""
 MOST = 64

@@ -1,4 +1,4 @@
-"""The KV pool: one slot per token, in the dtype of the pages."""
+"""The KV pool: one slot per token, in the dtype of the pages. The state pool: one slot per sequence or snapshot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import torch
+
+from radixrt.worker.model.delta_spec import DeltaSpec
 
 DTYPES = {
     "float32": torch.float32,
@@ -95,6 +97,41 @@ class KVPool:
         if not self._quantized:
             return x.to(dtype)
         return (x.view(self.dtype).float() * scale).to(dtype)
+
+
+class StatePool:
+    """The recurrent states of `slots` sequences in all linear layers: the last inputs of their short convolutions, in
+    the model's dtype, and what the delta rule has stored, in float32. A slot's states are contiguous, so that copying
+    it is fast. Slot 0 is the trash slot."""
+
+    def __init__(self, spec: DeltaSpec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        layers = len(spec.layers)
+        self.convs = _zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
+        self.rules = _zeros((slots, layers, *spec.rule_shape), torch.float32, device)
+
+    @property
+    def slots(self) -> int:
+        return len(self.convs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.convs.nbytes + self.rules.nbytes
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the states of the `number`-th linear layer, for `delta.short_conv` and `delta.gated_delta`."""
+        return self.convs[:, number], self.rules[:, number]
+
+    def copy(self, copies: np.ndarray) -> None:
+        """Copy states, int32[2, N]: (from, to) (see `plan.StateWork`). From slot 0: zeros."""
+        if not copies.shape[1]:
+            return
+        device = self.convs.device
+        fresh = copies[0] == 0
+        new = torch.from_numpy(copies[1, fresh].astype(np.int64)).to(device)
+        source, target = (torch.from_numpy(x.astype(np.int64)).to(device) for x in copies[:, ~fresh])
+        for states in (self.convs, self.rules):
+            states[new] = 0
+            states[target] = states[source]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import distributed
 from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup, join, leave
-from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.kv import DTYPES, KVPool, StatePool
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import (
@@ -44,6 +44,11 @@ CPU_MEMORY_SHARE = 0.25
 """Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
 CPU_MOST_TOKENS = 1 << 18
 """Upper limit of the token slots chosen that way."""
+STATE_SHARE = 0.5
+"""Share of the memory for the cache that recurrent states take. One state takes as much as the KV of thousands of
+tokens, and a prefix can be continued only where there is one."""
+STATES = 8
+"""The most recurrent states that are allocated by default, as a multiple of the most running requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +229,19 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
             return load_cuda_runner(config, loaded, group)
     model = load_model(config, loaded, exact, group=group)
     scales = load_scales(config, loaded, model)
-    tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization, group=group)
+    states = make_states(config, loaded)
+    # On a CPU its memory is allocated when it is first written; on a GPU it is not free any more.
+    reserved = states.nbytes if states is not None and not on_gpu else 0
+    tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
-    return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact)
+    return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact, states)
 
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
+    if loaded.spec.delta is not None:
+        return "linear attention has no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -284,7 +294,7 @@ def _drafting(loaded: Loaded) -> tuple[str, ...]:
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
     """The scales of each layer for `KVPool.scales`; all 1 if the pages are not FP8."""
     if loaded.kv_dtype.itemsize > 1:
-        return [(1.0, 1.0)] * loaded.spec.num_layers
+        return [(1.0, 1.0)] * len(loaded.spec.attention_layers)
     weights = open_weights(config, loaded, progress=False)
     try:
         bos_id = loaded.hf_config.get("bos_token_id")
@@ -296,9 +306,25 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
     spec = loaded.spec
     return KVPool(
-        spec.num_layers, pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
+        len(spec.attention_layers), pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
         spec.latent and spec.latent.rank,
     )  # fmt: skip
+
+
+def make_states(config: WorkerConfig, loaded: Loaded, reserved: int = 0) -> StatePool | None:
+    """The pool of recurrent states; None if the model has none.
+
+    Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
+    (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
+    """
+    if loaded.spec.delta is None:
+        return None
+    count = config.max_mamba_cache_size
+    if not count:
+        each = loaded.spec.delta.state_bytes(loaded.dtype.itemsize)
+        memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved)
+        count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
+    return StatePool(loaded.spec.delta, count + 1, loaded.dtype, loaded.device)
 
 
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:
@@ -410,18 +436,29 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
     fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MOST_TOKENS. Raises ValueError if not even one fits.
     """
     each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
-    if loaded.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(loaded.device)
-        tokens = int(free - reserved - (1 - gpu_share) * total) // each
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        ranks = group.shard.size if group else 1
-        tokens = min(int(CPU_MEMORY_SHARE * free / ranks) // each, CPU_MOST_TOKENS)
+    tokens = _cache_bytes(loaded, gpu_share, reserved, group) // each
+    if loaded.device.type == "cpu":
+        tokens = min(tokens, CPU_MOST_TOKENS)
     if group is not None:
         tokens = group.smallest(tokens)
     if tokens < 1:
+        free = _free_bytes(loaded.device)
         raise ValueError(
             f"no memory is left for KV pages: {free / 1e9:.1f} GB free, {reserved / 1e9:.1f} GB needed by a step; see "
             "--gpu-memory-utilization and --max-num-batched-tokens"
         )
     return tokens
+
+
+def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:
+    """The memory for KV pages and recurrent states in bytes (see `pool_tokens`); negative if there is none."""
+    free = _free_bytes(loaded.device)
+    if loaded.device.type == "cuda":
+        return int(free - reserved - (1 - gpu_share) * torch.cuda.mem_get_info(loaded.device)[1])
+    return int(CPU_MEMORY_SHARE * free / (group.shard.size if group else 1)) - reserved
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

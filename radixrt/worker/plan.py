@@ -32,8 +32,8 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class StateWork:
-    """What a step does with recurrent states. Copies can be done in any order, or at once: no slot is written twice, and
-    none that is read is written. Slot 0 is the trash slot."""
+    """What a step does with recurrent states. Copies can be done in any order, or at once: no slot is written twice,
+    and none that is read is written. Slot 0 is the trash slot."""
 
     slots: np.ndarray
     """int32[B]: slot of each request's state, which the step reads and writes. It is the state after the first `starts`

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
-from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.kv import DTYPES, KVPool, StatePool
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.sample import TorchSampler
@@ -28,8 +29,12 @@ than they save."""
 class ModelRunner:
     """The attributes of `plan.Runner` that follow from a model and its pool."""
 
-    def __init__(self, model: Decoder, pool: KVPool, page_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, model: Decoder, pool: KVPool, page_size: int, eos_ids: frozenset[int], states: StatePool | None = None
+    ) -> None:
         spec = model.spec
+        self.num_states = 0 if states is None else states.slots
+        self.states = states
         self.num_pages = pool.slots // page_size
         self.page_size = page_size
         self.vocab_size = spec.vocab_size
@@ -70,10 +75,11 @@ class TorchRunner(ModelRunner):
         page_size: int,
         eos_ids: frozenset[int] = frozenset(),
         batch_invariant: bool = False,
+        states: StatePool | None = None,
     ) -> None:
-        super().__init__(model, pool, page_size, eos_ids)
+        super().__init__(model, pool, page_size, eos_ids, states)
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = kind(pool, page_size, model.spec.windows, model.spec.scale, model.sinks)
+        self._attention = kind(pool, page_size, model.spec.attention_windows, model.spec.scale, model.sinks)
         widest = model.spec.hidden_size * max(model.spec.intermediate_size, model.spec.num_heads * model.spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0
@@ -102,12 +108,23 @@ class TorchRunner(ModelRunner):
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
-        return self._model.forward(
+        if plan.states is not None:
+            self.states.copy(plan.states.restores)
+        logits = self._model.forward(
             torch.from_numpy(plan.tokens).to(self._device, torch.int64),
             torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device),
             self._attention.begin(plan, self._device),
             torch.from_numpy(wanted(plan)).to(self._device),
+            None if plan.states is None else self._recurrence(plan),
         )
+        if plan.states is not None:
+            self.states.copy(plan.states.saves)
+        return logits
+
+    def _recurrence(self, plan: Plan) -> Recurrence:
+        bounds = np.concatenate([[0], np.cumsum(plan.counts, dtype=np.int64)])
+        slots = torch.from_numpy(plan.states.slots).to(self._device, torch.int64)
+        return Recurrence(self.states.layer, slots, torch.from_numpy(bounds).to(self._device))
 
 
 def wanted(plan: Plan) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.attention import attend_with_sinks
+from radixrt.worker.kv import StatePool
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.model.layers import Projected
 
 log = logging.getLogger("radixrt.scales")
@@ -42,8 +45,9 @@ SMALLEST = 2.0**-64
 def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dtype, bos_id: object = None) -> Scales:
     """The scales of pages of an FP8 `dtype`, from the `source` that the setting names. Logs them, and warns of layers
     that clip. Raises ValueError that names a tensor of the checkpoint that is no valid scale."""
-    layers = model.spec.num_layers
-    if source == "auto" and (stated := stated_scales(weights, layers)) is not None:
+    numbers = model.spec.attention_layers
+    layers = len(numbers)
+    if source == "auto" and (stated := stated_scales(weights, numbers)) is not None:
         stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
         _report_stated(stated)
         return stated
@@ -55,7 +59,7 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
         largest = [(k, k) for k, _ in largest] if model.spec.latent else largest
         scales = [(power_of_two(k, limit), power_of_two(v, limit)) for k, v in largest]
     report([
-        Range(layer, name, seen, scale, limit)
+        Range(numbers[layer], name, seen, scale, limit)
         for layer in range(layers)
         for name, seen, scale in zip("KV", largest[layer], scales[layer], strict=True)
     ])  # fmt: skip
@@ -74,15 +78,15 @@ def power_of_two(largest: float, limit: float) -> float:
 # ---------------------------------------------------------------- from the checkpoint
 
 
-def stated_scales(weights: Weights, layers: int) -> Scales | None:
-    """The checkpoint's scales; None unless it has them for every layer. Raises ValueError that names a tensor that is
-    no valid scale."""
-    found = [_stated(weights, f"model.layers.{layer}.self_attn.") for layer in range(layers)]
+def stated_scales(weights: Weights, layers: Sequence[int]) -> Scales | None:
+    """The checkpoint's scales of the numbered layers; None unless it has them for all of these. Raises ValueError that
+    names a tensor that is no valid scale."""
+    found = [_stated(weights, f"model.layers.{layer}.self_attn.") for layer in layers]
     scales = [pair for pair in found if pair is not None]
-    if len(scales) == layers:
+    if len(scales) == len(layers):
         return scales
     if scales:
-        lacking = ", ".join(str(layer) for layer, pair in enumerate(found) if pair is None)
+        lacking = ", ".join(str(layer) for layer, pair in zip(layers, found, strict=True) if pair is None)
         log.warning("the checkpoint's scales of K and V are not used: it has none for layers %s", lacking)
     return None
 
@@ -117,8 +121,18 @@ def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, f
     with torch.inference_mode():
         for ids in calibration_prompts(model.spec.vocab_size, model.spec.max_model_len, bos_id):
             tokens = torch.from_numpy(ids).to(model.device)
-            model.forward(tokens, torch.arange(len(ids), device=model.device), attend, wanted=none)
+            at = torch.arange(len(ids), device=model.device)
+            model.forward(tokens, at, attend, wanted=none, states=_states_of_one(model, len(ids)))
     return [(k, v) for k, v in attend.largest.tolist()]
+
+
+def _states_of_one(model: Decoder, tokens: int) -> Recurrence | None:
+    """Fresh recurrent states for one prompt, if the model has any."""
+    if model.spec.delta is None:
+        return None
+    pool = StatePool(model.spec.delta, 2, model.dtype, model.device)
+    slots, bounds = (torch.tensor(x, device=model.device) for x in ([1], [0, tokens]))
+    return Recurrence(pool.layer, slots, bounds)
 
 
 def calibration_prompts(vocab_size: int, max_model_len: int, bos_id: object = None) -> np.ndarray:
@@ -133,10 +147,10 @@ class _Observer:
     """An `Attend` of one prompt without pages, which records the largest |K| and |V| by layer."""
 
     def __init__(self, model: Decoder) -> None:
-        self._windows = model.spec.windows
+        self._windows = model.spec.attention_windows
         self._scale = model.spec.scale
         self._sinks = model.sinks
-        self.largest = torch.zeros((model.spec.num_layers, 2), device=model.device)
+        self.largest = torch.zeros((len(self._windows), 2), device=model.device)
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()

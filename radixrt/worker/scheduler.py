@@ -362,8 +362,8 @@ class Scheduler:
         outputs.append(output)
         if self.drafter is not None:
             self.drafter.ends(request)
-        # The last token is never cached, even if the step in flight computes it; but then its recurrent state, if it has
-        # one, is the state after that token.
+        # The last token is never cached, even if the step in flight computes it; unless the model has recurrent states,
+        # as they are then the ones after that token.
         if output.tokens and self.cache.states is None:
             request.computed = min(request.computed, len(request.tokens) - 1)
         self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)

@@ -1,5 +1,5 @@
-"""The slots of the state pool, for models with linear attention: what a request would read of its prefix in those layers
-is one state of fixed size, not pages.
+"""The slots of the state pool, for models with linear attention: in those layers, what a request reads of its prefix is
+one state of fixed size, not pages.
 
     slots:   0 trash | free | live, of a running request | a snapshot: the state after the last token of a page
 
@@ -9,8 +9,8 @@ is one state of fixed size, not pages.
 
 A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
-after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are short,
-the least recently used snapshot goes.
+after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are
+short, the least recently used snapshot goes.
 
 The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
 Integers only.
@@ -25,7 +25,7 @@ BLOCK = 4096
 
 
 class States:
-    """`num_states` slots, of which slot 0 is the trash slot, for the prefixes that end with one of `num_pages` pages."""
+    """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages."""
 
     def __init__(self, num_states: int, num_pages: int) -> None:
         if num_states < 2:
@@ -172,8 +172,8 @@ class States:
         self.version += 1
 
     def check(self, running: list[int], tree_pages: np.ndarray) -> None:
-        """Assert that every slot is in exactly one place: `running` are the slots of running requests. Every snapshot is
-        of one of `tree_pages`."""
+        """Assert that every slot is in exactly one place, `running` being those of running requests, and that every
+        snapshot is of one of `tree_pages`."""
         assert sorted(running) == sorted(self._live), "each running request has a live state"
         places = sorted([*self._free, *self._live, *self._pages])
         assert places == list(range(1, self.total + 1)), "live + snapshots + free = total"

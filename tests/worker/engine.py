@@ -34,9 +34,7 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
-        self.cache = PageCache(
-            runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states
-        )
+        self.cache = PageCache(runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states)
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter)
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[Output]] = {}

@@ -29,6 +29,12 @@ GRANITE_HYBRID: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "positi
 GRANITE_HYBRID |= {"shared_intermediate_size": 72, "mamba_n_heads": 4, "mamba_expand": 2}
 GRANITE_SWASH = GRANITE_MOE | {"layer_rope_theta": [10_000.0, 0]}
 
+HYBRID: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+HYBRID |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+HYBRID_MOE |= {"shared_expert_intermediate_size": 72}
+
 SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
@@ -66,6 +72,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": QWEN_MOE,
+    "qwen3_5_moe_text": HYBRID | HYBRID_MOE,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID | HYBRID_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1]},
     "sarvam_mla": LATENT | EXPERTS | {"q_lora_rank": None},
     "sarvam_moe": EXPERTS | {"head_dim": 16},
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},

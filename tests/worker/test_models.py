@@ -12,7 +12,7 @@ from radixrt.messages import Sampling
 from radixrt.worker.loading import load_runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
-from radixrt.worker.plan import Runner
+from radixrt.worker.plan import Plan, Result, Runner
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.families import FAMILIES, YARN_QUERY_SCALING
 
@@ -144,14 +144,32 @@ def load(folder, **settings) -> Runner:
     )
 
 
+def computed(runner: Runner, plan: Plan) -> tuple[torch.Tensor, Result]:
+    """The logits of a step and its result. A step is computed once: it changes recurrent states."""
+    seen: list[torch.Tensor] = []
+    compute = runner.logits
+
+    def logits(plan: Plan) -> torch.Tensor:
+        found = compute(plan)
+        seen.append(found.clone())
+        return found
+
+    runner.logits = logits
+    try:
+        result = runner.launch(plan)()
+        return seen[0], result
+    finally:
+        del runner.logits
+
+
 def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """float32[len(prompt), vocab], computed by however many steps the engine's budget takes."""
     engine.add(prompt, GREEDY, score_from=1)
     rows = []
     while (plan := engine.scheduler.plan()) is not None and plan.counts[0] > 0:
-        logits = engine.runner.logits(plan)
+        logits, result = computed(engine.runner, plan)
         rows.append(logits)
-        engine.scheduler.apply(plan, engine.runner.launch(plan)())
+        engine.scheduler.apply(plan, result)
         if sum(map(len, rows)) >= len(prompt):
             break
     return torch.cat(rows)[: len(prompt)]

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from radixrt.worker import branching
-from radixrt.worker.states import States
 from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 
 

@@ -194,7 +194,9 @@ def _largest_step(
     length = prompt + 2
     pool = make_pool(loaded, -(-(length + 4 * config.max_num_seqs) // config.page_size) + 1, config.page_size)
     runner = _make(config, loaded, model, pool, flashinfer, full, 0, group)
-    cache = PageCache(runner.num_pages, config.page_size, config.max_num_seqs, length, events=False, num_states=runner.num_states)
+    cache = PageCache(
+        runner.num_pages, config.page_size, config.max_num_seqs, length, events=False, num_states=runner.num_states
+    )
     scheduler = Scheduler(cache, Limits(budget, config.max_num_seqs))
     runner.bind(cache.table)
     torch.cuda.synchronize(loaded.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.delta_net import DeltaNet, Recurrence
 from radixrt.worker.model.layers import Attend, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mlp import Mixture
@@ -42,6 +44,9 @@ class Decoder:
         reader = Reader(spec, weights, batch_invariant, self._ops, group)
         self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
+        numbers = (itertools.count(), itertools.count())
+        self._numbers = [next(numbers[isinstance(layer.heads, DeltaNet)]) for layer in self._layers]
+        """By layer: its place among those with attention, or among those with linear attention."""
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
         self._positions = _Positions(spec, self._embedding.device)
@@ -57,8 +62,9 @@ class Decoder:
 
     @property
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
-        """By layer: the sinks of this rank's query heads, float32[heads], or None (see `ModelSpec.sinks`)."""
-        return tuple(layer.sinks for layer in self._layers)
+        """By layer with attention: the sinks of this rank's query heads, float32[heads], or None (see
+        `ModelSpec.sinks`)."""
+        return tuple(layer.sinks for layer in self._layers if not isinstance(layer.heads, DeltaNet))
 
     @property
     def has_unquantized_experts(self) -> bool:
@@ -83,15 +89,16 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend,
         wanted: torch.Tensor | None = None,
+        states: Recurrence | None = None,
     ) -> torch.Tensor:
         """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
-        int64[S], or for all.
+        int64[S], or for all. `states` are needed if there is linear attention.
 
         After attention, the last layer is computed only for these tokens."""
-        return self.gather(self.finish(*self.attend_all(tokens, positions, attend), wanted))
+        return self.gather(self.finish(*self.attend_all(tokens, positions, attend, states), wanted))
 
     def attend_all(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, states: Recurrence | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
         the residual stream [T, hidden]."""
@@ -102,11 +109,14 @@ class Decoder:
         query_factors = self._positions.query_factors(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
-            cos, sin = rotations[self._positions.kinds[number]]
-            heads = layer.heads.project(x, cos, sin, self._ops)
-            if query_factors is not None:
-                heads.scale_queries(query_factors)
-            x = attend(number, heads)
+            if isinstance(layer.heads, DeltaNet):
+                x = layer.heads.mix(x, self._numbers[number], states, self._ops)
+            else:
+                cos, sin = rotations[self._positions.kinds[number]]
+                heads = layer.heads.project(x, cos, sin, self._ops)
+                if query_factors is not None:
+                    heads.scale_queries(query_factors)
+                x = attend(self._numbers[number], heads)
             if number < len(self._layers) - 1:
                 x = self._after_attention(number, x, residual)
         return x, residual

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model import delta
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.parallel import Group
@@ -17,6 +18,7 @@ from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear,
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
+    from radixrt.worker.model.delta_net import DeltaNet
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
 
 
@@ -88,6 +90,35 @@ class Ops(Protocol):
         """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
         and that of k."""
 
+    def short_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+        bounds: torch.Tensor,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """See `delta.short_conv`. Tokens of x may be any distance apart."""
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+        bounds: torch.Tensor,
+        exact: bool,
+    ) -> torch.Tensor:
+        """See `delta.gated_delta`. Tokens of q, k and v may be any distance apart."""
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm of each head of x[T, heads, D], times weight[D] and silu(gate[T, heads, D]), in float32."""
+
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
@@ -142,6 +173,13 @@ class TorchOps:
     def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         q, k, _ = qkv.float().square().split((num_heads, kv_heads, kv_heads), dim=1)
         return torch.stack((q.flatten(1).mean(1), k.flatten(1).mean(1)), dim=1)
+
+    short_conv = staticmethod(delta.short_conv)
+    gated_delta = staticmethod(delta.gated_delta)
+
+    @staticmethod
+    def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return (_normalized(x.float(), weight.float(), eps) * F.silu(gate.float())).to(x.dtype)
 
 
 class Projected(Protocol):
@@ -212,7 +250,8 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 Product = Linear | ScaledLinear
 
 Attend = Callable[[int, Projected], torch.Tensor]
-"""Attention: (layer number, its input) -> [T, heads, width of a head's value]. Stores K and V in pages first."""
+"""Attention: (place of the layer among those with attention, its input) -> [T, heads, width of a head's value]. Stores
+K and V in pages first."""
 
 
 class Projections(Protocol):
@@ -374,7 +413,7 @@ class Layer:
     """Weights of one layer."""
 
     attention_norm: Norm | NoNorm
-    heads: Projections
+    heads: Projections | DeltaNet
     output: Output
     mlp_norm: Norm | NoNorm
     mlp: Mlp | UngatedMlp | Mixture

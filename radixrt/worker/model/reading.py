@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Renamed, Weights
+from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
+from radixrt.worker.model.delta_spec import DeltaSpec
 from radixrt.worker.model.interleaved_experts import deinterleave, read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
@@ -37,6 +39,8 @@ class Piece:
     """Whether it has a bias, if those that it is concatenated with have one."""
     rotated: bool = False
     """It projects to q or k, which RoPE rotates."""
+    order: torch.Tensor | None = None
+    """int64: the rows of `part` that are used, in order; None: all."""
 
     @property
     def rows(self) -> Part | None:
@@ -103,7 +107,7 @@ class Reader:
         """The biases of `pieces` as one; zeros for pieces without a bias."""
         found = [self._bias(p) if p.has_bias else None for p in pieces]
         like = next(bias for bias in found if bias is not None)
-        sizes = [p.rows.count if p.rows else p.shape[0] for p in pieces]
+        sizes = [len(p.order) if p.order is not None else p.rows.count if p.rows else p.shape[0] for p in pieces]
         return torch.cat([like.new_zeros(n) if bias is None else bias for bias, n in zip(found, sizes, strict=True)])
 
     def _weight(self, piece: Piece) -> torch.Tensor:
@@ -116,6 +120,8 @@ class Reader:
         """Reorder the rows of q and k heads so that RoPE rotates elements i and i + rope_dim / 2 together, if in the
         checkpoint it is 2i and 2i + 1. Dot products of q and k stay the same."""
         spec = self._spec
+        if piece.order is not None:
+            rows = rows[piece.order.to(rows.device)]
         if not (piece.rotated and spec.interleaved):
             return rows
         numbers = torch.arange(len(rows), device=rows.device).unflatten(0, (-1, spec.head_dim))
@@ -127,6 +133,8 @@ class Reader:
         found = []
         for p in pieces:
             if (weight := self._weights.scaled(f"model.{p.name}.weight", p.shape, p.part)) is None:
+                return None
+            if p.order is not None and (weight := weight.picked(p.order)) is None:
                 return None
             if p.rotated and self._spec.interleaved:
                 if weight.rounding is not Rounding.ROWS:  # reordered rows would belong to several blocks
@@ -158,6 +166,8 @@ class Reader:
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
+        if spec.delta is not None and number in spec.delta.layers:
+            return self._linear_layer(number, spec.delta)
         heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
         mlp, norms = self._mlp(number), spec.norms
@@ -173,6 +183,49 @@ class Reader:
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
         )
 
+    def _linear_layer(self, number: int, delta: DeltaSpec) -> Layer:
+        spec, at, norms, mlp = self._spec, f"layers.{number}.", self._spec.norms, self._mlp(number)
+        net = self._delta_net(f"{at}{delta.name}.", delta)
+        shape = spec.hidden_size, delta.values
+        return Layer(
+            attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
+            heads=net,
+            output=self._output(f"{at}{delta.name}.out_proj", shape, False, AFTER_ATTENTION),
+            mlp_norm=self._norm_before(at, norms.before_mlp, mlp.rounding),
+            mlp=mlp,
+        )
+
+    def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
+        hidden, heads = self._spec.hidden_size, delta.value_heads
+        if delta.fused:
+            qkvz = [Piece(at + "in_proj_qkvz", (delta.channels + delta.values, hidden), order=qkvz_order(delta))]
+            ba = [Piece(at + "in_proj_ba", (2 * heads, hidden), order=ba_order(delta))]
+        else:
+            qkvz = [
+                Piece(at + "in_proj_qkv", (delta.channels, hidden)),
+                Piece(at + "in_proj_z", (delta.values, hidden)),
+            ]
+            ba = [Piece(at + name, (heads, hidden)) for name in ("in_proj_b", "in_proj_a")]
+        conv = self._weights.load(f"model.{at}conv1d.weight", (delta.channels, 1, delta.kernel))
+        return DeltaNet(
+            spec=delta,
+            qkvz=self._linear(qkvz, False),
+            ba=self._linear(ba, False),
+            conv=conv.squeeze(1),
+            rates=-self._float32(at + "A_log", heads).exp(),
+            dt_bias=self._float32(at + "dt_bias", heads),
+            norm=self._vector(at + "norm", delta.value_dim),
+            eps=self._spec.norm_eps,
+            exact=self._batch_invariant,
+        )
+
+    def _float32(self, name: str, size: int) -> torch.Tensor:
+        """A small parameter that keeps its precision if it is stored in float32."""
+        stored = self._weights.get(f"model.{name}")
+        if stored is None or stored.shape != (size,):
+            stored = self._weights.load(f"model.{name}", (size,))
+        return stored.float()
+
     def _grouped_query(self, at: str) -> Projections:
         spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
@@ -185,8 +238,11 @@ class Reader:
             norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
         elif spec.qk_norm:
             norms = self._norm_weight(at + q_norm, spec.head_dim), self._norm_weight(at + k_norm, spec.head_dim)
+        query = Piece(at + "q_proj", (q, hidden), own_heads, rotated=True)
+        if spec.gate is not None and spec.gate.in_q:
+            query = self._half(query, 0)
         pieces = [
-            Piece(at + "q_proj", (q, hidden), own_heads, rotated=True),
+            query,
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
@@ -239,10 +295,21 @@ class Reader:
     def _gate(self, at: str, gate: GateSpec, norm: Norm | NoNorm) -> Gate:
         rows = self._spec.num_heads * (1 if gate.per_head else self._spec.head_dim)
         piece = Piece(at + gate.name, (rows, self._spec.hidden_size), self._shard.part(0, rows))
+        if gate.in_q:
+            piece = self._half(piece, 1)
         product = self._linear([piece], False)
         if isinstance(norm, Norm):
             norm = dataclasses.replace(norm, rounding=product.rounding)
         return Gate(norm, product, gate.softplus)
+
+    def _half(self, piece: Piece, half: int) -> Piece:
+        """A projection whose heads are stored together with those of another one: the first or second half of each
+        head's rows."""
+        rows, columns = piece.shape
+        own = piece.rows.count if piece.rows else rows
+        order = torch.arange(2 * own).view(-1, 2, self._spec.head_dim)[:, half].flatten()
+        shape = 2 * rows, columns
+        return dataclasses.replace(piece, shape=shape, part=self._shard.part(0, shape[0]), order=order)
 
     def _sinks(self, name: str) -> torch.Tensor:
         heads = self._spec.num_heads

@@ -78,6 +78,20 @@ class Scaled:
         found = rounded(weight, Rounding.ROWS)
         return cls.by_rows(found.values, found.scales)
 
+    def picked(self, order: torch.Tensor) -> Scaled | None:
+        """The rows at int64 `order`, in this order; None if these are not whole blocks that share scales."""
+        order = order.to(self.values.device)
+        values = self.values.view(torch.uint8)[order].view(FP8)  # torch cannot index FP8
+        if self.rounding is Rounding.ROWS:
+            return Scaled.by_rows(values, self.scales[order])
+        if len(order) % BLOCK or len(self.values) % BLOCK:
+            return None
+        blocks = order.view(-1, BLOCK)
+        first = blocks[:, :1]
+        if (first % BLOCK).any() or not torch.equal(blocks, first + torch.arange(BLOCK, device=order.device)):
+            return None
+        return Scaled(values, self.scales[first[:, 0] // BLOCK], self.rounding)
+
     def dequantized(self) -> torch.Tensor:
         """float32[N, K]."""
         if self.rounding is Rounding.ROWS:

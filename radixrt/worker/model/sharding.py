@@ -47,6 +47,8 @@ class Shard:
         if whole.parallel or whole.norms.centered:
             # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
             raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
+        if whole.delta is not None:
+            raise ValueError(f"tensor_parallel_size {self.size} is not served with linear attention; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
             "num_kv_heads": self._kv_share(whole),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from radixrt.worker.model.delta_spec import DeltaSpec
+
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
 """`hidden_act` of config.json -> activation of `layers`. Some functions have several names; `gelu_new` is the tanh
@@ -148,6 +150,8 @@ class GateSpec:
 
     name: str
     """Name of the projection, in `self_attn.`."""
+    in_q: bool = False
+    """It is part of the projection of that name to q: its rows follow those of the query, head by head."""
     per_head: bool = False
     """One gate per head instead of one per element."""
     softplus: bool = False
@@ -221,6 +225,8 @@ class ModelSpec:
     2309.17453)."""
     gate: GateSpec | None = None
     """Gate on the attention output."""
+    delta: DeltaSpec | None = None
+    """Some layers have linear attention, with a recurrent state instead of K and V in pages."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
@@ -230,7 +236,17 @@ class ModelSpec:
     def kv_elements(self) -> int:
         """Elements of K and V that are stored for one token, all layers."""
         each = 1 if self.latent else 2
-        return each * self.num_layers * self.num_kv_heads * self.head_dim
+        return each * len(self.attention_layers) * self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
+        return tuple(i for i in range(self.num_layers) if self.delta is None or i not in self.delta.layers)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """`windows` of the layers with attention."""
+        return tuple(self.windows[i] for i in self.attention_layers)
 
     @property
     def layer_elements(self) -> int:
@@ -246,6 +262,10 @@ class ModelSpec:
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
+        if self.delta is not None:
+            linear = len(self.delta.layers)
+            attention = attention * (self.num_layers - linear) + self.delta.elements(hidden) * linear
+            attention //= self.num_layers
         dense = (3 if self.gated else 2) * hidden * self.intermediate_size
         if self.experts is None:
             return attention + dense

@@ -1,0 +1,104 @@
+"""A layer's linear attention (arXiv 2412.06464): projections, a short convolution, the gated delta rule, a gated
+norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.moe import sigmoid, softplus
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.scaled import Rounded, Rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The recurrent states of a step's sequences."""
+
+    layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    """The states of a linear layer, by its place among these: those of its convolution and of its delta rule."""
+    slots: torch.Tensor
+    """int64[B]"""
+    bounds: torch.Tensor
+    """int64[B + 1]"""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Takes the place of `layers.Projections` in a layer with linear attention."""
+
+    spec: DeltaSpec
+    qkvz: Product
+    """To q, k, v, which are convolved, and z, the gate."""
+    ba: Product
+    """To beta and what the decay is made of, one number each per head of v."""
+    conv: torch.Tensor
+    """[channels, kernel]"""
+    rates: torch.Tensor
+    """float32[value_heads]: negative; multiplies the softplus that is the decay."""
+    dt_bias: torch.Tensor
+    """float32[value_heads]"""
+    norm: torch.Tensor
+    """[value_dim]"""
+    eps: float
+    exact: bool
+    """Results must not depend on how sequences are cut into steps."""
+
+    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence, ops: Ops) -> torch.Tensor:
+        """The heads' outputs [T, value_heads, value_dim] for normalized hidden states x[T, hidden], in the linear layer
+        that is the `number`-th among these. Updates the states."""
+        spec, (convs, rules) = self.spec, states.layer(number)
+        qkv, z = self.qkvz(x).split((spec.channels, spec.values), dim=1)
+        qkv = ops.short_conv(qkv, self.conv, None, convs, states.slots, states.bounds, "silu")
+        q, k, v = qkv.split((spec.keys, spec.keys, spec.values), dim=1)
+        q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
+        v, z = (part.unflatten(1, (spec.value_heads, spec.value_dim)) for part in (v, z))
+        beta, decay = self.gates(x)
+        out = ops.gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
+        return ops.gated_norm(out, z, self.norm, self.eps)
+
+    def gates(self, x: torch.Tensor | Rounded) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[T, value_heads] each: beta, and the logarithm of the decay."""
+        b, a = self.ba(x).float().chunk(2, dim=1)
+        a = a + self.dt_bias
+        if a.is_cuda:
+            return b.sigmoid(), self.rates * F.softplus(a)
+        return sigmoid(b), self.rates * softplus(a)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Projections.gather`."""
+        return x.flatten(1)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the input of `mix` is to be quantized."""
+        return self.qkvz.rounding if self.qkvz.rounding is self.ba.rounding else None
+
+    @property
+    def products(self) -> list[Product]:
+        """The projections that are applied to every token."""
+        return [self.qkvz, self.ba]
+
+
+def qkvz_order(spec: DeltaSpec) -> torch.Tensor:
+    """The rows of q, k, v and z in a projection whose rows are grouped by head of k (`DeltaSpec.fused`)."""
+    values = spec.values // spec.key_heads
+    return _ungrouped(spec, (spec.key_dim, spec.key_dim, values, values))
+
+
+def ba_order(spec: DeltaSpec) -> torch.Tensor:
+    """As `qkvz_order`, of b and a."""
+    heads = spec.value_heads // spec.key_heads
+    return _ungrouped(spec, (heads, heads))
+
+
+def _ungrouped(spec: DeltaSpec, sizes: tuple[int, ...]) -> torch.Tensor:
+    rows = torch.arange(spec.key_heads * sum(sizes)).view(spec.key_heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])

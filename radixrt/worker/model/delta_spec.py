@@ -1,0 +1,56 @@
+"""The layers of a model that have linear attention by the gated delta rule (see `delta`) in place of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Sizes are numbers of elements. Names of tensors are relative to `model.layers.<i>.`."""
+
+    layers: frozenset[int]
+    """Layers with linear attention; the others have attention."""
+    key_heads: int
+    """Heads of q and k."""
+    value_heads: int
+    """Heads of v: a multiple of `key_heads`."""
+    key_dim: int
+    """Elements of a head of q and k."""
+    value_dim: int
+    """Elements of a head of v."""
+    kernel: int
+    """Inputs that the short convolution of a channel sees."""
+    fused: bool = False
+    """The projections are stored as two matrices, `in_proj_qkvz` and `in_proj_ba`, whose rows are grouped by head of k
+    (Qwen3-Next), and not as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`."""
+    name: str = "linear_attn"
+
+    @property
+    def keys(self) -> int:
+        """Elements of all heads of q, or of k."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all heads of v."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the short convolution: q, k and v."""
+        return 2 * self.keys + self.values
+
+    @property
+    def rule_shape(self) -> tuple[int, int, int]:
+        """Shape of the state of the delta rule in a layer."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    def elements(self, hidden: int) -> int:
+        """Elements of the matrices of a layer for `hidden` states, its MLP not counted."""
+        return hidden * (self.channels + 2 * self.values + 2 * self.value_heads) + self.channels * self.kernel
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a sequence's states in all layers, for a model's dtype of `itemsize` bytes."""
+        conv = self.channels * (self.kernel - 1) * itemsize
+        return len(self.layers) * (conv + 4 * self.value_heads * self.key_dim * self.value_dim)

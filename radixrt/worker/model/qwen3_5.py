@@ -1,0 +1,12 @@
+"""Qwen3.5, dense and multimodal: only its language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model import qwen3_5_text
+from radixrt.worker.model.spec import ModelSpec, text_config
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    return qwen3_5_text.spec(text_config(config))
