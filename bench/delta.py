@@ -25,14 +25,16 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import delta, delta_chunks
-from radixrt.worker.cuda.delta import DeltaInputs, DeltaSpec, DeltaWeights, LayerStates
+from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
-from radixrt.worker.model.delta import gated_delta, short_conv
+from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.delta_net import DeltaNet
+from radixrt.worker.model.delta_spec import DeltaSpec
 
 SHAPES = {
-    "Qwen3-Next 80B, Qwen3.5 9B, 35B": DeltaSpec(16, 32, 128, 128),
-    "Qwen3.5 27B": DeltaSpec(16, 48, 128, 128),
-    "Qwen3.5 397B": DeltaSpec(16, 64, 128, 128),
+    "Qwen3-Next 80B, Qwen3.5 9B, 35B": DeltaSpec(frozenset(), 16, 32, 128, 128, 4),
+    "Qwen3.5 27B": DeltaSpec(frozenset(), 16, 48, 128, 128, 4),
+    "Qwen3.5 397B": DeltaSpec(frozenset(), 16, 64, 128, 128, 4),
 }
 DECODES = (1, 16, 64, 256)
 PROMPTS = ([8192], [128] * 64, [2048], [512], [64])
@@ -52,13 +54,14 @@ class Case:
 
     def __init__(self, spec: DeltaSpec, counts: list[int]) -> None:
         self.spec, self.counts = spec, counts
-        tokens, heads, wide = sum(counts), spec.value_heads, spec.value_heads * spec.value_dim
-        self.weights = DeltaWeights(
-            spec, drawn(spec.channels, 4) / 2, None, drawn(heads, dtype=torch.float32), drawn(heads),
-            torch.ones(spec.value_dim, device=DEVICE), 1e-6,
+        tokens, heads, wide = sum(counts), spec.value_heads, torch.float32
+        self.net = DeltaNet(
+            spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(heads, dtype=wide),
+            torch.ones(spec.value_dim, device=DEVICE), 1e-6, False,
         )  # fmt: skip
-        projected = drawn(tokens, spec.channels + wide + 2 * heads)
-        self.inputs = DeltaInputs(*projected.split((spec.channels, wide, heads, heads), dim=1))
+        self.inputs = DeltaInputs.of(spec, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        self.x = drawn(tokens, spec.channels)
+        self.out = drawn(tokens, heads, spec.value_dim)
         self.slots = np.arange(1, len(counts) + 1)
         self.bounds = np.cumsum([0, *counts])
         each = 4 * heads * spec.key_dim * spec.value_dim
@@ -76,32 +79,35 @@ class Case:
         self.sequences = torch.from_numpy(bounds).to(DEVICE)
 
     def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
-        return delta.decode(self.inputs, self.weights, states, self.there, warps=warps)
+        delta.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
+        delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
+        return self.out
 
     def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
-        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, self.lists.chunks)
-        return delta_chunks.by_chunks(x, self.inputs, self.weights, states, self.lists, tiles=tiles)
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
+        return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
-        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, self.lists.chunks)
-        return delta.by_tokens(x, self.inputs, self.weights, states, self.sequences)
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        delta.by_tokens(self.x, self.inputs, self.net, states, self.sequences, self.out)
+        return self.out
 
     def expected(self, states: LayerStates) -> torch.Tensor:
         """In float32, from the convolution on."""
-        spec, weights, inputs = self.spec, self.weights, self.inputs
+        spec, net, inputs = self.spec, self.net, self.inputs
         slots, bounds = torch.from_numpy(self.slots), torch.from_numpy(self.bounds)
-        x = short_conv(inputs.x, weights.conv, None, states.conv, slots, bounds).float()
-        heads = (spec.key_heads, spec.key_heads, spec.value_heads)
-        q, k, v = (part.unflatten(1, (n, -1)) for part, n in zip(spec.split(x), heads, strict=True))
-        decay = -weights.a_log.exp() * F.softplus(inputs.a.float() + weights.dt_bias.float())
-        out = gated_delta(q, k, v, decay, inputs.b.sigmoid(), states.delta, slots, bounds)
-        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps)
-        return out * F.silu(inputs.z.float()).unflatten(1, out.shape[1:])
+        x = short_conv(inputs.x, net.conv, None, states.conv, slots, bounds).float()
+        q, k, v = x.split((spec.keys, spec.keys, spec.values), dim=1)
+        q, k, v, z = (part.unflatten(1, (-1, spec.key_dim)) for part in (q, k, v, inputs.z))
+        decay = net.rates * F.softplus(inputs.a.float() + net.dt_bias)
+        out = gated_delta(q, k, v, decay, inputs.b.float().sigmoid(), states.rule, slots, bounds)
+        return gated_norm(out, z, net.norm, net.eps)
 
     def errors(self, way: Callable[[LayerStates], torch.Tensor]) -> dict[str, float]:
         """Of the results and of the states."""
-        found, exact = (LayerStates(self.layers[0].conv.clone(), self.layers[0].delta.clone()) for _ in range(2))
-        pairs = {"error": (way(found), self.expected(exact)), "state_error": (found.delta, exact.delta)}
+        found, exact = (LayerStates(self.layers[0].conv.clone(), self.layers[0].rule.clone()) for _ in range(2))
+        pairs = {"error": (way(found), self.expected(exact)), "state_error": (found.rule, exact.rule)}
         wrong = {name: float((a.float() - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
         assert torch.equal(found.conv, exact.conv) and max(wrong.values()) < 2e-2, (self.counts[:3], wrong)
         return wrong

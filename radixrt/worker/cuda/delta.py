@@ -4,7 +4,7 @@ recurrent state, and a gated norm. `delta_chunks` computes chunks of many tokens
 Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the root of Dk):
 
     S = exp(decay) S,   S = S + k (beta (v - S^T k))^T,   out = S^T q
-    decay = -exp(a_log) softplus(a + dt_bias),   beta = sigmoid(b)
+    decay = rate softplus(a + dt_bias),   beta = sigmoid(b)
 
 States are read from their slots and written back. Slot 0 is that of padding: it is never written.
 """
@@ -12,12 +12,17 @@ States are read from their slots and written back. Slot 0 is that of padding: it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.delta_net import DeltaNet
+    from radixrt.worker.model.delta_spec import DeltaSpec
 
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
@@ -28,43 +33,6 @@ COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaSpec:
-    """Heads and widths: Hk heads of q and k of width Dk, Hv (a multiple of Hk) of v of width Dv."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: q, k and v of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v as views of x[T, channels]."""
-        keys = self.key_heads * self.key_dim
-        q, k, v = x.split((keys, keys, self.value_heads * self.value_dim), dim=1)
-        return q, k, v
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """Parameters of a layer beside its projections."""
-
-    spec: DeltaSpec
-    conv: torch.Tensor
-    """[channels, K]."""
-    conv_bias: torch.Tensor | None
-    a_log: torch.Tensor
-    """[Hv], as `dt_bias`."""
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    """[Dv]."""
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class DeltaInputs:
     """What a layer projects of T tokens. Rows may be parts of longer ones."""
 
@@ -72,12 +40,14 @@ class DeltaInputs:
     """[T, channels]: q, k and v before the convolution."""
     z: torch.Tensor
     """[T, Hv * Dv]: the gate of the result."""
-    a: torch.Tensor
-    """[T, Hv], as `b`."""
     b: torch.Tensor
+    """[T, Hv], as `a`."""
+    a: torch.Tensor
 
-    def __getitem__(self, tokens: slice) -> DeltaInputs:
-        return DeltaInputs(self.x[tokens], self.z[tokens], self.a[tokens], self.b[tokens])
+    @classmethod
+    def of(cls, spec: DeltaSpec, qkvz: torch.Tensor, ba: torch.Tensor) -> DeltaInputs:
+        """From the results of `DeltaNet.qkvz` and `DeltaNet.ba`."""
+        return cls(*qkvz.split((spec.channels, spec.values), dim=1), *ba.chunk(2, dim=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +56,7 @@ class LayerStates:
 
     conv: torch.Tensor
     """[slots, channels, K - 1]: the last inputs of the convolution, oldest first."""
-    delta: torch.Tensor
+    rule: torch.Tensor
     """float32 [slots, Hv, Dk, Dv]."""
 
 
@@ -100,8 +70,8 @@ def silu(x):
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, slots_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, slots_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(1).to(tl.int64)
@@ -119,53 +89,42 @@ def _conv_kernel(
             tl.store(at + j - 1, before, mask=kept)
     tl.store(at + K - 2, x, mask=kept)
     acc += x.to(tl.float32) * tl.load(weight_ptr + c * K + K - 1, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     out = silu(acc).to(dtype)
     tl.store(out_ptr + token * channels + c, out, mask=inside)
 
 
 def conv_step(
-    x: torch.Tensor, weights: DeltaWeights, states: torch.Tensor, slots: torch.Tensor, cache: KernelCache | None = None
-) -> torch.Tensor:
-    """The causal convolution of each channel of x[B, channels] and SiLU, for one token of each of B sequences. `states`
-    (`LayerStates.conv`) at integer slots[B] are updated."""
+    x: torch.Tensor, net: DeltaNet, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
+    cache: KernelCache | None = None,
+) -> None:  # fmt: skip
+    """Write the causal convolution of each channel of x[B, channels] and SiLU to `out`, for one token of each of B
+    sequences. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
     count, channels = x.shape
-    out = torch.empty((count, channels), dtype=x.dtype, device=x.device)
-    bias = weights.conv_bias
     block = min(CHANNELS, triton.next_power_of_2(channels))
     launch(
         _conv_kernel, (triton.cdiv(channels, block), count, 1), cache,
-        x, weights.conv, weights.conv if bias is None else bias, slots, states, out, channels, x.stride(0),
-        states.stride(0), weights.conv.shape[1], bias is not None, block, num_warps=4,
+        x, net.conv, slots, states, out, channels, x.stride(0),
+        states.stride(0), net.conv.shape[1], block, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 # ---------------------------------------------------------------- the update of a state
 
 
 @triton.jit
-def decay_of(a, a_log, dt_bias):
+def decay_of(a, rate, dt_bias):
     """The natural logarithm of a token's decay, of float32 values."""
     x = a + dt_bias
-    return -tl.exp(a_log) * tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
-
-
-@triton.jit
-def beta_of(b, dtype: tl.constexpr):
-    """The rate of a token's update, rounded where the model rounds."""
-    return (1 / (1 + tl.exp(-b))).to(dtype).to(tl.float32)
+    return rate * tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
 
 
 @triton.jit
 def gated_norm(x, z, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of float32 x[..., SIZE] times the weight and the SiLU of z, rounded where the model rounds."""
+    """RMSNorm of float32 x[..., SIZE], rounded to `dtype` first, times the weight and the SiLU of z."""
     x = x.to(dtype).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / SIZE + eps)
-    x = x.to(dtype).to(tl.float32) * weight
-    return (x.to(dtype).to(tl.float32) * silu(z)).to(dtype)
+    return (x * weight * silu(z)).to(dtype)
 
 
 @triton.jit
@@ -183,7 +142,7 @@ def _updated(state, q, k, v, decay, beta, scale):
 
 @triton.jit
 def _decode_kernel(
-    x_ptr, z_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
+    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
     a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -205,9 +164,8 @@ def _decode_kernel(
     dtype = x_ptr.dtype.element_ty
     a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
     b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
-    a_log = tl.load(a_log_ptr + head).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    state, out = _updated(state, q, k, v, decay_of(a, a_log, dt_bias), beta_of(b, dtype), scale)
+    rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
+    state, out = _updated(state, q, k, v, decay_of(a, rate, dt_bias), tl.sigmoid(b), scale)
     if slot > 0:
         tl.store(at, state)
     z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
@@ -221,22 +179,18 @@ DECODE_WARPS = 8
 
 
 def decode(
-    inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, slots: torch.Tensor,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, slots: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None, warps: int = DECODE_WARPS,
-) -> torch.Tensor:  # fmt: skip
-    """A layer for one token of each of B sequences, with states at integer slots[B]: [B, Hv, Dv], normalized and
-    gated."""
-    spec = weights.spec
-    x = conv_step(inputs.x, weights, states.conv, slots, cache)
-    count = len(x)
-    out = torch.empty((count, spec.value_heads, spec.value_dim), dtype=x.dtype, device=x.device)
+) -> None:  # fmt: skip
+    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for one token of each of the B sequences with
+    states at integer slots[B]: the first B of `inputs` and of the convolution's results x."""
+    spec = net.spec
     launch(
-        _decode_kernel, (spec.value_heads, count, 1), cache,
-        x, inputs.z, inputs.a, inputs.b, weights.a_log, weights.dt_bias, weights.norm, slots, states.delta, out,
-        weights.eps, spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0),
-        states.delta.stride(0), spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, num_warps=warps,
+        _decode_kernel, (spec.value_heads, len(slots), 1), cache,
+        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, slots, states.rule, out, net.eps,
+        spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
+        spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, num_warps=warps,
     )  # fmt: skip
-    return out
 
 
 # ---------------------------------------------------------------- token by token, for any number of tokens
@@ -244,7 +198,7 @@ def decode(
 
 @triton.jit
 def _tokens_kernel(
-    x_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride, b_stride,
+    x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride, b_stride,
     state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -258,8 +212,7 @@ def _tokens_kernel(
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(at)
-    a_log = tl.load(a_log_ptr + head).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
     dtype = x_ptr.dtype.element_ty
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     WIDTH: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
@@ -273,8 +226,8 @@ def _tokens_kernel(
         q = tl.load(q_at).to(tl.float32)
         k = tl.load(q_at + KEYS).to(tl.float32)
         v = tl.load(v_at).to(tl.float32)
-        decay = decay_of(tl.load(a_at).to(tl.float32), a_log, dt_bias)
-        beta = beta_of(tl.load(b_at).to(tl.float32), dtype)
+        decay = decay_of(tl.load(a_at).to(tl.float32), rate, dt_bias)
+        beta = tl.sigmoid(tl.load(b_at).to(tl.float32))
         state, out = _updated(state, q, k, v, decay, beta, scale)
         tl.store(out_at, out.to(dtype))
         q_at += WIDTH
@@ -301,23 +254,20 @@ def _gated_norm_kernel(
 
 
 def by_tokens(
-    x: torch.Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, sequences: torch.Tensor,
-    cache: KernelCache | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """What `decode` does after the convolution, whose result is x[T, channels], for sequences of any number of tokens:
-    int32[B, 3] of (slot, first token, end). A token's result is the same bit by bit, whatever the sequences begin and
-    end with."""
-    spec = weights.spec
-    out = torch.empty((len(x), spec.value_heads, spec.value_dim), dtype=x.dtype, device=x.device)
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, sequences: torch.Tensor,
+    out: torch.Tensor, cache: KernelCache | None = None,
+) -> None:  # fmt: skip
+    """What `decode` does, for sequences of any number of tokens, int32[B, 3] of (slot, first token, end). A token's
+    result is the same bit by bit, wherever its sequence is cut."""
+    spec = net.spec
     columns = min(COLUMNS, spec.value_dim)
     launch(
         _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
-        x, inputs.a, inputs.b, weights.a_log, weights.dt_bias, sequences, states.delta, out, spec.key_dim**-0.5,
-        inputs.a.stride(0), inputs.b.stride(0), states.delta.stride(0), spec.key_heads, spec.value_heads, spec.key_dim,
+        x, inputs.a, inputs.b, net.rates, net.dt_bias, sequences, states.rule, out, spec.key_dim**-0.5,
+        inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads, spec.value_heads, spec.key_dim,
         spec.value_dim, columns, num_warps=1, num_stages=3,
     )  # fmt: skip
     launch(
-        _gated_norm_kernel, (spec.value_heads, len(x), 1), cache,
-        out, inputs.z, weights.norm, weights.eps, inputs.z.stride(0), spec.value_heads, spec.value_dim, num_warps=1,
+        _gated_norm_kernel, (spec.value_heads, len(out), 1), cache,
+        out, inputs.z, net.norm, net.eps, inputs.z.stride(0), spec.value_heads, spec.value_dim, num_warps=1,
     )  # fmt: skip
-    return out

@@ -14,23 +14,18 @@ projects. Products are bfloat16, sums and states float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.delta import (
-    NORM_EPS,
-    DeltaInputs,
-    DeltaWeights,
-    LayerStates,
-    beta_of,
-    decay_of,
-    gated_norm,
-    silu,
-)
+from radixrt.worker.cuda.delta import NORM_EPS, DeltaInputs, LayerStates, decay_of, gated_norm, silu
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.delta_net import DeltaNet
 
 TOKENS = 64
 """Tokens of a chunk."""
@@ -63,8 +58,8 @@ def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @triton.jit
 def _conv_chunk_kernel(
-    x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
@@ -94,8 +89,6 @@ def _conv_chunk_kernel(
                 x += tl.load(old_at, mask=earlier[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
             acc += x.to(tl.float32) * weight[None, :]
-        if BIAS:
-            acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)[None, :]
         to = out_at[None, :] + (i * channels)[:, None]
         tl.store(to, silu(acc).to(dtype), mask=(i < count)[:, None] & inside[None, :])
     if begin == first:  # the only program that reads the old inputs writes the new ones
@@ -110,18 +103,16 @@ def _conv_chunk_kernel(
 
 
 def conv_chunks(
-    x: torch.Tensor, weights: DeltaWeights, states: torch.Tensor, chunks: torch.Tensor, cache: KernelCache | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, net: DeltaNet, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
+    cache: KernelCache | None = None,
+) -> None:  # fmt: skip
     """As `delta.conv_step`, for the tokens of `chunks` (see `cut`)."""
     channels = x.shape[1]
-    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-    bias = weights.conv_bias
     launch(
         _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), 1), cache,
-        x, weights.conv, weights.conv if bias is None else bias, chunks, states, out, channels, x.stride(0),
-        states.stride(0), weights.conv.shape[1], bias is not None, CHANNELS, ROWS, CHUNK_FIELDS, num_warps=4,
+        x, net.conv, chunks, states, out, channels, x.stride(0), states.stride(0), net.conv.shape[1], CHANNELS, ROWS,
+        CHUNK_FIELDS, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 # ---------------------------------------------------------------- within chunks
@@ -153,7 +144,7 @@ def _inverse(a, SIZE: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _within_kernel(
-    x_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, chunks_ptr, u_ptr, w_ptr, sums_ptr, tails_ptr, a_stride, b_stride,
+    x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, u_ptr, w_ptr, sums_ptr, tails_ptr, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -165,12 +156,11 @@ def _within_kernel(
     i = tl.arange(0, TOKENS)
     inside = i < count
     token = begin + i
-    dtype = x_ptr.dtype.element_ty
     a = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32)
-    decay = decay_of(a, tl.load(a_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32))
+    decay = decay_of(a, tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head))
     decay = tl.where(inside, decay, 0.0)
-    beta = tl.where(inside, beta_of(b, dtype), 0.0)
+    beta = tl.where(inside, tl.sigmoid(b), 0.0)
     sums = tl.cumsum(decay, 0)
     last = tl.sum(decay, 0)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -318,34 +308,31 @@ class Cut:
 
 
 def by_chunks(
-    x: torch.Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, lists: Cut,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
     cache: KernelCache | None = None, tiles: Tiles = TILES,
-) -> torch.Tensor:  # fmt: skip
-    """What `delta.by_tokens` does, for the tokens of the chunks in `lists`: [T, Hv, Dv], normalized and gated."""
-    spec = weights.spec
-    kinds = {"dtype": x.dtype, "device": x.device}
+) -> None:  # fmt: skip
+    """What `delta.by_tokens` does, for the tokens of the chunks in `lists`."""
+    spec = net.spec
     number, heads = len(lists.chunks), spec.value_heads
-    u = torch.empty((len(x), heads, spec.value_dim), **kinds)
-    w = torch.empty((len(x), heads, spec.key_dim), **kinds)
-    before = torch.empty((number, heads, spec.key_dim, spec.value_dim), **kinds)
+    u, w = torch.empty_like(out), x.new_empty((len(x), heads, spec.key_dim))
+    before = x.new_empty((number, heads, spec.key_dim, spec.value_dim))
     sums, tails = torch.empty((2, number, TOKENS, heads), dtype=torch.float32, device=x.device)
-    half, unit = (x_type, x_type) if (x_type := TYPES[x.dtype]) == tl.float32 else (x_type, tl.float16)
+    half = TYPES[x.dtype]
+    unit = tl.float32 if half == tl.float32 else tl.float16
     sizes = spec.key_heads, heads, spec.key_dim, spec.value_dim
     launch(
         _within_kernel, (heads, number, 1), cache,
-        x, inputs.a, inputs.b, weights.a_log, weights.dt_bias, lists.chunks, u, w, sums, tails, inputs.a.stride(0),
+        x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, u, w, sums, tails, inputs.a.stride(0),
         inputs.b.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, unit, num_warps=tiles.within_warps, num_stages=1,
     )  # fmt: skip
     columns = min(tiles.columns, spec.value_dim)
     launch(
         _across_kernel, (heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
-        x, w, sums, tails, lists.sequences, u, before, lists.chunks, states.delta, states.delta.stride(0), *sizes,
+        x, w, sums, tails, lists.sequences, u, before, lists.chunks, states.rule, states.rule.stride(0), *sizes,
         columns, TOKENS, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
-    out = torch.empty_like(u)
     launch(
         _outputs_kernel, (heads, number, 1), cache,
-        x, inputs.z, weights.norm, u, before, sums, lists.chunks, out, weights.eps, spec.key_dim**-0.5,
-        inputs.z.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, num_warps=tiles.output_warps, num_stages=1,
+        x, inputs.z, net.norm, u, before, sums, lists.chunks, out, net.eps, spec.key_dim**-0.5, inputs.z.stride(0),
+        *sizes, TOKENS, CHUNK_FIELDS, half, num_warps=tiles.output_warps, num_stages=1,
     )  # fmt: skip
-    return out

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.delta_net import DeltaNet, Recurrence
+from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.layers import Attend, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mlp import Mixture
@@ -89,16 +89,16 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend,
         wanted: torch.Tensor | None = None,
-        states: Recurrence | None = None,
+        mix: Mix | None = None,
     ) -> torch.Tensor:
         """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
-        int64[S], or for all. `states` are needed if there is linear attention.
+        int64[S], or for all. `mix` is needed if there is linear attention.
 
         After attention, the last layer is computed only for these tokens."""
-        return self.gather(self.finish(*self.attend_all(tokens, positions, attend, states), wanted))
+        return self.gather(self.finish(*self.attend_all(tokens, positions, attend, mix), wanted))
 
     def attend_all(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, states: Recurrence | None = None
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
         the residual stream [T, hidden]."""
@@ -110,7 +110,7 @@ class Decoder:
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
             if isinstance(layer.heads, DeltaNet):
-                x = layer.heads.mix(x, self._numbers[number], states, self._ops)
+                x = mix(self._numbers[number], layer.heads, x)
             else:
                 cos, sin = rotations[self._positions.kinds[number]]
                 heads = layer.heads.project(x, cos, sin, self._ops)

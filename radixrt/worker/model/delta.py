@@ -9,6 +9,7 @@ the step. Slot 0 is the trash slot: several sequences may have it, and what is t
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from radixrt.worker.model.moe import sigmoid
 
@@ -86,6 +87,13 @@ def gated_delta(
         found, states[slot] = rule(*part, states[slot])
         out.append(found)
     return torch.cat(out).to(kind)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each head of x[T, heads, D], times weight[D] and silu(gate[T, heads, D]), in float32."""
+    wide = x.float()
+    normed = weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
+    return (normed * F.silu(gate.float())).to(x.dtype)
 
 
 def _split(x: torch.Tensor, bounds: torch.Tensor) -> tuple[torch.Tensor, ...]:

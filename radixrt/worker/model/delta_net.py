@@ -10,17 +10,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_spec import DeltaSpec
 from radixrt.worker.model.moe import sigmoid, softplus
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.layers import Product
     from radixrt.worker.model.scaled import Rounded, Rounding
+
+
+Mix = Callable[[int, "DeltaNet", "torch.Tensor | Rounded"], torch.Tensor]
+"""Linear attention: (place of the layer among those with linear attention, its parameters, normalized hidden states
+[T, hidden]) -> the heads' outputs [T, value_heads, value_dim]. Updates the states of the step's sequences. On a GPU it
+is that of `cuda.delta_step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The recurrent states of a step's sequences."""
+    """`Mix` in torch, for the states of a step's sequences."""
 
     layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     """The states of a linear layer, by its place among these: those of its convolution and of its delta rule."""
@@ -28,6 +35,9 @@ class Recurrence:
     """int64[B]"""
     bounds: torch.Tensor
     """int64[B + 1]"""
+
+    def __call__(self, number: int, net: DeltaNet, x: torch.Tensor | Rounded) -> torch.Tensor:
+        return net.mix(x, number, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +61,17 @@ class DeltaNet:
     exact: bool
     """Results must not depend on how sequences are cut into steps."""
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence, ops: Ops) -> torch.Tensor:
-        """The heads' outputs [T, value_heads, value_dim] for normalized hidden states x[T, hidden], in the linear layer
-        that is the `number`-th among these. Updates the states."""
+    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
+        """See `Mix`."""
         spec, (convs, rules) = self.spec, states.layer(number)
         qkv, z = self.qkvz(x).split((spec.channels, spec.values), dim=1)
-        qkv = ops.short_conv(qkv, self.conv, None, convs, states.slots, states.bounds, "silu")
+        qkv = short_conv(qkv, self.conv, None, convs, states.slots, states.bounds)
         q, k, v = qkv.split((spec.keys, spec.keys, spec.values), dim=1)
         q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
         v, z = (part.unflatten(1, (spec.value_heads, spec.value_dim)) for part in (v, z))
         beta, decay = self.gates(x)
-        out = ops.gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
-        return ops.gated_norm(out, z, self.norm, self.eps)
+        out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
+        return gated_norm(out, z, self.norm, self.eps)
 
     def gates(self, x: torch.Tensor | Rounded) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[T, value_heads] each: beta, and the logarithm of the decay."""

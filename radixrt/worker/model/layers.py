@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model import delta
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.parallel import Group
@@ -90,35 +89,6 @@ class Ops(Protocol):
         """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
         and that of k."""
 
-    def short_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        bounds: torch.Tensor,
-        activation: str | None,
-    ) -> torch.Tensor:
-        """See `delta.short_conv`. Tokens of x may be any distance apart."""
-
-    def gated_delta(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        bounds: torch.Tensor,
-        exact: bool,
-    ) -> torch.Tensor:
-        """See `delta.gated_delta`. Tokens of q, k and v may be any distance apart."""
-
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm of each head of x[T, heads, D], times weight[D] and silu(gate[T, heads, D]), in float32."""
-
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
@@ -173,13 +143,6 @@ class TorchOps:
     def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         q, k, _ = qkv.float().square().split((num_heads, kv_heads, kv_heads), dim=1)
         return torch.stack((q.flatten(1).mean(1), k.flatten(1).mean(1)), dim=1)
-
-    short_conv = staticmethod(delta.short_conv)
-    gated_delta = staticmethod(delta.gated_delta)
-
-    @staticmethod
-    def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return (_normalized(x.float(), weight.float(), eps) * F.silu(gate.float())).to(x.dtype)
 
 
 class Projected(Protocol):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from radixrt.worker.cuda import delta, delta_chunks
-from radixrt.worker.cuda.delta import DeltaInputs, DeltaSpec, DeltaWeights, LayerStates
+from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Cut
-from radixrt.worker.model.delta import gated_delta, short_conv
+from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.delta_net import DeltaNet
+from radixrt.worker.model.delta_spec import DeltaSpec
 
 SLOTS = 7
-SMALL, WIDE = DeltaSpec(2, 4, 16, 32), DeltaSpec(1, 3, 32, 16)
-LARGE = DeltaSpec(2, 4, 128, 128)
+SMALL, WIDE = DeltaSpec(frozenset(), 2, 4, 16, 32, 4), DeltaSpec(frozenset(), 1, 3, 32, 16, 3)
+LARGE = DeltaSpec(frozenset(), 2, 4, 128, 128, 4)
 """Only on a GPU."""
 
 
@@ -33,59 +34,74 @@ class Case:
     """A layer with random weights, states and inputs of some tokens; its rows are parts of longer ones, and states of
     several layers lie side by side."""
 
-    def __init__(self, spec: DeltaSpec, tokens: int, device: torch.device, bias: bool = False) -> None:
+    def __init__(self, spec: DeltaSpec, tokens: int, device: torch.device) -> None:
         self.spec = spec
         generator = torch.Generator().manual_seed(tokens)
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-        def drawn(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+        def drawn(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.randn(size, generator=generator).to(device, dtype)
 
-        heads, wide = spec.value_heads, spec.value_heads * spec.value_dim
-        conv, conv_bias = drawn(spec.channels, 4) / 2, drawn(spec.channels) if bias else None
-        a_log, norm = drawn(heads, dtype=torch.float32), 1 + drawn(spec.value_dim) / 8
-        self.weights = DeltaWeights(spec, conv, conv_bias, a_log, drawn(heads), norm, 1e-6)
-        all_of_it = drawn(tokens, spec.channels + wide + 2 * heads)
-        self.inputs = DeltaInputs(*all_of_it.split((spec.channels, wide, heads, heads), dim=1))
-        layers = drawn(SLOTS, 2, spec.channels, 3)
-        states = drawn(SLOTS, 2, heads, spec.key_dim, spec.value_dim, dtype=torch.float32) / 4
-        self._states = layers, states
+        heads = spec.value_heads
+        rates, dt_bias = -drawn(heads, dtype=torch.float32).exp(), drawn(heads, dtype=torch.float32)
+        norm = 1 + drawn(spec.value_dim) / 8
+        self.net = DeltaNet(spec, None, None, drawn(spec.channels, spec.kernel) / 2, rates, dt_bias, norm, 1e-6, False)
+        self.inputs = DeltaInputs.of(spec, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        convs = drawn(SLOTS, 2, spec.channels, spec.kernel - 1)
+        self._states = convs, drawn(SLOTS, 2, *spec.rule_shape, dtype=torch.float32) / 4
 
     def states(self) -> LayerStates:
         """The first states of each slot, anew."""
-        conv, states = (x.clone() for x in self._states)
-        return LayerStates(conv[:, 1], states[:, 0])
+        convs, rules = (x.clone() for x in self._states)
+        return LayerStates(convs[:, 1], rules[:, 0])
 
     def expected(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
         """The layer's results, with the states updated."""
-        spec, inputs, weights = self.spec, self.inputs, self.weights
+        spec, inputs, net = self.spec, self.inputs, self.net
         where, counts = torch.tensor(slots), torch.tensor(bounds)
-        x = short_conv(inputs.x, weights.conv, weights.conv_bias, states.conv, where, counts)
-        q, k, v = (part.unflatten(1, (n, -1)) for part, n in zip(spec.split(x), heads_of(spec), strict=True))
-        decay = -weights.a_log.exp() * F.softplus(inputs.a.float() + weights.dt_bias.float())
-        beta = inputs.b.sigmoid()
-        out = gated_delta(q, k, v, decay, beta, states.delta, where, counts, exact=True).float()
-        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps)
-        gate = F.silu(inputs.z.float()).unflatten(1, out.shape[1:])
-        return (out * weights.norm.float() * gate).to(self.dtype)
+        x = short_conv(inputs.x, net.conv, None, states.conv, where, counts)
+        q, k, v = x.split((spec.keys, spec.keys, spec.values), dim=1)
+        q, k, v = (
+            part.unflatten(1, (n, -1)) for part, n in ((q, spec.key_heads), (k, spec.key_heads), (v, spec.value_heads))
+        )
+        decay = net.rates * torch.nn.functional.softplus(inputs.a.float() + net.dt_bias)
+        out = gated_delta(q, k, v, decay, inputs.b.float().sigmoid(), states.rule, where, counts, exact=True)
+        return gated_norm(out, inputs.z.unflatten(1, out.shape[1:]), net.norm, net.eps)
+
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places for results of the convolution and of the layer."""
+        spec, x = self.spec, self.inputs.x
+        return x.new_empty(x.shape), x.new_empty((len(x), spec.value_heads, spec.value_dim))
+
+    def decode(self, slots: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        x, out = self.empty()
+        delta.conv_step(self.inputs.x, self.net, states.conv, slots, x)
+        delta.decode(x, self.inputs, self.net, states, slots, out)
+        return out
 
     def by_chunks(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
         lists = Cut(*(self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds))))
-        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, lists.chunks)
-        return delta_chunks.by_chunks(x, self.inputs, self.weights, states, lists)
+        x, out = self.empty()
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
+        delta_chunks.by_chunks(x, self.inputs, self.net, states, lists, out)
+        return out
 
     def by_tokens(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
         chunks, _ = (self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds)))
-        x = delta_chunks.conv_chunks(self.inputs.x, self.weights, states.conv, chunks)
+        x, out = self.empty()
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, chunks, x)
         sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
-        return delta.by_tokens(x, self.inputs, self.weights, states, self.sent(sequences))
+        delta.by_tokens(x, self.inputs, self.net, states, self.sent(sequences), out)
+        return out
+
+    def part(self, tokens: slice) -> Case:
+        """The same layer with some of the tokens."""
+        case, x = copy.copy(self), self.inputs
+        case.inputs = DeltaInputs(x.x[tokens], x.z[tokens], x.b[tokens], x.a[tokens])
+        return case
 
     def sent(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(self.inputs.x.device)
-
-
-def heads_of(spec: DeltaSpec) -> tuple[int, int, int]:
-    return spec.key_heads, spec.key_heads, spec.value_heads
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -98,22 +114,21 @@ def assert_alike(
     """Results and states."""
     assert error(found[0], expected[0]) < most
     assert torch.equal(found[1].conv[1:], expected[1].conv[1:])
-    assert error(found[1].delta[1:], expected[1].delta[1:]) < most
+    assert error(found[1].rule[1:], expected[1].rule[1:]) < most
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_token_each(bias, device):
+def test_one_token_each(device):
     """Of some sequences; two rows are padding, whose slot 0 is not written."""
     for spec in specs(device):
         slots = [3, 0, 1, 6, 0, 2]
-        case = Case(spec, len(slots), device, bias)
+        case = Case(spec, len(slots), device)
         found, expected = case.states(), case.states()
         there = torch.tensor(slots, dtype=torch.int32, device=device)
-        out = delta.decode(case.inputs, case.weights, found, there)
+        out = case.decode(there, found)
         real = case.expected(slots, list(range(len(slots) + 1)), expected)
         rows = there > 0
         assert_alike((out[rows], found), (real[rows], expected), limit(device))
-        assert torch.equal(found.delta[0], case.states().delta[0])
+        assert torch.equal(found.rule[0], case.states().rule[0])
         assert torch.equal(found.conv[0], case.states().conv[0])
 
 
@@ -121,16 +136,15 @@ BOUNDS = [0, 1, 3, 67, 132, 262]
 
 
 @pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_many_tokens(way, bias, device):
+def test_many_tokens(way, device):
     """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay."""
     for spec in specs(device):
-        case, slots = Case(spec, BOUNDS[-1], device, bias), [3, 1, 5, 6, 2]
+        case, slots = Case(spec, BOUNDS[-1], device), [3, 1, 5, 6, 2]
         found, expected = case.states(), case.states()
         out = getattr(case, way)(slots, BOUNDS, found)
         real = case.expected(slots, BOUNDS, expected)
         assert_alike((out, found), (real, expected), limit(device))
-        assert torch.equal(found.delta[4], case.states().delta[4])
+        assert torch.equal(found.rule[4], case.states().rule[4])
 
 
 def test_padding_is_not_stored(device):
@@ -139,7 +153,7 @@ def test_padding_is_not_stored(device):
         case = Case(SMALL, 40, device)
         states = case.states()
         getattr(case, way)([0, 2], [0, 30, 40], states)
-        assert torch.equal(states.delta[0], case.states().delta[0])
+        assert torch.equal(states.rule[0], case.states().rule[0])
         assert torch.equal(states.conv[0], case.states().conv[0])
 
 
@@ -150,15 +164,9 @@ def test_results_do_not_depend_on_what_else_is_in_the_step(way, device):
         case = Case(spec, 150, device)
         together = case.states()
         out = getattr(case, way)([1, 2, 3], [0, 20, 90, 150], together)
-        alone, states = replace_inputs(case, slice(20, 90)), case.states()
+        alone, states = case.part(slice(20, 90)), case.states()
         assert torch.equal(getattr(alone, way)([2], [0, 70], states), out[20:90])
-        assert torch.equal(states.delta[2], together.delta[2]) and torch.equal(states.conv[2], together.conv[2])
-
-
-def replace_inputs(case: Case, tokens: slice) -> Case:
-    part = Case.__new__(Case)
-    part.__dict__ |= case.__dict__ | {"inputs": case.inputs[tokens]}
-    return part
+        assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
 
 
 def test_token_by_token_it_does_not_matter_where_steps_end(device):
@@ -167,12 +175,9 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
         case = Case(spec, 75, device)
         whole, cut = case.states(), case.states()
         out = case.by_tokens([4], [0, 75], whole)
-        parts = [
-            replace_inputs(case, slice(a, b)).by_tokens([4], [0, b - a], cut)
-            for a, b in ((0, 1), (1, 2), (2, 33), (33, 75))
-        ]
+        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], cut) for a, b in ((0, 1), (1, 2), (2, 33), (33, 75))]
         assert torch.equal(torch.cat(parts), out)
-        assert torch.equal(whole.delta, cut.delta) and torch.equal(whole.conv, cut.conv)
+        assert torch.equal(whole.rule, cut.rule) and torch.equal(whole.conv, cut.conv)
 
 
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
@@ -180,9 +185,7 @@ def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
         case = Case(spec, 200, device)
         whole, cut = case.states(), case.states()
         out = case.by_chunks([4], [0, 200], whole)
-        parts = [
-            replace_inputs(case, slice(a, b)).by_chunks([4], [0, b - a], cut) for a, b in ((0, 5), (5, 100), (100, 200))
-        ]
+        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], cut) for a, b in ((0, 5), (5, 100), (100, 200))]
         assert_alike((torch.cat(parts), cut), (out, whole), limit(device))
 
 
@@ -195,7 +198,7 @@ def test_equal_keys_are_as_exact_as_others(noise, device):
     inputs.x.copy_(inputs.x[:1] + noise * inputs.x)
     inputs.a.fill_(-8.0)
     inputs.b.fill_(4.0)
-    case.weights = replace(case.weights, dt_bias=torch.zeros_like(case.weights.dt_bias))
+    case.net.dt_bias.zero_()
     found, expected = case.states(), case.states()
     out = case.by_chunks([1], [0, 190], found)
     real = case.expected([1], [0, 190], expected)
