@@ -146,6 +146,21 @@ def make_model(folder: Path | str, family: str = "llama", *, shard_bytes: int | 
     return model
 
 
+def randomize(model) -> None:
+    """Set a model's norms, biases and other vectors to random values."""
+    centered = "qwen3_next" in model.config.model_type or "qwen3_5" in model.config.model_type  # weights of norms
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            around_1 = "norm" in name and (not centered or "linear_attn" in name)
+            parameter.normal_(1.0 if around_1 else 0.0, 0.2)
+        elif name.endswith("A_log"):  # states are remembered for long; transformers is inexact if they are not
+            parameter.uniform_(-4.0, -1.0)
+        elif name.endswith("sinks"):
+            parameter.normal_(0.0, 2.0)
+        elif name.endswith(("alpha_p", "alpha_n")):
+            parameter.normal_()
+
+
 def _random(config, seed: int = 0):
     import torch
     from transformers import AutoModelForCausalLM
@@ -159,15 +174,7 @@ def _random(config, seed: int = 0):
     else:
         model = AutoModelForCausalLM.from_config(config, **settings).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-            elif name.endswith("sinks"):
-                parameter.normal_(0.0, 2.0)
-            elif name.endswith(("alpha_p", "alpha_n")):
-                parameter.normal_()
-            elif name.endswith("A_log"):  # states are remembered for long; transformers is inexact if they are not
-                parameter.uniform_(-4.0, -1.0)
+        randomize(model)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

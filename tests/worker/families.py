@@ -100,6 +100,9 @@ VISION_CONFIGS = {
     "qwen3_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
 }
 VISION_CONFIGS["qwen3_vl_moe"] = VISION_CONFIGS["qwen3_vl"]
+VISION_CONFIGS |= dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+)
 VISION_CONFIGS["exaone4_5"] = VISION_CONFIGS["qwen2_5_vl"] | {"num_key_value_heads": 2}
 VISION_CONFIGS |= dict.fromkeys(
     ("glm4v", "glm46v", "glm4v_moe"), VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
@@ -118,6 +121,7 @@ def make_multimodal(folder: Path, family: str, original: bool, text: dict[str, A
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
     sizes |= {"initializer_range": 0.2, "pad_token_id": None} | text
+    sizes = {name: value for name, value in sizes.items() if value != "REMOVED"}
     config = {"model_type": family, "vision_config": VISION_CONFIGS[family], "torch_dtype": "bfloat16"} | fields
     config |= sizes if family.startswith("qwen2") else {"text_config": sizes}
     (folder / "config.json").write_text(json.dumps(config))
@@ -125,9 +129,7 @@ def make_multimodal(folder: Path, family: str, original: bool, text: dict[str, A
     made = AutoConfig.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        checkpoints.randomize(model)
     model.save_pretrained(folder, save_original_format=original)
     if original:
         (folder / "config.json").write_text(json.dumps(config))

@@ -139,6 +139,15 @@ SARVAM_105B |= {"num_experts": 8, "num_shared_experts": 1, "q_lora_rank": None, 
 SARVAM_105B |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"type": "deepseek_yarn"}, "head_dim": 32}
 SWASH = GRANITE | {"layer_rope_theta": [1e4, 0], "layer_types": ["sliding_attention", "full_attention"]}
 
+HYBRID: dict[str, Any] = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}
+HYBRID |= {"num_key_value_heads": 2, "attention_bias": False, "num_hidden_layers": 4, "hidden_act": "silu"}
+HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID_MOE |= {"shared_expert_intermediate_size": 20}
+QWEN_NEXT = HYBRID | HYBRID_MOE | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []}
+QWEN_NEXT |= {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "partial_rotary_factor": 0.5}
+QWEN_NEXT |= {"full_attention_interval": 4}
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
     "llama 3.1": ("llama", LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "eos_token_id": [1, 2, 3]}),
@@ -258,6 +267,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
     "sarvam 30b": ("sarvam_moe", PLAIN | SARVAM),
     "sarvam 105b": ("sarvam_mla", SARVAM_105B),
+    "qwen 3 next": ("qwen3_next", QWEN_NEXT),
+    "qwen 3 next, of few words": (
+        "qwen3_next",
+        HYBRID | {"num_experts": 6, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    ),
+    "qwen 3 next, yarn": ("qwen3_next", QWEN_NEXT | LONG | {"rope_scaling": YARN}),
     "qwen 3 moe, heads": ("qwen3_moe", EXPERTS | {"head_dim": "REMOVED", "use_sliding_window": True} | WINDOW),
 }
 
@@ -346,6 +361,11 @@ MROPE_3 = {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "
 SMALL_EXPERTS = EXPERTS | {"moe_intermediate_size": 20}
 IGNORED_FIELDS = {"use_sliding_window": True, "norm_topk_prob": False}
 QWEN_3 = {"head_dim": 16, "rope_scaling": MROPE_3, "rope_theta": 5e6, "attention_bias": False}
+QWEN_3_5: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [1, 1, 2], "rope_type": "default"}
+QWEN_3_5 |= {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
+QWEN_3_5 = HYBRID | {"rope_parameters": QWEN_3_5, "full_attention_interval": 4, "attn_output_gate": True}
+QWEN_3_5 |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "mamba_ssm_dtype": "float32"}
+QWEN_3_5 |= {"mtp_num_hidden_layers": 1}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 GLM_VISION: dict[str, Any] = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "attention_bias": True}
 GLM_VISION |= {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}
@@ -374,6 +394,12 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen 3 vl, windows": ("qwen3_vl", QWEN_3 | WINDOW | {"use_sliding_window": True}, {}),
     "qwen 3 vl moe": ("qwen3_vl_moe", SMALL_EXPERTS | QWEN_3 | {"norm_topk_prob": True, "mlp_only_layers": []}, UNTIED),
     "qwen 3 vl moe, otherwise": ("qwen3_vl_moe", SMALL_EXPERTS | WINDOW | IGNORED_FIELDS, UNTIED),
+    "qwen 3.5 4b": ("qwen3_5", QWEN_3_5 | {"model_type": "qwen3_5_text"} | TIED, TIED),
+    "qwen 3.5 35b a3b": (
+        "qwen3_5_moe",
+        QWEN_3_5 | HYBRID_MOE | {"model_type": "qwen3_5_moe_text", "intermediate_size": "REMOVED"},
+        UNTIED,
+    ),
     "glm 4.1v": ("glm4v", GLM_VISION | {"model_type": "glm4v_text"}, UNTIED),
     "glm 4.6v flash": ("glm46v", GLM_VISION | {"model_type": "glm4v_text"}, UNTIED),
     "glm 4.5v": (
@@ -736,7 +762,10 @@ DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v"
 DEFAULT_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
-REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set(), "solar_open": set(MINIMAL) - {"intermediate_size"}}
+REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set()}
+REQUIRED_FIELDS |= dict.fromkeys(
+    ("solar_open", "qwen3_5_moe", "qwen3_5_moe_text"), set(MINIMAL) - {"intermediate_size"}
+)
 EXTRA_FIELDS = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
 EXTRA_FIELDS["exaone4_5"] = {"model_type": "exaone4"}
 EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from radixrt.worker import branching
@@ -51,3 +52,138 @@ def test_random_load(seed: int, pages: int, page_size: int, often: None) -> None
             assert bench.tokens[id] == tokens[: len(bench.tokens[id])]
         else:
             assert (bench.tokens[id], bench.finish[id]) == (tokens, "length")
+
+
+def run(bench: Bench, *prompts: list[int], want: int = 1, **more: object) -> list[int]:
+    """Answer prompts that come at once. Returns the tokens that were not computed of each."""
+    first = 1 + max(bench.tokens, default=-1)
+    for id, prompt in enumerate(prompts, first):
+        bench.add(id, prompt, want, **more)
+    bench.drain()
+    for id, prompt in enumerate(prompts, first):
+        assert bench.tokens[id] == alone(prompt, want)
+    return [bench.cached[id] for id in range(first, first + len(prompts))]
+
+
+def bench_of(states: int = 50, **sizes: int) -> Bench:
+    return Bench(**{"pages": 4000, "chunk": 512, "rows": 8, "max_len": 2000} | sizes, states=states)
+
+
+TRUNK = list(range(10, 510))
+
+
+def test_a_conversation_goes_on_from_its_last_answer() -> None:
+    bench = bench_of()
+    run(bench, TRUNK, want=20)
+    history = [*TRUNK, *bench.tokens[0]]
+    before = bench.runner.computed_tokens
+    assert run(bench, [*history, 7, 8, 9]) == [len(history) - 1], "the last token was drawn, never computed"
+    assert bench.runner.computed_tokens - before == 4
+
+
+def test_a_stop_id_is_in_the_state_if_its_step_was_launched() -> None:
+    from radixrt.messages import Run, Sampling
+    from radixrt.worker.request import Request
+
+    bench = bench_of()
+    stop = alone(TRUNK, 6)[5]
+    ids = np.array(TRUNK, np.int32).tobytes()
+    request = Run(id=0, namespace="", ids=ids, prompt_len=len(TRUNK), sampling=Sampling(max_tokens=50))
+    bench.scheduler.add(Request(request, len(TRUNK) + 50, frozenset({stop})))
+    bench.tokens[0] = []
+    bench.drain()
+    history = [*TRUNK, *bench.tokens[0]]
+    assert run(bench, [*history, 7]) == [len(history) - (not Bench.overlaps)]
+
+
+def test_equal_prompts_are_computed_once_but_for_their_tails() -> None:
+    bench = bench_of()
+    assert run(bench, *[TRUNK] * 4) == [0] + [len(TRUNK) - branching.TAIL] * 3
+    assert bench.runner.computed_tokens == len(TRUNK) + 3 * branching.TAIL
+
+
+def test_what_prompts_in_the_queue_share_is_computed_once() -> None:
+    for chunk in (512, 100):
+        bench = bench_of(chunk=chunk)
+        ends = [[n] * 100 for n in (1, 2, 3)]
+        assert run(bench, *(TRUNK[:300] + end for end in ends)) == [0, 300, 300]
+        assert bench.runner.computed_tokens == 600
+
+
+def test_what_a_prompt_shares_with_one_that_is_being_computed_is_computed_once() -> None:
+    bench = bench_of(chunk=100)
+    bench.add(0, TRUNK, 1)
+    bench.step()
+    assert run(bench, TRUNK[:350] + [1] * 50) == [350]
+
+
+def test_the_third_prompt_begins_where_the_second_left_the_first() -> None:
+    bench = bench_of()
+    ends = [[n] * 100 for n in (1, 2, 3)]
+    assert [run(bench, TRUNK[:300] + end) for end in ends] == [[0], [0], [300]]
+
+
+def test_no_snapshot_is_taken_for_few_tokens() -> None:
+    bench = bench_of()
+    run(bench, TRUNK)
+    saved = len(bench.cache.states)
+    run(bench, TRUNK + [1] * (branching.LEAST - 1))
+    assert len(bench.cache.states) == saved + 1, "that of the whole"
+
+
+def test_a_scored_text_leaves_no_snapshot_at_its_end() -> None:
+    bench = bench_of()
+    options = [TRUNK + [n] * 5 for n in (1, 2, 3)]
+    assert run(bench, *options, want=0, score_from=len(TRUNK)) == [0] + [len(TRUNK) - 1] * 2
+    assert len(bench.cache.states) == 1
+
+
+def test_pinned_prefixes_have_snapshots() -> None:
+    bench = bench_of()
+    run(bench, TRUNK, pin=[(200, 60.0)])
+    assert run(bench, TRUNK[:200] + [1] * 10) == [200]
+
+
+def test_the_least_recently_used_snapshot_goes_first() -> None:
+    bench = bench_of(states=6)
+    texts = [[n] * 200 for n in range(3, 6)]
+    assert [run(bench, text) for text in texts] == [[0]] * 3, "each leaves two snapshots"
+    assert run(bench, texts[0] + [9]) == [200] and bench.cache.states.evicted == 1, "its own, within its prompt"
+    assert run(bench, texts[0] + [9, 9]) == [201] and bench.cache.states.evicted == 2
+    assert run(bench, texts[2]) == [184] and run(bench, texts[1]) == [0]
+
+
+def test_one_state_is_enough() -> None:
+    bench = bench_of(states=1)
+    run(bench, *[TRUNK] * 3, want=4)
+    assert run(bench, [*TRUNK, *bench.tokens[0], 7]) == [len(TRUNK) + 3], "its only state is the one it goes on from"
+
+
+def test_evicted_pages_take_their_snapshots_along() -> None:
+    bench = bench_of(pages=600)
+    run(bench, TRUNK)
+    run(bench, [3] * 300)
+    bench.cache.check()
+    assert run(bench, TRUNK) == [0]
+
+
+def test_a_failed_step_leaves_no_snapshots() -> None:
+    bench = bench_of()
+    bench.add(0, TRUNK, 4)
+    plan = bench.plan()
+    assert plan.states.saves.shape == (2, 1) and plan.starts[0] + plan.counts[0] == len(TRUNK) - branching.TAIL
+    bench.scheduler.fail(plan, "out of memory")
+    bench.cache.check()
+    assert not len(bench.cache.states) and not bench.cache.states.live
+
+
+def test_a_preempted_request_goes_on_from_the_snapshot_of_its_prompt() -> None:
+    """Its last state has left the cache with the first of its pages that others needed."""
+    bench = bench_of(pages=700, rows=2)
+    a, b = TRUNK[:300], [5] * 250
+    bench.add(0, a, 150)
+    bench.add(1, b, 150)
+    bench.drain()
+    assert bench.scheduler.preemptions > 0
+    assert bench.tokens == {0: alone(a, 150), 1: alone(b, 150)}
+    assert bench.runner.computed_tokens < 550 + 300 + 150

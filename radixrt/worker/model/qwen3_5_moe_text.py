@@ -16,4 +16,5 @@ FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []
 def spec(config: dict[str, Any]) -> ModelSpec:
     """As Qwen3.5; weights of experts are always normalized."""
     config = DEFAULTS | config | FIXED
+    config["intermediate_size"] = config["moe_intermediate_size"]  # no layer has an MLP of that size
     return qwen3_next.with_shared_expert(qwen3_next.hybrid(config), config)

@@ -7,7 +7,7 @@ from typing import Any
 from radixrt.worker.model import qwen3_next
 from radixrt.worker.model.spec import ModelSpec
 
-DEFAULTS = qwen3_next.DEFAULTS | {"num_key_value_heads": 4, "intermediate_size": 12_288}
+DEFAULTS = qwen3_next.DEFAULTS | {"num_key_value_heads": 4}
 """Defaults of transformers for fields that config.json lacks."""
 
 

@@ -12,7 +12,7 @@ from radixrt.worker.model.spec import ExpertsSpec, GateSpec, ModelSpec, NormsSpe
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
 DEFAULTS |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 DEFAULTS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10}
-DEFAULTS |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "intermediate_size": 5632}
+DEFAULTS |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 """Defaults of transformers for fields that config.json lacks."""
 SERVED = {"attention_bias": False, "attn_output_gate": True, "hidden_act": "silu"}
 """The only values of these fields that are served: those of the published models."""
