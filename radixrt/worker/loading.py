@@ -240,8 +240,6 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
-    if loaded.spec.delta is not None:
-        return "linear attention has no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -251,6 +249,11 @@ def _no_kernels(loaded: Loaded) -> str:
         import triton  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
+    if (delta := loaded.spec.delta) is not None:
+        from radixrt.worker.cuda.delta_step import has_kernels
+
+        if not has_kernels(delta):
+            return f"linear attention has no kernels for heads of width {delta.key_dim} and {delta.value_dim}"
     return ""
 
 

@@ -98,12 +98,12 @@ def conv_step(
     x: torch.Tensor, net: DeltaNet, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """Write the causal convolution of each channel of x[B, channels] and SiLU to `out`, for one token of each of B
-    sequences. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
-    count, channels = x.shape
+    """Write the causal convolution of each channel of x[T, channels] and SiLU to `out`, for one token of each of B
+    sequences, the first B. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
+    channels = x.shape[1]
     block = min(CHANNELS, triton.next_power_of_2(channels))
     launch(
-        _conv_kernel, (triton.cdiv(channels, block), count, 1), cache,
+        _conv_kernel, (triton.cdiv(channels, block), len(slots), 1), cache,
         x, net.conv, slots, states, out, channels, x.stride(0),
         states.stride(0), net.conv.shape[1], block, num_warps=4,
     )  # fmt: skip
