@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
+from radixrt.worker.cuda import delta, delta_chunks, delta_step
 from radixrt.worker.cuda import packed_experts, routing, sampler, scaled, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
@@ -38,7 +39,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
     built = compile(ASTSource(kernel, signature, fixed, aligned), target=target, options=options)
     assert built.metadata.shared <= room, (kernel, constants, built.metadata.shared)
     if constants.get("EARLY"):
-        waits_first(built, reads=kernel is kernels._norm_kernel)
+        waits_first(built, reads=kernel in (kernels._norm_kernel, delta._decode_kernel))
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -143,6 +144,29 @@ for t, gated in [(t, gated) for pair in (pairs if every else pairs[:1]) for t, g
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
     pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
+numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
+numbers |= {"eps": f, "scale": f}
+for block in (1024, 128):
+    build(delta._conv_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, {"K": 4, "BLOCK": block})
+pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
+build(delta._decode_kernel, pointers, numbers, heads, delta.DECODE_WARPS)
+pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*bf16"]
+build(delta._tokens_kernel, pointers, numbers, heads | {"COLUMNS": delta.COLUMNS}, 1)
+build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, {"VALUE_HEADS": 32, "VALUE_DIM": 128}, 1)
+build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
+t, fields = delta_chunks.TILES, delta_chunks.CHUNK_FIELDS
+constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "ROWS": delta_chunks.ROWS, "FIELDS": fields}
+build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants)
+chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
+constants = chunks | {"FIELDS": fields, "UNIT": tl.float16}
+build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
+pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
+constants = chunks | {"COLUMNS": t.columns, "FIELDS": delta_chunks.SEQUENCE_FIELDS, "CHUNK_FIELDS": fields}
+build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps)
+pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
+build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": fields}, t.output_warps, 1)
 """
 
 ATTENTION = """

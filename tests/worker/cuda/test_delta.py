@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda import delta, delta_chunks
+from radixrt.worker.cuda import delta, delta_chunks, delta_step
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Cut
+from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec
@@ -212,6 +214,27 @@ def test_decays_that_underflow_leave_no_trace(device):
     out = case.by_chunks([1, 2], [0, 70, 100], found)
     real = case.expected([1, 2], [0, 70, 100], expected)
     assert_alike((out, found), (real, expected), limit(device))
+
+
+def test_copies_of_states(device):
+    """Snapshots and live states, several at once; from slot 0: zeros."""
+    spec = replace(SMALL, layers=frozenset({0, 2}))
+    pool = StatePool(spec, SLOTS, torch.float32, device)
+    for states in (pool.convs, pool.rules):
+        states[1:].copy_(torch.randn(states[1:].shape))
+    before = pool.convs.clone(), pool.rules.clone()
+    copies = np.array([[3, 0, 3], [1, 2, 6]], dtype=np.int32)
+    delta_step.copy(pool, torch.from_numpy(copies).to(device))
+    for states, old in zip((pool.convs, pool.rules), before, strict=True):
+        assert torch.equal(states[[1, 6, 3]], old[[3, 3, 3]]) and not states[2].any()
+        assert torch.equal(states[[0, 4, 5]], old[[0, 4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "there"), [(128, 128, True), (64, 256, True), (96, 192, False), (8, 8, False)]
+)
+def test_widths_that_have_kernels(key_dim, value_dim, there):
+    assert delta_step.has_kernels(replace(SMALL, key_dim=key_dim, value_dim=value_dim)) == there
 
 
 def test_lists_of_chunks():
