@@ -13,7 +13,6 @@ With --sweep, all tiles are timed.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
-from radixrt.worker.cuda import delta, delta_chunks
+from radixrt.worker.cuda import delta, delta_chunks, launching
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
@@ -127,15 +126,19 @@ class Case:
         return median_ms(graph.replay) / len(self.layers)
 
     def parts(self) -> dict[str, float]:
-        """Milliseconds of each kernel, launched one by one."""
-        way = self.way
-        way(self.layers[0])
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for _ in range(5):
-                way(self.layers[0])
+        """Milliseconds of each kernel, launched one by one, none before the one ahead has ended."""
+        early, launching.launches_early = launching.launches_early, lambda: False
+        try:
+            self.way(self.layers[0])
             torch.cuda.synchronize()
-        return {event.key.strip("_"): event.device_time_total / 5e3 for event in trace.key_averages()}
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                for _ in range(5):
+                    self.way(self.layers[0])
+                torch.cuda.synchronize()
+        finally:
+            launching.launches_early = early
+        found = {event.key.strip("_"): event.device_time_total / 5e3 for event in trace.key_averages()}
+        return {name: ms for name, ms in found.items() if ms}
 
     def limit_ms(self, limits: dict[str, float]) -> float:
         spec, tokens = self.spec, sum(self.counts)
@@ -160,19 +163,17 @@ class Case:
 
 def swept(case: Case) -> None:
     """Print the times of all tiles."""
+    ways: dict[str, Callable[[LayerStates], torch.Tensor]] = {}
     if max(case.counts) == 1:
-        for warps in (4, 8, 16):
-            print(f"    {case.name} warps {warps}: {case.ms(lambda s, w=warps: case.decode(s, w)):.4f}", flush=True)
-        return
-    candidates = [Tiles(within_warps=8), Tiles(output_warps=8)]
-    for columns, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
-        if warps == 4 or columns > 32:
-            candidates.append(Tiles(columns=columns, warps=warps, stages=stages))
-    for tiles in candidates:
-        try:
-            print(f"    {case.name} {case.ms(lambda s, t=tiles: case.by_chunks(s, t)):.4f} {tiles}", flush=True)
-        except Exception as problem:  # too much shared memory, or too many registers
-            print(f"    {tiles}: {str(problem)[:80]}", flush=True)
+        ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
+    else:
+        candidates = [Tiles(), Tiles(within_warps=8), Tiles(output_warps=8)]
+        candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]
+        candidates += [Tiles(columns=32, warps=2, stages=stages) for stages in (2, 3)]
+        candidates += [Tiles(columns=16, warps=1, stages=stages) for stages in (2, 3)]
+        ways = {str(tiles): lambda s, t=tiles: case.by_chunks(s, t) for tiles in candidates}
+    for name, way in ways.items():
+        print(f"    {case.name}: {case.ms(way):.4f} {name}", flush=True)
 
 
 def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
     row["of_limit"] = row["ms"] / row["limit_ms"]
     row["by_tokens_ms"] = case.ms(case.by_tokens)
-    return row | case.errors(case.way) | {"state_of_tokens_error": case.errors(case.by_tokens)["state_error"]}
+    return row | case.errors(case.way) | {"kernels_ms": case.parts()}
 
 
 def main() -> None:
@@ -191,20 +192,19 @@ def main() -> None:
     limits = ceilings()
     print(limits, flush=True)
     rows: list[dict[str, Any]] = []
+    if args.sweep:
+        for counts in SWEPT:
+            swept(Case(next(iter(SHAPES.values())), counts))
+        return
     for name, spec in SHAPES.items():
         for counts in (*([1] * n for n in DECODES), *PROMPTS):
             case = Case(spec, counts)
             rows.append({"shape": name} | measure(case, limits))
             print(rows[-1], flush=True)
-            if name == next(iter(SHAPES)):
-                print({kernel: round(ms, 4) for kernel, ms in case.parts().items()}, flush=True)
-                if args.sweep and counts in SWEPT:
-                    swept(case)
             del case
             torch.cuda.empty_cache()
-    print(table(rows))
-    if not args.sweep:
-        save("delta", rows, device=torch.cuda.get_device_name(), **limits)
+    print(table([{name: value for name, value in row.items() if name != "kernels_ms"} for row in rows]))
+    save("delta", rows, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":

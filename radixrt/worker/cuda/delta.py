@@ -174,7 +174,7 @@ def _decode_kernel(
     tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
 
 
-DECODE_WARPS = 8
+DECODE_WARPS = 4
 """Warps that hold the state of a head of up to 128 x 128 (bench/delta.py --sweep)."""
 
 
@@ -222,19 +222,21 @@ def _tokens_kernel(
     a_at = a_ptr + token * a_stride + head
     b_at = b_ptr + token * b_stride + head
     out_at = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
-    for _ in range(begin, end):
-        q = tl.load(q_at).to(tl.float32)
-        k = tl.load(q_at + KEYS).to(tl.float32)
-        v = tl.load(v_at).to(tl.float32)
-        decay = decay_of(tl.load(a_at).to(tl.float32), rate, dt_bias)
-        beta = tl.sigmoid(tl.load(b_at).to(tl.float32))
-        state, out = _updated(state, q, k, v, decay, beta, scale)
+    q, k, v, a, b = tl.load(q_at), tl.load(q_at + KEYS), tl.load(v_at), tl.load(a_at), tl.load(b_at)
+    for t in range(begin, end):
+        # The next token is loaded while this one is computed.
+        more = tl.where(t + 1 < end, 1, 0)
+        q_at += more * WIDTH
+        v_at += more * WIDTH
+        a_at += more * a_stride
+        b_at += more * b_stride
+        next_q, next_k, next_v = tl.load(q_at), tl.load(q_at + KEYS), tl.load(v_at)
+        next_a, next_b = tl.load(a_at), tl.load(b_at)
+        decay, beta = decay_of(a.to(tl.float32), rate, dt_bias), tl.sigmoid(b.to(tl.float32))
+        state, out = _updated(state, q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), decay, beta, scale)
         tl.store(out_at, out.to(dtype))
-        q_at += WIDTH
-        v_at += WIDTH
-        a_at += a_stride
-        b_at += b_stride
         out_at += VALUE_HEADS * VALUE_DIM
+        q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
     if slot > 0:
         tl.store(at, state)
 

@@ -8,7 +8,8 @@ With G the sums of a chunk's decays, S the state before it, and rows for its tok
     out = exp(G) q S + (lower part of (q_i k_j) exp(G_i - G_j)) N           _outputs_kernel: all chunks at once
 
 q and k are normalized by factors of rows and columns of these products, so that the products are of what the model
-projects. Products are bfloat16, sums and states float32.
+projects. Products are bfloat16, sums and states float32. U, N and S are stored transposed; U and W by chunk, with
+zeros for tokens that a chunk lacks.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ CHUNK_FIELDS = 5
 SEQUENCE_FIELDS = 4
 """Of a sequence: its first chunk, chunks, slot of the state, first token."""
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-CHANNELS = 128
-"""Channels of a program of the convolution, which computes ROWS tokens at a time."""
-ROWS = 16
+CHANNELS = 512
+"""Channels of a program of the convolution."""
 
 
 def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -57,9 +57,37 @@ def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @triton.jit
+def _tap(weight_ptr, c, channels, tap: tl.constexpr, K: tl.constexpr):
+    """The weights of one of the last 4 inputs, 0 if the convolution does not see it."""
+    TAP: tl.constexpr = tap - (4 - K)
+    if TAP < 0:
+        return tl.zeros(c.shape, tl.float32)
+    else:
+        return tl.load(weight_ptr + c * K + TAP, mask=c < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _earlier(x_at, state_at, back: tl.constexpr, c, channels, x_stride, is_first, K: tl.constexpr):
+    """The inputs `back` tokens before a chunk, from the state if the chunk is its sequence's first."""
+    if back > K - 1:
+        return tl.zeros(c.shape, tl.float32)
+    else:
+        if is_first:
+            x = tl.load(state_at + (K - 1 - back), mask=c < channels, other=0.0)
+        else:
+            x = tl.load(x_at - back * x_stride, mask=c < channels, other=0.0)
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _weighted(w0, w1, w2, w3, x0, x1, x2, x3):
+    return silu(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3)
+
+
+@triton.jit
 def _conv_chunk_kernel(
     x_ptr, weight_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
@@ -69,37 +97,42 @@ def _conv_chunk_kernel(
     first = tl.load(chunk + 3)
     end = tl.load(chunk + 4)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < channels
+    w0 = _tap(weight_ptr, c, channels, 0, K)
+    w1 = _tap(weight_ptr, c, channels, 1, K)
+    w2 = _tap(weight_ptr, c, channels, 2, K)
+    w3 = _tap(weight_ptr, c, channels, 3, K)
     x_at = x_ptr + begin.to(tl.int64) * x_stride + c
     out_at = out_ptr + begin.to(tl.int64) * channels + c
-    at = states_ptr + slot * state_stride + c * (K - 1)
+    state_at = states_ptr + slot * state_stride + c * (K - 1)
+    x0 = _earlier(x_at, state_at, 3, c, channels, x_stride, begin == first, K)
+    x1 = _earlier(x_at, state_at, 2, c, channels, x_stride, begin == first, K)
+    x2 = _earlier(x_at, state_at, 1, c, channels, x_stride, begin == first, K)
     dtype = out_ptr.dtype.element_ty
-    for above in range(0, count, ROWS):
-        i = above + tl.arange(0, ROWS)
-        acc = tl.zeros([ROWS, BLOCK], tl.float32)
-        for j in tl.static_range(K):
-            from_here = i - (K - 1 - j)  # from the first token of the chunk
-            here = (i < count) & (from_here >= first - begin)
-            x = tl.load(
-                x_at[None, :] + (from_here * x_stride)[:, None], mask=here[:, None] & inside[None, :], other=0.0
-            )
-            if begin == first and above == 0:
-                earlier = (i < count) & (from_here < 0)
-                old_at = at[None, :] + (from_here + K - 1)[:, None]
-                x += tl.load(old_at, mask=earlier[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
-            acc += x.to(tl.float32) * weight[None, :]
-        to = out_at[None, :] + (i * channels)[:, None]
-        tl.store(to, silu(acc).to(dtype), mask=(i < count)[:, None] & inside[None, :])
-    if begin == first:  # the only program that reads the old inputs writes the new ones
-        tl.debug_barrier()
+    for t in range(0, count, 4):  # four loads at once
+        left = count - t
+        y0 = tl.load(x_at, mask=c < channels, other=0.0).to(tl.float32)
+        y1 = tl.load(x_at + x_stride, mask=c < tl.where(left > 1, channels, 0), other=0.0).to(tl.float32)
+        y2 = tl.load(x_at + 2 * x_stride, mask=c < tl.where(left > 2, channels, 0), other=0.0).to(tl.float32)
+        y3 = tl.load(x_at + 3 * x_stride, mask=c < tl.where(left > 3, channels, 0), other=0.0).to(tl.float32)
+        out = _weighted(w0, w1, w2, w3, x0, x1, x2, y0)
+        tl.store(out_at, out.to(dtype), mask=c < channels)
+        out = _weighted(w0, w1, w2, w3, x1, x2, y0, y1)
+        tl.store(out_at + channels, out.to(dtype), mask=c < tl.where(left > 1, channels, 0))
+        out = _weighted(w0, w1, w2, w3, x2, y0, y1, y2)
+        tl.store(out_at + 2 * channels, out.to(dtype), mask=c < tl.where(left > 2, channels, 0))
+        out = _weighted(w0, w1, w2, w3, y0, y1, y2, y3)
+        tl.store(out_at + 3 * channels, out.to(dtype), mask=c < tl.where(left > 3, channels, 0))
+        x0, x1, x2 = y1, y2, y3
+        x_at += 4 * x_stride
+        out_at += 4 * channels
+    if begin == first:  # the only program that reads the old inputs writes the new ones, each thread those it read
         kept = c < tl.where(slot > 0, channels, 0)
         for j in tl.static_range(K - 1):
             last = end - (K - 1 - j)
             if last >= first:
-                tl.store(at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
+                tl.store(state_at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
             else:
-                tl.store(at + j, tl.load(at + (last - first + K - 1), mask=kept), mask=kept)
+                tl.store(state_at + j, tl.load(state_at + (last - first + K - 1), mask=kept), mask=kept)
 
 
 def conv_chunks(
@@ -110,8 +143,8 @@ def conv_chunks(
     channels = x.shape[1]
     launch(
         _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), 1), cache,
-        x, net.conv, chunks, states, out, channels, x.stride(0), states.stride(0), net.conv.shape[1], CHANNELS, ROWS,
-        CHUNK_FIELDS, num_warps=4,
+        x, net.conv, chunks, states, out, channels, x.stride(0), states.stride(0), net.conv.shape[1], CHANNELS,
+        CHUNK_FIELDS, num_warps=2,
     )  # fmt: skip
 
 
@@ -179,12 +212,13 @@ def _within_kernel(
     alike = _dot(k, tl.trans(k), HALF) * between * (beta * unit)[:, None] * unit[None, :]
     inverse = _inverse(alike, TOKENS, UNIT)
     w = _dot(inverse * (beta * unit * tl.exp(sums))[None, :], k, HALF)
-    w_at = w_ptr + (token[:, None] * VALUE_HEADS + head) * KEY_DIM + d[None, :]
-    tl.store(w_at, w.to(w_ptr.dtype.element_ty), mask=inside[:, None])
+    tile = tl.program_id(1).to(tl.int64) * VALUE_HEADS + head
+    w_at = w_ptr + tile * (TOKENS * KEY_DIM) + i[:, None] * KEY_DIM + d[None, :]
+    tl.store(w_at, w.to(w_ptr.dtype.element_ty))
     v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + e[None, :], mask=inside[:, None], other=0.0)
     u = _dot(inverse * beta[None, :], v, HALF)
-    u_at = u_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + e[None, :]
-    tl.store(u_at, u.to(u_ptr.dtype.element_ty), mask=inside[:, None])
+    u_at = u_ptr + tile * (VALUE_DIM * TOKENS) + e[None, :] * TOKENS + i[:, None]
+    tl.store(u_at, u.to(u_ptr.dtype.element_ty))
 
 
 # ---------------------------------------------------------------- from chunk to chunk
@@ -209,30 +243,28 @@ def _across_kernel(
     i = tl.arange(0, TOKENS)
     d = tl.arange(0, KEY_DIM)
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
-    within = d[:, None] * VALUE_DIM + j[None, :]
-    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + within
+    # Transposed, so that the state, and what corrects it, go from one product to the next in registers.
+    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + d[None, :] * VALUE_DIM + j[:, None]
     state = tl.load(at)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     k_column = KEYS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
     for n in tl.range(0, chunks, num_stages=STAGES):
         chunk = (first + n).to(tl.int64)
+        tile = chunk * VALUE_HEADS + head
         narrow = state.to(HALF)
-        tl.store(before_ptr + (chunk * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + within, narrow)
+        tl.store(before_ptr + tile * (KEY_DIM * VALUE_DIM) + j[:, None] * KEY_DIM + d[None, :], narrow)
+        w = tl.load(w_ptr + tile * (TOKENS * KEY_DIM) + i[:, None] * KEY_DIM + d[None, :])
+        u_at = u_ptr + tile * (VALUE_DIM * TOKENS) + j[:, None] * TOKENS + i[None, :]
+        u = tl.load(u_at)
         t = begin + n * TOKENS + i
-        inside = t < end
-        token = t.to(tl.int64)
-        row = token * VALUE_HEADS + head
-        w = tl.load(w_ptr + row[:, None] * KEY_DIM + d[None, :], mask=inside[:, None], other=0.0)
-        u_at = u_ptr + row[:, None] * VALUE_DIM + j[None, :]
-        u = tl.load(u_at, mask=inside[:, None], other=0.0)
-        k_at = x_ptr + token[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM) + k_column[None, :]
-        k = tl.load(k_at, mask=inside[:, None], other=0.0)
+        k_at = x_ptr + t.to(tl.int64)[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM) + k_column[None, :]
+        k = tl.load(k_at, mask=(t < end)[:, None], other=0.0)
         of_chunk = chunk * TOKENS * VALUE_HEADS + head
         tails = tl.load(tails_ptr + of_chunk + i * VALUE_HEADS)
         last = tl.exp(tl.load(sums_ptr + of_chunk + (TOKENS - 1) * VALUE_HEADS))
-        new = u.to(tl.float32) - _dot(w, narrow, HALF)
-        tl.store(u_at, new.to(u_ptr.dtype.element_ty), mask=inside[:, None])
-        state = state * last + _dot(tl.trans(k), new * tails[:, None], HALF)
+        new = u.to(tl.float32) - _dot(narrow, tl.trans(w), HALF)
+        tl.store(u_at, new.to(u_ptr.dtype.element_ty))
+        state = state * last + _dot(new * tails[None, :], k, HALF)
     if slot > 0:
         tl.store(at, state)
 
@@ -260,8 +292,8 @@ def _outputs_kernel(
     q_at = x_at + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d[None, :]
     q = tl.load(q_at, mask=inside[:, None], other=0.0)
     k = tl.load(q_at + KEYS, mask=inside[:, None], other=0.0)
-    before_at = before_ptr + (number * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-    before = tl.load(before_at + d[:, None] * VALUE_DIM + e[None, :])
+    tile = number * VALUE_HEADS + head
+    before = tl.load(before_ptr + tile * (KEY_DIM * VALUE_DIM) + e[:, None] * KEY_DIM + d[None, :])
     sums = tl.load(sums_ptr + (number * TOKENS + i) * VALUE_HEADS + head)
     wide = q.to(tl.float32)
     q_unit = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS) * scale
@@ -270,10 +302,10 @@ def _outputs_kernel(
     lower = i[:, None] >= i[None, :]
     between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
     scores = _dot(q, tl.trans(k), HALF) * between * q_unit[:, None] * k_unit[None, :]
-    out = _dot(q, before, HALF) * (q_unit * tl.exp(sums))[:, None]
+    out = _dot(q, tl.trans(before), HALF) * (q_unit * tl.exp(sums))[:, None]
+    new = tl.load(new_ptr + tile * (VALUE_DIM * TOKENS) + e[:, None] * TOKENS + i[None, :])
+    out += _dot(scores, tl.trans(new), HALF)
     row = (token * VALUE_HEADS + head)[:, None] * VALUE_DIM + e[None, :]
-    new = tl.load(new_ptr + row, mask=inside[:, None], other=0.0)
-    out += _dot(scores, new, HALF)
     z = tl.load(z_ptr + token[:, None] * z_stride + head * VALUE_DIM + e[None, :], mask=inside[:, None], other=0.0)
     weight = tl.load(norm_ptr + e).to(tl.float32)[None, :]
     out = gated_norm(out, z.to(tl.float32), weight, eps, VALUE_DIM, x_ptr.dtype.element_ty)
@@ -288,10 +320,10 @@ class Tiles:
     """Parameters that the kernels are compiled with."""
 
     within_warps: int = 4
-    columns: int = 32
-    """Columns of the state that a program takes from chunk to chunk."""
+    columns: int = 64
+    """Columns of the state that a program takes from chunk to chunk: 16 for each warp."""
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
     output_warps: int = 4
 
 
@@ -314,8 +346,8 @@ def by_chunks(
     """What `delta.by_tokens` does, for the tokens of the chunks in `lists`."""
     spec = net.spec
     number, heads = len(lists.chunks), spec.value_heads
-    u, w = torch.empty_like(out), x.new_empty((len(x), heads, spec.key_dim))
-    before = x.new_empty((number, heads, spec.key_dim, spec.value_dim))
+    u, w = (x.new_empty((number, heads, TOKENS, width)) for width in (spec.value_dim, spec.key_dim))
+    before = x.new_empty((number, heads, spec.value_dim, spec.key_dim))
     sums, tails = torch.empty((2, number, TOKENS, heads), dtype=torch.float32, device=x.device)
     half = TYPES[x.dtype]
     unit = tl.float32 if half == tl.float32 else tl.float16

@@ -21,15 +21,16 @@ from radixrt.worker.model.delta_spec import DeltaSpec
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.plan import Plan, StateWork
 
-LEAST_WIDTH = 16
-"""Widths of heads are powers of 2 from this one on: tiles of matrix products."""
-MOST_WIDTH = 256
+WIDTHS = 64, 128
+"""Widths of heads. For products with fewer columns, Triton makes programs for Hopper that read beyond shared memory
+(its issue 11366); with more, tiles would not fit in it."""
+KERNELS = 2, 3, 4
+"""Inputs that the convolution of a token sees."""
 
 
 def has_kernels(spec: DeltaSpec) -> bool:
-    """Whether the kernels can compute heads of these widths."""
-    sizes = spec.key_dim, spec.value_dim
-    return all(LEAST_WIDTH <= size <= MOST_WIDTH and size & (size - 1) == 0 for size in sizes)
+    """Whether the kernels can compute such layers."""
+    return spec.key_dim in WIDTHS and spec.value_dim in WIDTHS and spec.kernel in KERNELS
 
 
 # ---------------------------------------------------------------- copies

@@ -19,12 +19,11 @@ from radixrt.worker.model.delta_spec import DeltaSpec
 
 SLOTS = 7
 SMALL, WIDE = DeltaSpec(frozenset(), 2, 4, 16, 32, 4), DeltaSpec(frozenset(), 1, 3, 32, 16, 3)
-LARGE = DeltaSpec(frozenset(), 2, 4, 128, 128, 4)
-"""Only on a GPU."""
+ON_GPU = [DeltaSpec(frozenset(), 2, 4, 128, 128, 4), DeltaSpec(frozenset(), 1, 3, 64, 128, 3)]
 
 
 def specs(device: torch.device) -> list[DeltaSpec]:
-    return [SMALL, WIDE, LARGE] if device.type == "cuda" else [SMALL, WIDE]
+    return ON_GPU if device.type == "cuda" else [SMALL, WIDE]
 
 
 def limit(device: torch.device) -> float:
@@ -152,7 +151,7 @@ def test_many_tokens(way, device):
 def test_padding_is_not_stored(device):
     """Whatever has slot 0 leaves it as it is."""
     for way in ("by_chunks", "by_tokens"):
-        case = Case(SMALL, 40, device)
+        case = Case(specs(device)[0], 40, device)
         states = case.states()
         getattr(case, way)([0, 2], [0, 30, 40], states)
         assert torch.equal(states.rule[0], case.states().rule[0])
@@ -194,7 +193,7 @@ def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
 def test_equal_keys_are_as_exact_as_others(noise, device):
     """A run of one token that is hardly forgotten: products of all corrections would have terms of 10^17."""
-    spec = specs(device)[-1]
+    spec = specs(device)[0]
     case = Case(spec, 190, device)
     inputs = case.inputs
     inputs.x.copy_(inputs.x[:1] + noise * inputs.x)
@@ -208,7 +207,7 @@ def test_equal_keys_are_as_exact_as_others(noise, device):
 
 
 def test_decays_that_underflow_leave_no_trace(device):
-    case = Case(SMALL, 100, device)
+    case = Case(specs(device)[0], 100, device)
     case.inputs.a[::7] = 60.0
     found, expected = case.states(), case.states()
     out = case.by_chunks([1, 2], [0, 70, 100], found)
@@ -230,11 +229,11 @@ def test_copies_of_states(device):
         assert torch.equal(states[[0, 4, 5]], old[[0, 4, 5]])
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim", "there"), [(128, 128, True), (64, 256, True), (96, 192, False), (8, 8, False)]
-)
-def test_widths_that_have_kernels(key_dim, value_dim, there):
-    assert delta_step.has_kernels(replace(SMALL, key_dim=key_dim, value_dim=value_dim)) == there
+@pytest.mark.parametrize("changes", [{"key_dim": 96}, {"value_dim": 192}, {"value_dim": 32}, {"kernel": 8}])
+def test_what_has_no_kernels(changes):
+    served = ON_GPU[0]
+    assert delta_step.has_kernels(served) and delta_step.has_kernels(ON_GPU[1])
+    assert not delta_step.has_kernels(replace(served, **changes))
 
 
 def test_lists_of_chunks():
