@@ -24,7 +24,7 @@ class Admission:
         running: Running,
         waiting: Waiting,
         counter: VirtualTokenCounter,
-        branching: Branching | None,
+        branching: Branching | None = None,
     ) -> None:
         self._cache = cache
         self._running = running

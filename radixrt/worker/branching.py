@@ -46,10 +46,7 @@ class Branching:
         """Set the marks of a request that was admitted."""
         request.marks = []
         last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
-        wanted = [request.lease.length, *request.pinned]
-        if request.score_from is None:
-            wanted.append(last)
-        for at in sorted(wanted):
+        for at in sorted((last, request.lease.length, *request.pinned)):
             self._mark(request, min(at, last))
         for _, other in zip(range(MOST), self._waiting, strict=False):
             self._mark_common(request, other)

@@ -19,19 +19,26 @@ class Decodes:
     """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
     changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "states", "all_true")
+    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
-        self.states = np.array([r.state for r in requests], dtype=np.int32)
+        self._states: np.ndarray | None = None
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
         """Positions of the tokens to compute."""
         self.last = np.array([FROM_DEVICE if r.pending else r.tokens[-1] for r in requests], dtype=np.int32)
         """Ids of these tokens."""
+
+    @property
+    def states(self) -> np.ndarray:
+        """Slots of the requests' recurrent states, int32, if the model has any."""
+        if self._states is None:
+            self._states = np.array([r.state for r in self.requests], dtype=np.int32)
+        return self._states
 
     def advance(self) -> None:
         """Move on to the next step, whose tokens are those that the planned step samples."""

@@ -241,8 +241,8 @@ class PageCache:
             self.forget(request, length, keep)
 
     def forget(self, request: Request, length: int, keep: int = 0) -> None:
-        """Remove a request's tokens [keep, length) from the tree, except what running requests lease. Pins and kept
-        contexts there are released."""
+        """Remove a request's tokens [keep, length) from the tree, except what running requests lease, and all snapshots
+        there. Pins and kept contexts there are released."""
         path = request.tokens[:length]
         self.pins.release_along(request.namespace, path.tobytes(), keep)
         self.kept.release_along(request.namespace, path.tobytes(), keep)

@@ -58,8 +58,6 @@ class Ending:
     def fail_step(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
         outputs: list[Output] = []
-        if plan.states is not None:
-            self._cache.states.fail(plan.states.saves)
         for request in [r for r in self._running.behind if r not in plan.requests]:
             # Admitted but not in this plan: it may lease what this step was to compute.
             self._running.remove(request)

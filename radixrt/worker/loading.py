@@ -162,6 +162,8 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
         runner = make_runner(config, loaded, group)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
+    if runner.states is not None:
+        log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(
         "%s: %d layers in %s; %d token slots of %s, %.2f GB; ready in %.1f s",
         loaded.folder.name, loaded.spec.num_layers, loaded.dtype, runner.num_pages * runner.page_size,

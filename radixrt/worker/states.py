@@ -110,8 +110,8 @@ class States:
     def end(self, slot: int, page: int = 0) -> None:
         """A live state is not written any more. It becomes the snapshot of `page`, unless that has one or is 0."""
         self._live.remove(slot)
-        unwritten = self._restores.pop(slot, None) is not None
-        if not page or unwritten or self._of_page[page]:
+        self._restores.pop(slot, None)  # its source is still there, for the same page
+        if not page or self._of_page[page]:
             self._touch(int(self._of_page[page]))
             self._free.append(slot)
         else:
@@ -123,12 +123,6 @@ class States:
         for slot in slots[slots > 0].tolist():
             self._saves.pop(slot, None)
             self._unregister(slot)
-
-    def fail(self, saves: np.ndarray) -> None:
-        """Drop the snapshots that a step was to save (`StateWork.saves`) and could not."""
-        for slot in saves[1].tolist():
-            if slot in self._pages:
-                self._unregister(slot)
 
     # ------------------------------------------------------------ slots
 

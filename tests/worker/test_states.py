@@ -177,6 +177,65 @@ def test_a_failed_step_leaves_no_snapshots() -> None:
     assert not len(bench.cache.states) and not bench.cache.states.live
 
 
+def test_a_failed_step_leaves_no_snapshots_where_others_have_pages_either() -> None:
+    bench = bench_of()
+    run(bench, TRUNK)
+    bench.cache.states.drop(np.arange(4001))
+    bench.add(1, TRUNK + [7] * 100, 50)
+    for _ in range(6):
+        bench.step()
+    bench.cache.states.drop(np.arange(4001))
+    bench.add(2, TRUNK + [8] * 100, 4)
+    plan = bench.plan()
+    if bench.flight:
+        bench.land(*bench.flight)
+        bench.flight = None
+    assert plan.starts.tolist()[1:] == [0] and plan.states.saves.shape == (2, 1), "its KV is there, its state is not"
+    bench.scheduler.fail(plan, "out of memory")
+    bench.cache.check()
+    assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states)
+
+
+def test_logits_that_are_not_finite_leave_no_snapshots() -> None:
+    bench = bench_of()
+    run(bench, TRUNK)
+    bench.add(1, TRUNK + [7], 9)
+    bench.step()
+    bench.add(2, TRUNK + [8], 9)
+    plan = bench.plan()
+    if bench.flight:
+        bench.land(*bench.flight)
+        bench.flight = None
+    result = bench.runner.launch(plan)()
+    result.failed[plan.requests.index(next(r for r in plan.requests if r.id == 2))] = "logits are not finite"
+    bench.scheduler.apply(plan, result)
+    bench.cache.check()
+    assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states), "another request has the pages"
+
+
+def test_a_request_that_is_behind_goes_on_from_what_another_leaves() -> None:
+    bench = bench_of(chunk=100)
+    slow, fast = bench.add(0, TRUNK, 1), bench.add(1, TRUNK[:400], 1)
+    for request in (slow, fast):
+        bench.cache.admit(request)
+    bench.cache.reserve(fast, 400)
+    bench.cache.publish(fast, 400)
+    fast.computed = 400
+    bench.cache.retire(fast)
+    bench.cache.state_work([])
+    bench.cache.catch_up(slow)
+    assert slow.computed == 400 and bench.cache.state_work([]).restores[1].tolist() == [slow.state]
+    assert slow.lease.length == 400
+    bench.cache.states.drop(np.arange(4001))
+    again = bench.add(2, TRUNK, 1)
+    bench.cache.admit(again)
+    assert again.computed == 0 and again.lease.length == 400
+    bench.cache.save(slow, 400)
+    bench.cache.state_work([])
+    bench.cache.catch_up(again)
+    assert again.computed == 400, "a snapshot of pages that it has"
+
+
 def test_a_preempted_request_goes_on_from_the_snapshot_of_its_prompt() -> None:
     """Its last state has left the cache with the first of its pages that others needed."""
     bench = bench_of(pages=700, rows=2)

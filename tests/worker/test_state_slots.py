@@ -1,0 +1,143 @@
+"""The slots of the state pool alone: on a device that does the copies of a plan in any order, every request and every
+prefix finds its state."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radixrt.worker.states import States
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+def saved(states: States, page: int) -> None:
+    """Let a request begin from nothing and leave a snapshot for a page."""
+    states.end(states.begin(0), page)
+    states.drain()
+
+
+def test_a_snapshot_that_a_plan_reads_is_not_evicted_by_it() -> None:
+    states = States(4, 10)
+    for page in (1, 2, 3):
+        saved(states, page)
+    first = states.begin(1)  # takes the slot of 2
+    second = states.begin(1)  # takes the slot of 3, although 1 is the oldest of the rest
+    assert not states.has_room and not states.save(first, 5), "only what is read or written is left"
+    restores, saves = states.drain()
+    assert sorted(restores[1].tolist()) == sorted((first, second)) and len(set(restores[0].tolist())) == 1
+    assert saves.shape == (2, 0) and states.deepest(pages(1)) == 1 and states.has_room
+
+
+def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
+    states = States(4, 10)
+    slot = states.begin(0)
+    assert states.save(slot, 5) and states.deepest(pages(5)) == 0
+    states.drop(pages(4, 5))
+    assert states.drain()[1].shape == (2, 0) and states.deepest(pages(5)) == 0 and states.free == 2
+
+
+def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
+    for use in (
+        lambda states, _: states.end(states.begin(1)),
+        lambda states, slot: states.restore(slot, 1),
+        lambda states, slot: states.save(slot, 1),
+        lambda states, slot: states.end(slot, 1),
+    ):
+        states = States(5, 10)
+        slot = states.begin(0)
+        for page in (1, 2):
+            saved(states, page)
+        use(states, slot)
+        states.drain()
+        while states.deepest(pages(2)):
+            states.begin(0)
+            states.drain()
+        assert states.deepest(pages(1)) == 1, "2 went first"
+
+
+class Slots(RuleBasedStateMachine):
+    """A device that does a plan's copies in any order, and what requests and prefixes should find there."""
+
+    @initialize(total=st.integers(1, 6))
+    def make(self, total: int) -> None:
+        self.states = States(total + 1, 8)
+        self.device = [0] * (total + 1)
+        self.live: dict[int, int] = {}
+        """What the state of each live slot is; slots that begin in this plan included."""
+        self.known: dict[int, int] = {}
+        """What the snapshot of each page should be, if there is one."""
+        self.coming: dict[int, int] = {}
+        """The pages that are saved in this plan, and the slots they are saved from."""
+        self.steps = 0
+
+    @precondition(lambda self: self.states.has_room)
+    @rule(page=st.integers(0, 7))
+    def begin(self, page: int) -> None:
+        page = page if page and self.states.deepest(pages(page)) else 0
+        self.live[self.states.begin(page)] = self.known[page] if page else 0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), page=st.integers(1, 7))
+    def save(self, data: st.DataObject, page: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.live)))
+        if page in self.coming or self.states.deepest(pages(page)):
+            return
+        if self.states.save(slot, page):
+            self.coming[page] = slot
+
+    @precondition(lambda self: set(self.live) - set(self.coming.values()))
+    @rule(data=st.data(), page=st.integers(0, 7))
+    def end(self, data: st.DataObject, page: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.coming.values()))))
+        fresh = page and page not in self.coming and not self.states.deepest(pages(page))
+        if self.device[slot] != self.live[slot]:  # not restored yet: it would be of the page that it began with
+            fresh, page = False, 0
+        self.states.end(slot, page)
+        if fresh:
+            self.known[page] = self.live[slot]
+        del self.live[slot]
+
+    @rule(page=st.integers(1, 7))
+    def drop(self, page: int) -> None:
+        source = self.states._of_page[page]
+        if source in self.states._restores.values():  # its page is leased
+            return
+        self.states.drop(pages(page))
+        self.coming.pop(page, None)
+
+    @rule(random=st.randoms(use_true_random=False))
+    def step(self, random: random.Random) -> None:
+        restores, saves = self.states.drain()
+        self._copy(restores, random)
+        self.steps += 1
+        for slot, expected in self.live.items():
+            assert self.device[slot] == expected
+            self.device[slot] = self.live[slot] = self.steps * 100 + slot
+        self._copy(saves, random)
+        self.known |= {page: self.live[slot] for page, slot in self.coming.items()}
+        self.coming.clear()
+
+    def _copy(self, copies: np.ndarray, random: random.Random) -> None:
+        pairs = list(zip(*copies.tolist(), strict=True))
+        random.shuffle(pairs)
+        for source, target in pairs:
+            self.device[target] = self.device[source] if source else 0
+
+    @invariant()
+    def every_snapshot_is_what_it_should_be(self) -> None:
+        if hasattr(self, "states"):
+            self.states.check(list(self.live), np.arange(1, 8))
+            for page in range(1, 8):
+                if self.states.deepest(pages(page)):
+                    assert self.device[self.states._of_page[page]] == self.known[page]
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
