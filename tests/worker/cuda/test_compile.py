@@ -156,15 +156,16 @@ build(delta._tokens_kernel, pointers, numbers, heads | {"COLUMNS": delta.COLUMNS
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, {"VALUE_HEADS": 32, "VALUE_DIM": 128}, 1)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 t, fields = delta_chunks.TILES, delta_chunks.CHUNK_FIELDS
-constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "ROWS": delta_chunks.ROWS, "FIELDS": fields}
-build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants)
+constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "FIELDS": fields}
+build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants, 2)
 chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
 constants = chunks | {"FIELDS": fields, "UNIT": tl.float16}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
 pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
+room = 232_448 if target.arch == 90 else 101_376
 constants = chunks | {"COLUMNS": t.columns, "FIELDS": delta_chunks.SEQUENCE_FIELDS, "CHUNK_FIELDS": fields}
-build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps)
+build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps, room=room)
 pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
 build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": fields}, t.output_warps, 1)
 """
