@@ -42,7 +42,7 @@ gpu-test: MARKS ?= not slow
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider -m '$(MARKS)' tests/gpu \
-	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py latent.py full_heads.py sampler.py scaled.py)
+	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py delta.py latent.py full_heads.py sampler.py scaled.py)
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
@@ -60,6 +60,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
 	PYTHONPATH=.gpu/site:. python3 -m bench.packed_experts
+	PYTHONPATH=.gpu/site:. python3 -m bench.delta
 	PYTHONPATH=.gpu/site:. python3 -m bench.products
 	PYTHONPATH=.gpu/site:. python3 -m bench.gated
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker

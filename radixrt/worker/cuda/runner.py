@@ -133,18 +133,9 @@ class CudaRunner(ModelRunner):
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(
-            shape,
-            itemsize,
-            spec.attention_windows,
-            chunk,
-            chunk_cut,
-            chip,
-            flashinfer,
-            shares,
-            plain,
-            full,
-            ends=spec.ends_with_attention,
-        )
+            shape, itemsize, spec.attention_windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full,
+            spec.ends_with_attention,
+        )  # fmt: skip
         self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
