@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ def drawn(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 class Case:
     """Layers that take turns, and the inputs of a step."""
 
-    def __init__(self, spec: DeltaSpec, counts: list[int]) -> None:
-        self.spec, self.counts = spec, counts
+    def __init__(self, spec: DeltaSpec, counts: list[int], tiles: Tiles = delta_chunks.TILES) -> None:
+        self.spec, self.counts, self.tiles = spec, counts, tiles
         tokens, heads, wide = sum(counts), spec.value_heads, torch.float32
         self.net = DeltaNet(
             spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(heads, dtype=wide),
@@ -82,9 +83,9 @@ class Case:
         delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
         return self.out
 
-    def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
+    def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
         delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
-        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
+        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles or self.tiles)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
@@ -167,7 +168,7 @@ def swept(case: Case) -> None:
     if max(case.counts) == 1:
         ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
     else:
-        candidates = [Tiles(), Tiles(within_warps=8), Tiles(output_warps=8)]
+        candidates = [Tiles(), Tiles(block=16), Tiles(block=16, within_warps=2), Tiles(output_warps=8)]
         candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]
         candidates += [Tiles(columns=32, warps=2, stages=stages) for stages in (2, 3)]
         candidates += [Tiles(columns=16, warps=1, stages=stages) for stages in (2, 3)]
@@ -187,6 +188,7 @@ def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--block", type=int, default=delta_chunks.TILES.block)
     args = parser.parse_args()
     torch.manual_seed(0)
     limits = ceilings()
@@ -198,7 +200,7 @@ def main() -> None:
         return
     for name, spec in SHAPES.items():
         for counts in (*([1] * n for n in DECODES), *PROMPTS):
-            case = Case(spec, counts)
+            case = Case(spec, counts, replace(delta_chunks.TILES, block=args.block))
             rows.append({"shape": name} | measure(case, limits))
             print(rows[-1], flush=True)
             del case

@@ -157,21 +157,39 @@ def _dot(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, SIZE: tl.constexpr, HALF: tl.constexpr):
+def _merged(found, a, i, j, level: tl.constexpr, HALF: tl.constexpr):
+    """Inverses of diagonal blocks of 2^(level + 1), from those of half the size."""
+    below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), a, 0.0)
+    if level == 0:
+        return found - below
+    else:
+        return found - _dot(_dot(found, below, HALF), found, HALF)
+
+
+@triton.jit
+def _inverse(a, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a[SIZE, SIZE], by inverses of diagonal blocks of twice the size at a
-    time: [[P, 0], [E, Q]]^-1 = [[P^-1, 0], [-Q^-1 E P^-1, Q^-1]].
+    time: [[P, 0], [E, Q]]^-1 = [[P^-1, 0], [-Q^-1 E P^-1, Q^-1]]. Up to BLOCK only the diagonal blocks are computed.
 
     (The product of I + a^(2^n), which takes as many multiplications, has terms as large as binomial coefficients where
     keys are alike; here no entry exceeds beta.)"""
+    LEVELS: tl.constexpr = BLOCK.bit_length() - 1
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
-    found = tl.where(i == j, 1.0, 0.0)
-    for level in tl.static_range(SIZE.bit_length() - 1):
-        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), a, 0.0)
-        if level == 0:
-            found -= below
-        else:
-            found -= _dot(_dot(found, below, HALF), found, HALF)
+    if BLOCK > 1:
+        COUNT: tl.constexpr = SIZE // BLOCK
+        same = tl.arange(0, COUNT)[:, None, None, None] == tl.arange(0, COUNT)[None, None, :, None]
+        inner = tl.sum(tl.where(same, tl.reshape(a, (COUNT, BLOCK, COUNT, BLOCK)), 0.0), 2)
+        p = tl.arange(0, BLOCK)[None, :, None]
+        q = tl.arange(0, BLOCK)[None, None, :]
+        blocks = tl.where(p == q, 1.0, tl.zeros([COUNT, BLOCK, BLOCK], tl.float32))
+        for level in tl.static_range(LEVELS):
+            blocks = _merged(blocks, inner, p, q, level, HALF)
+        found = tl.reshape(tl.where(same, blocks[:, :, None, :], 0.0), (SIZE, SIZE))
+    else:
+        found = tl.where(i == j, 1.0, 0.0)
+    for level in tl.static_range(LEVELS, SIZE.bit_length() - 1):
+        found = _merged(found, a, i, j, level, HALF)
     return found
 
 
@@ -179,7 +197,8 @@ def _inverse(a, SIZE: tl.constexpr, HALF: tl.constexpr):
 def _within_kernel(
     x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, u_ptr, w_ptr, sums_ptr, tails_ptr, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     head = tl.program_id(0)
@@ -210,7 +229,7 @@ def _within_kernel(
     lower = i[:, None] > i[None, :]
     between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
     alike = _dot(k, tl.trans(k), HALF) * between * (beta * unit)[:, None] * unit[None, :]
-    inverse = _inverse(alike, TOKENS, UNIT)
+    inverse = _inverse(alike, TOKENS, BLOCK, UNIT)
     w = _dot(inverse * (beta * unit * tl.exp(sums))[None, :], k, HALF)
     tile = tl.program_id(1).to(tl.int64) * VALUE_HEADS + head
     w_at = w_ptr + tile * (TOKENS * KEY_DIM) + i[:, None] * KEY_DIM + d[None, :]
@@ -320,6 +339,8 @@ class Tiles:
     """Parameters that the kernels are compiled with."""
 
     within_warps: int = 4
+    block: int = 1
+    """Size of the diagonal blocks that are inverted on their own."""
     columns: int = 64
     """Columns of the state that a program takes from chunk to chunk: 16 for each warp."""
     warps: int = 4
@@ -355,7 +376,8 @@ def by_chunks(
     launch(
         _within_kernel, (heads, number, 1), cache,
         x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, u, w, sums, tails, inputs.a.stride(0),
-        inputs.b.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, unit, num_warps=tiles.within_warps, num_stages=1,
+        inputs.b.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, unit, tiles.block, num_warps=tiles.within_warps,
+        num_stages=1,
     )  # fmt: skip
     columns = min(tiles.columns, spec.value_dim)
     launch(

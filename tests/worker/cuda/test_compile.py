@@ -160,7 +160,7 @@ constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "FIELDS": fields}
 build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants, 2)
 chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-constants = chunks | {"FIELDS": fields, "UNIT": tl.float16}
+constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
 pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
 room = 232_448 if target.arch == 90 else 101_376

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -234,6 +235,14 @@ def test_what_has_no_kernels(changes):
     served = ON_GPU[0]
     assert delta_step.has_kernels(served) and delta_step.has_kernels(ON_GPU[1])
     assert not delta_step.has_kernels(replace(served, **changes))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_inverses_by_diagonal_blocks(noise, device, monkeypatch):
+    """Of the kernel within chunks, as above."""
+    tiles = replace(delta_chunks.TILES, block=16)
+    monkeypatch.setattr(delta_chunks, "by_chunks", partial(delta_chunks.by_chunks, tiles=tiles))
+    test_equal_keys_are_as_exact_as_others(noise, device)
 
 
 def test_lists_of_chunks():
