@@ -65,6 +65,7 @@ FAMILIES = (
     "mixtral",
     "olmo2",
     "olmo3",
+    "olmo_hybrid",
     "olmoe",
     "phi3",
     "qwen2",
@@ -249,7 +250,14 @@ def not_served(family: str) -> str:
 
 def _needed(config: Mapping[str, Any]) -> Iterator[str]:
     """Fields of a model that null is no value for."""
-    yield from (*SIZES, *DELTA, "intermediate_size", "moe_layer_interval", *GIVEN_COUNTS, *GIVEN_NUMBERS)
+    yield from (
+        *SIZES,
+        "full_attention_interval",
+        "intermediate_size",
+        "moe_layer_interval",
+        *GIVEN_COUNTS,
+        *GIVEN_NUMBERS,
+    )
     if any(config.get(name) is not None for name in LATENT):
         yield from LATENT
     if config.get("n_routed_experts"):

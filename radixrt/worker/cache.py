@@ -57,12 +57,12 @@ class PageCache:
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
-        self.pins = Pins(self.tree, self.total_pages, max_pinned_share)
+        self.states = States(num_states, num_pages) if num_states else None
+        self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
         self.kept = Kept(self.total_pages * page_size)
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """How many pages each row has."""
-        self.states = States(num_states, num_pages) if num_states else None
         self.evicted_tokens = 0
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free = self.total_pages

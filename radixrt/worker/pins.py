@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from radixrt.messages import TOKEN_BYTES, Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
+from radixrt.worker.states import States
 
 TENANTS = 2
 """The pins of all tenants together may hold this many times the share of one."""
@@ -39,19 +42,22 @@ class Pin:
     seconds: float
     until: float
     lease: Lease
+    page: int = 0
+    """Page whose snapshot of the recurrent state is protected (see `States.pin`)."""
 
 
 class Pins:
     """The pins of one tree. `share` is the part of `total_pages` that a tenant's pins may hold. Times are in seconds of
     any monotonic clock."""
 
-    def __init__(self, tree: RadixTree, total_pages: int, share: float) -> None:
+    def __init__(self, tree: RadixTree, total_pages: int, share: float, states: States | None = None) -> None:
         if not 0 <= share <= 1:
             raise ValueError(f"max_pinned_share: must be in [0, 1], not {share}")
         self.tenant_tokens = int(total_pages * share) * tree.page_size
         """The most that a tenant's pins may hold."""
         self.all_tokens = min(TENANTS * self.tenant_tokens, total_pages * tree.page_size)
         self._tree = tree
+        self._states = states
         self._wanted: dict[int, Run] = {}
         self._pins: dict[Key, Pin] = {}
         """Sorted by last use."""
@@ -115,7 +121,8 @@ class Pins:
         if (before := self._pins.get(key)) is not None:
             until = max(until, before.until)
             self._release(key)
-        self._pins[key] = Pin(namespace, ids, seconds, until, lease)
+        page = 0 if self._states is None else self._states.pin(np.frombuffer(lease.values(), np.int32))
+        self._pins[key] = Pin(namespace, ids, seconds, until, lease, page)
         self._next_expiry = min(self._next_expiry, until)
         tenant = tenant_of(namespace)
         self._paths.setdefault(tenant, OwnerTree()).add(namespace, ids, _OWNER)
@@ -160,6 +167,8 @@ class Pins:
     def _release(self, key: Key) -> None:
         pin = self._pins.pop(key)
         pin.lease.release()
+        if self._states is not None:
+            self._states.unpin(pin.page)
         tenant = tenant_of(pin.namespace)
         self._paths[tenant].remove(pin.namespace, pin.ids, _OWNER)
         if not self._paths[tenant].tokens:

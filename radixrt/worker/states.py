@@ -18,6 +18,8 @@ Integers only.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 BLOCK = 4096
@@ -40,6 +42,8 @@ class States:
         """The page of each snapshot's slot, the least recently used first."""
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
+        self._pinned: Counter[int] = Counter()
+        """Pages whose snapshots go only if a request needs a slot and there are no others: by how many pins."""
         self._restores: dict[int, int] = {}
         """For the plan that is made: source of each slot that is written before the step; 0: zeros."""
         self._saves: dict[int, int] = {}
@@ -60,7 +64,7 @@ class States:
     @property
     def has_room(self) -> bool:
         """Whether another request can have a live state."""
-        return bool(self._free) or self._oldest() > 0
+        return bool(self._free) or self._oldest(pinned_too=True) > 0
 
     # ------------------------------------------------------------ look-ups
 
@@ -74,12 +78,31 @@ class States:
                     return start + place + 1
         return 0
 
+    # ------------------------------------------------------------ pins
+
+    def pin(self, pages: np.ndarray) -> int:
+        """Protect the deepest snapshot of a path. Returns its page, for `unpin`; 0 if there is none, or if half
+        of all slots are protected already."""
+        depth = self.deepest(pages)
+        page = int(pages[depth - 1]) if depth else 0
+        if not page or (page not in self._pinned and len(self._pinned) >= self.total // 2):
+            return 0
+        self._pinned[page] += 1
+        return page
+
+    def unpin(self, page: int) -> None:
+        """Undo one `pin`."""
+        if page:
+            self._pinned[page] -= 1
+            if not self._pinned[page]:
+                del self._pinned[page]
+
     # ------------------------------------------------------------ a request's state
 
     def begin(self, page: int) -> int:
         """A live slot, with the state of a page's snapshot, or with zeros if `page` is 0. `has_room` must be true."""
         source = int(self._of_page[page]) if page else 0
-        slot = self._allocate(source)
+        slot = self._allocate(source, pinned_too=True)
         if not slot:  # the only snapshot that could be evicted is the one to begin with
             self._unregister(source)
             self._free.remove(source)
@@ -136,15 +159,22 @@ class States:
         self._saves.clear()
         return found
 
-    def _oldest(self, spared: int = 0) -> int:
-        """The least recently used snapshot that the plan being made neither reads nor writes; 0 if there is none."""
+    def _oldest(self, spared: int = 0, pinned_too: bool = False) -> int:
+        """The least recently used snapshot that the plan being made neither reads nor writes, if possible none that is
+        pinned; 0 if there is none."""
         busy = {spared, *self._restores.values(), *self._saves}
-        return next((slot for slot in self._pages if slot not in busy), 0)
+        first = 0
+        for slot, page in self._pages.items():
+            if slot not in busy:
+                if page not in self._pinned:
+                    return slot
+                first = first or slot
+        return first if pinned_too else 0
 
-    def _allocate(self, spared: int = 0) -> int:
+    def _allocate(self, spared: int = 0, pinned_too: bool = False) -> int:
         """A free slot, or that of the oldest snapshot but `spared`; 0 if there is none."""
         if not self._free:
-            oldest = self._oldest(spared)
+            oldest = self._oldest(spared, pinned_too)
             if not oldest:
                 return 0
             self._unregister(oldest)

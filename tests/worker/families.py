@@ -35,6 +35,8 @@ HYBRID |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
 HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 HYBRID_MOE |= {"shared_expert_intermediate_size": 72}
 
+OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
 SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
@@ -70,6 +72,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
+    "olmo_hybrid": OLMO_HYBRID,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": QWEN_MOE,
     "qwen3_5_moe_text": HYBRID | HYBRID_MOE,

@@ -132,6 +132,15 @@ VARIANTS = [
     ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
     ("granitemoehybrid", {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
     ("granitemoehybrid", {"position_embedding_type": None, "num_key_value_heads": 1}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 4}),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "num_hidden_layers": 4, "layer_types": None}),
+    (
+        "olmo_hybrid",
+        {"rope_parameters": YARN, "linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
+    ),
+    ("qwen3_next", {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "norm_topk_prob": False}),
+    ("qwen3_next", {"num_experts": 0, "linear_conv_kernel_dim": 2, "linear_num_value_heads": 2}),
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 3, "num_key_value_heads": 1}),
     ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_parameters": YARN, "attention_bias": True}),
     ("granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": [1e4, 1e6], "num_key_value_heads": 1}),
 ]

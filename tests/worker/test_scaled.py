@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -222,6 +223,40 @@ def test_rows_of_heads_that_are_turned_otherwise_take_their_scales_along(checkpo
         weight = kept.weight if kind == "blocks" else kept.weight.dequantized()
         assert torch.equal(weight, dequantized.weight) and torch.equal(kept.bias, dequantized.bias)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
+
+
+HYBRID: dict[str, Any] = SIZES | {"head_dim": 128, "num_hidden_layers": 2, "full_attention_interval": 2}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128}
+HYBRID |= {"linear_value_head_dim": 64, "num_experts": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_rows_of_queries_and_gates_that_are_stored_head_by_head_take_their_scales_along(
+    checkpoint, tmp_path, family, kind
+):
+    """As do those of q, k, v and z in Qwen3-Next. Small projections are not in FP8 in published checkpoints."""
+    scales, config = KINDS[kind]
+    names = ("qkv", "proj_z", "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj")
+    folder = store(checkpoint(family, **HYBRID)[0], tmp_path / "fp8", scales, names, **config)
+    stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
+    for kept, dequantized in zip(stored._layers, wide._layers, strict=True):
+        pairs = [(kept.output.product, dequantized.output.product)]
+        if dequantized.gate is None:
+            pairs.append((kept.heads.qkvz, dequantized.heads.qkvz))
+            assert isinstance(kept.heads.ba, Linear) and kept.heads.rounding is None
+        else:
+            pairs += [(kept.heads.qkv, dequantized.heads.qkv), (kept.gate.product, dequantized.gate.product)]
+        for one, other in pairs:
+            assert isinstance(one, ScaledLinear) and torch.equal(one.weight.dequantized(), other.weight)
+
+
+def test_rows_that_are_no_whole_blocks_are_not_picked():
+    weight = Scaled.by_blocks(torch.randn(512, 128).to(FP8), torch.rand(4, 1))
+    whole = torch.arange(256, 384)
+    assert torch.equal(weight.picked(whole).dequantized(), weight.dequantized()[whole])
+    for order in (whole.flip(0), whole + 64, whole[:64], torch.arange(0, 256, 2)):
+        assert weight.picked(order) is None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (256,), (256, 1), (2, 3)])

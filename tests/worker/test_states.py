@@ -144,6 +144,27 @@ def test_pinned_prefixes_have_snapshots() -> None:
     assert run(bench, TRUNK[:200] + [1] * 10) == [200]
 
 
+def test_snapshots_that_are_pinned_go_last() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK)
+    bench.cache.pins.add("", np.array(TRUNK, np.int32).tobytes(), 60.0, 0.0)
+    for n in range(3, 9):
+        run(bench, [n] * 200)
+    assert run(bench, TRUNK + [1]) == [len(TRUNK)]
+    bench.cache.pins.release_oldest()
+    for n in range(3, 9):
+        run(bench, [n] * 200 + [9])
+    assert run(bench, TRUNK + [2]) == [0]
+
+
+def test_requests_run_if_all_snapshots_are_pinned() -> None:
+    bench = bench_of(states=2)
+    run(bench, TRUNK)
+    bench.cache.pins.add("", np.array(TRUNK, np.int32).tobytes(), 60.0, 0.0)
+    run(bench, *[[n] * 200 for n in range(3, 9)])
+    bench.cache.check()
+
+
 def test_the_least_recently_used_snapshot_goes_first() -> None:
     bench = bench_of(states=6)
     texts = [[n] * 200 for n in range(3, 6)]

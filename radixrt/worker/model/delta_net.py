@@ -76,10 +76,10 @@ class DeltaNet:
     def gates(self, x: torch.Tensor | Rounded) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[T, value_heads] each: beta, and the logarithm of the decay."""
         b, a = self.ba(x).float().chunk(2, dim=1)
-        a = a + self.dt_bias
+        a, factor = a + self.dt_bias, self.spec.beta_factor
         if a.is_cuda:
-            return b.sigmoid(), self.rates * F.softplus(a)
-        return sigmoid(b), self.rates * softplus(a)
+            return factor * b.sigmoid(), self.rates * F.softplus(a)
+        return factor * sigmoid(b), self.rates * softplus(a)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Projections.gather`."""

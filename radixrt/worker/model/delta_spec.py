@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.spec import NormsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,20 @@ class DeltaSpec:
     """The projections are stored as two matrices, `in_proj_qkvz` and `in_proj_ba`, whose rows are grouped by head of k
     (Qwen3-Next), and not as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`."""
     name: str = "linear_attn"
+    """Name of the linear attention, which comes before those that follow."""
+    qkv: tuple[str, ...] = ("in_proj_qkv",)
+    """Names of the projections to q, k and v."""
+    z: str = "in_proj_z"
+    b: str = "in_proj_b"
+    a: str = "in_proj_a"
+    norm: str = "norm"
+    out: str = "out_proj"
+    norm_eps: float | None = None
+    """Of the gated norm, if it differs from other norms'."""
+    beta_factor: float = 1.0
+    """Multiplies the sigmoid that is beta."""
+    norms: NormsSpec | None = None
+    """Norms of these layers, if they differ from those of layers with attention."""
 
     @property
     def keys(self) -> int:

@@ -31,12 +31,7 @@ def hybrid(config: dict[str, Any], fused: bool = False) -> ModelSpec:
     check_served(config, SERVED)
     layers, every = range(config["num_hidden_layers"]), config["full_attention_interval"]
     kinds = config.get("layer_types") or [FULL if (i + 1) % every == 0 else LINEAR for i in layers]
-    if others := sorted(set(kinds) - {LINEAR, FULL}):
-        raise ValueError(f"layer_types {', '.join(others)} are not served; {LINEAR} and {FULL} are")
-    if FULL not in kinds:
-        raise ValueError(f"layer_types: none is {FULL}")
-    if len(kinds) != len(layers):
-        raise ValueError(f"layer_types has {len(kinds)} layers, num_hidden_layers is {len(layers)}")
+    check_kinds(kinds, len(layers))
     plain = common(
         config,
         partial_rotary=True,
@@ -44,11 +39,22 @@ def hybrid(config: dict[str, Any], fused: bool = False) -> ModelSpec:
         norms=NormsSpec(float32_weight=True, offset=1.0),
         gate=GateSpec("q_proj", in_q=True),
     )
-    return dataclasses.replace(plain, delta=delta(config, kinds, fused))
+    return dataclasses.replace(plain, delta=delta(config, kinds, fused=fused))
 
 
-def delta(config: dict[str, Any], kinds: list[str], fused: bool = False) -> DeltaSpec | None:
-    """The linear attention of the layers of that kind; None if there are none."""
+def check_kinds(kinds: list[str], layers: int) -> None:
+    """ValueError if `layer_types` has other kinds than are served, or not one for each layer."""
+    if others := sorted(set(kinds) - {LINEAR, FULL}):
+        raise ValueError(f"layer_types {', '.join(others)} are not served; {LINEAR} and {FULL} are")
+    if FULL not in kinds:
+        raise ValueError(f"layer_types: none is {FULL}")
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
+
+
+def delta(config: dict[str, Any], kinds: list[str], **features: Any) -> DeltaSpec | None:
+    """The linear attention of the layers of kind LINEAR; None if there are none. `features`: other fields of
+    DeltaSpec."""
     found = DeltaSpec(
         layers=frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR),
         key_heads=config["linear_num_key_heads"],
@@ -56,7 +62,7 @@ def delta(config: dict[str, Any], kinds: list[str], fused: bool = False) -> Delt
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         kernel=config["linear_conv_kernel_dim"],
-        fused=fused,
+        **features,
     )
     if found.value_heads % found.key_heads:
         raise ValueError(f"linear_num_key_heads {found.key_heads} does not divide {found.value_heads} heads of v")

@@ -21,7 +21,7 @@ from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, ModelSpec
+from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, ModelSpec, NormsSpec
 
 HEAD = "lm_head.weight"
 XIELU_FIXED = 0.5, -1e-6
@@ -170,7 +170,7 @@ class Reader:
             return self._linear_layer(number, spec.delta)
         heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
-        mlp, norms = self._mlp(number), spec.norms
+        mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
         attention_norm = self._norm_before(at, norms.before_attention, heads.rounding)
         return Layer(
@@ -184,13 +184,13 @@ class Reader:
         )
 
     def _linear_layer(self, number: int, delta: DeltaSpec) -> Layer:
-        spec, at, norms, mlp = self._spec, f"layers.{number}.", self._spec.norms, self._mlp(number)
-        net = self._delta_net(f"{at}{delta.name}.", delta)
-        shape = spec.hidden_size, delta.values
+        spec, at, norms = self._spec, f"layers.{number}.", delta.norms or self._spec.norms
+        net, mlp = self._delta_net(f"{at}{delta.name}.", delta), self._mlp(number, norms)
+        shape, after = (spec.hidden_size, delta.values), self._norm_after(at, norms.after_attention)
         return Layer(
             attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
             heads=net,
-            output=self._output(f"{at}{delta.name}.out_proj", shape, False, AFTER_ATTENTION),
+            output=self._output(f"{at}{delta.name}.{delta.out}", shape, False, AFTER_ATTENTION, after),
             mlp_norm=self._norm_before(at, norms.before_mlp, mlp.rounding),
             mlp=mlp,
         )
@@ -201,23 +201,33 @@ class Reader:
             qkvz = [Piece(at + "in_proj_qkvz", (delta.channels + delta.values, hidden), order=qkvz_order(delta))]
             ba = [Piece(at + "in_proj_ba", (2 * heads, hidden), order=ba_order(delta))]
         else:
-            qkvz = [
-                Piece(at + "in_proj_qkv", (delta.channels, hidden)),
-                Piece(at + "in_proj_z", (delta.values, hidden)),
-            ]
-            ba = [Piece(at + name, (heads, hidden)) for name in ("in_proj_b", "in_proj_a")]
-        conv = self._weights.load(f"model.{at}conv1d.weight", (delta.channels, 1, delta.kernel))
+            sizes = (delta.channels,) if len(delta.qkv) == 1 else (delta.keys, delta.keys, delta.values)
+            named = zip((*delta.qkv, delta.z), (*sizes, delta.values), strict=True)
+            qkvz = [Piece(at + name, (size, hidden)) for name, size in named]
+            ba = [Piece(at + name, (heads, hidden)) for name in (delta.b, delta.a)]
         return DeltaNet(
             spec=delta,
             qkvz=self._linear(qkvz, False),
             ba=self._linear(ba, False),
-            conv=conv.squeeze(1),
+            conv=self._short_conv(at, delta),
             rates=-self._float32(at + "A_log", heads).exp(),
             dt_bias=self._float32(at + "dt_bias", heads),
-            norm=self._vector(at + "norm", delta.value_dim),
-            eps=self._spec.norm_eps,
+            norm=self._vector(at + delta.norm, delta.value_dim),
+            eps=delta.norm_eps or self._spec.norm_eps,
             exact=self._batch_invariant,
         )
+
+    def _short_conv(self, at: str, delta: DeltaSpec) -> torch.Tensor:
+        """The convolutions of all channels [channels, kernel], which may be stored as three (transformers writes parts
+        of equal sizes, whatever those of q, k and v are)."""
+        shape = delta.channels, 1, delta.kernel
+        names = [f"model.{at}{part}_conv1d.weight" for part in "qkv"]
+        if names[0] not in self._weights:
+            return self._weights.load(f"model.{at}conv1d.weight", shape).squeeze(1)
+        conv = torch.cat([self._weights.load(name, self._weights.shape(name)) for name in names])
+        if conv.shape != shape:
+            raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
+        return conv.squeeze(1)
 
     def _float32(self, name: str, size: int) -> torch.Tensor:
         """A small parameter that keeps its precision if it is stored in float32."""
@@ -315,9 +325,9 @@ class Reader:
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int) -> Mlp | UngatedMlp | Mixture:
+    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture:
         spec, at = self._spec, f"layers.{number}.mlp."
-        after = self._norm_after(f"layers.{number}.", spec.norms.after_mlp)
+        after = self._norm_after(f"layers.{number}.", norms.after_mlp)
         if spec.experts is not None and number in spec.experts.layers:
             read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
