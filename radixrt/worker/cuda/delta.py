@@ -4,7 +4,7 @@ recurrent state, and a gated norm. `delta_chunks` computes chunks of many tokens
 Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the root of Dk):
 
     S = exp(decay) S,   S = S + k (beta (v - S^T k))^T,   out = S^T q
-    decay = rate softplus(a + dt_bias),   beta = sigmoid(b)
+    decay = rate softplus(a + dt_bias),   beta = factor sigmoid(b)
 
 States are read from their slots and written back. Slot 0 is that of padding: it is never written.
 """
@@ -144,7 +144,7 @@ def _updated(state, q, k, v, decay, beta, scale):
 def _decode_kernel(
     x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
     a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, EARLY: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -165,7 +165,7 @@ def _decode_kernel(
     a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
     b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
     rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
-    state, out = _updated(state, q, k, v, decay_of(a, rate, dt_bias), tl.sigmoid(b), scale)
+    state, out = _updated(state, q, k, v, decay_of(a, rate, dt_bias), FACTOR * tl.sigmoid(b), scale)
     if slot > 0:
         tl.store(at, state)
     z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
@@ -189,7 +189,7 @@ def decode(
         _decode_kernel, (spec.value_heads, len(slots), 1), cache,
         x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, slots, states.rule, out, net.eps,
         spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
-        spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, num_warps=warps,
+        spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, num_warps=warps,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def decode(
 def _tokens_kernel(
     x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride, b_stride,
     state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    FACTOR: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
@@ -232,7 +232,7 @@ def _tokens_kernel(
         b_at += more * b_stride
         next_q, next_k, next_v = tl.load(q_at), tl.load(q_at + KEYS), tl.load(v_at)
         next_a, next_b = tl.load(a_at), tl.load(b_at)
-        decay, beta = decay_of(a.to(tl.float32), rate, dt_bias), tl.sigmoid(b.to(tl.float32))
+        decay, beta = decay_of(a.to(tl.float32), rate, dt_bias), FACTOR * tl.sigmoid(b.to(tl.float32))
         state, out = _updated(state, q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), decay, beta, scale)
         tl.store(out_at, out.to(dtype))
         out_at += VALUE_HEADS * VALUE_DIM
@@ -267,7 +267,7 @@ def by_tokens(
         _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
         x, inputs.a, inputs.b, net.rates, net.dt_bias, sequences, states.rule, out, spec.key_dim**-0.5,
         inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads, spec.value_heads, spec.key_dim,
-        spec.value_dim, columns, num_warps=1, num_stages=3,
+        spec.value_dim, spec.beta_factor, columns, num_warps=1, num_stages=3,
     )  # fmt: skip
     launch(
         _gated_norm_kernel, (spec.value_heads, len(out), 1), cache,

@@ -197,7 +197,8 @@ def _inverse(a, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr):
 def _within_kernel(
     x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, u_ptr, w_ptr, sums_ptr, tails_ptr, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    FACTOR: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
@@ -212,7 +213,7 @@ def _within_kernel(
     b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32)
     decay = decay_of(a, tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head))
     decay = tl.where(inside, decay, 0.0)
-    beta = tl.where(inside, tl.sigmoid(b), 0.0)
+    beta = tl.where(inside, FACTOR * tl.sigmoid(b), 0.0)
     sums = tl.cumsum(decay, 0)
     last = tl.sum(decay, 0)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -376,8 +377,8 @@ def by_chunks(
     launch(
         _within_kernel, (heads, number, 1), cache,
         x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, u, w, sums, tails, inputs.a.stride(0),
-        inputs.b.stride(0), *sizes, TOKENS, CHUNK_FIELDS, half, unit, tiles.block, num_warps=tiles.within_warps,
-        num_stages=1,
+        inputs.b.stride(0), *sizes, spec.beta_factor, TOKENS, CHUNK_FIELDS, half, unit, tiles.block,
+        num_warps=tiles.within_warps, num_stages=1,
     )  # fmt: skip
     columns = min(tiles.columns, spec.value_dim)
     launch(

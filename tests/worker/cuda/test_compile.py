@@ -150,9 +150,9 @@ numbers |= {"eps": f, "scale": f}
 for block in (1024, 128):
     build(delta._conv_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, {"K": 4, "BLOCK": block})
 pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
-build(delta._decode_kernel, pointers, numbers, heads, delta.DECODE_WARPS)
+build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
 pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*bf16"]
-build(delta._tokens_kernel, pointers, numbers, heads | {"COLUMNS": delta.COLUMNS}, 1)
+build(delta._tokens_kernel, pointers, numbers, heads | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS}, 1)
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, {"VALUE_HEADS": 32, "VALUE_DIM": 128}, 1)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 t, fields = delta_chunks.TILES, delta_chunks.CHUNK_FIELDS
@@ -160,7 +160,7 @@ constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "FIELDS": fields}
 build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants, 2)
 chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block}
+constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
 pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
 room = 232_448 if target.arch == 90 else 101_376

@@ -19,8 +19,9 @@ from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec
 
 SLOTS = 7
-SMALL, WIDE = DeltaSpec(frozenset(), 2, 4, 16, 32, 4), DeltaSpec(frozenset(), 1, 3, 32, 16, 3)
-ON_GPU = [DeltaSpec(frozenset(), 2, 4, 128, 128, 4), DeltaSpec(frozenset(), 1, 3, 64, 128, 3)]
+SMALL = DeltaSpec(frozenset(), 2, 4, 16, 32, 4)
+WIDE = DeltaSpec(frozenset(), 1, 3, 32, 16, 3, beta_factor=2.0)
+ON_GPU = [DeltaSpec(frozenset(), 2, 4, 128, 128, 4), DeltaSpec(frozenset(), 1, 3, 64, 128, 3, beta_factor=2.0)]
 
 
 def specs(device: torch.device) -> list[DeltaSpec]:
@@ -67,7 +68,9 @@ class Case:
             part.unflatten(1, (n, -1)) for part, n in ((q, spec.key_heads), (k, spec.key_heads), (v, spec.value_heads))
         )
         decay = net.rates * torch.nn.functional.softplus(inputs.a.float() + net.dt_bias)
-        out = gated_delta(q, k, v, decay, inputs.b.float().sigmoid(), states.rule, where, counts, exact=True)
+        out = gated_delta(
+            q, k, v, decay, spec.beta_factor * inputs.b.float().sigmoid(), states.rule, where, counts, exact=True
+        )
         return gated_norm(out, inputs.z.unflatten(1, out.shape[1:]), net.norm, net.eps)
 
     def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
