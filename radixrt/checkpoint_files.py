@@ -53,6 +53,7 @@ FAMILIES = (
     "iquestcoder",
     "kimi_k2",
     "kimi_k25",
+    "kimi_linear",
     "laguna",
     "llama",
     "mellum",

@@ -35,6 +35,9 @@ HYBRID |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
 HYBRID_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 HYBRID_MOE |= {"shared_expert_intermediate_size": 72}
 
+KIMI_LINEAR = LATENT | {"linear_num_heads": 3, "linear_head_dim": 16, "q_lora_rank": None, "num_hidden_layers": 3}
+KIMI_LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 8}
+KIMI_LINEAR |= {"moe_intermediate_size": 40, "num_experts_per_token": 3}
 OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -65,6 +68,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "hy_v3": EXAONE_MOE | {"head_dim": 32},
     "internlm3": {"head_dim": 32},
     "iquestcoder": {"head_dim": 32},
+    "kimi_linear": KIMI_LINEAR,
     "laguna": EXAONE_MOE
     | WINDOWS
     | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},

@@ -18,7 +18,7 @@ from radixrt.worker.model.checkpoint import read_json
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_models import all_logits, computed, greedy, load
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"]
 FEW = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 

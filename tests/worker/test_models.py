@@ -133,6 +133,11 @@ VARIANTS = [
     ("granitemoehybrid", {"num_local_experts": 0, "attention_bias": True, "rope_parameters": YARN}),
     ("granitemoehybrid", {"position_embedding_type": None, "num_key_value_heads": 1}),
     ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 4}),
+    ("kimi_linear", {"num_expert_group": 4, "topk_group": 2, "q_lora_rank": 24, "moe_renormalize": False}),
+    (
+        "kimi_linear",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2, "linear_conv_kernel_dim": 3},
+    ),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "num_hidden_layers": 4, "layer_types": None}),
     (
         "olmo_hybrid",
@@ -458,6 +463,6 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
             elements += weight.numel() * spec.experts.top_k // spec.experts.count
-        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias")):
+        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias", "A_log")):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

@@ -148,6 +148,21 @@ QWEN_NEXT = HYBRID | HYBRID_MOE | {"decoder_sparse_step": 1, "norm_topk_prob": T
 QWEN_NEXT |= {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "partial_rotary_factor": 0.5}
 QWEN_NEXT |= {"full_attention_interval": 4}
 
+KIMI_LINEAR: dict[str, Any] = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+KIMI_LINEAR |= {"q_lora_rank": None, "head_dim": 8, "num_key_value_heads": 4, "rope_theta": 1e4, "rope_scaling": None}
+KIMI_LINEAR |= {"model_max_length": 512, "max_position_embeddings": "REMOVED", "mla_use_nope": True}
+KIMI_LINEAR |= {"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1}
+KIMI_LINEAR |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_renormalize": True, "num_expert_group": 1}
+KIMI_LINEAR |= {"topk_group": 1, "use_grouped_topk": True, "moe_router_activation_func": "sigmoid"}
+KIMI_LINEAR |= {
+    "routed_scaling_factor": 2.446,
+    "hidden_act": "silu",
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 0,
+}
+KIMI_LINEAR["linear_attn_config"] = {"full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 3}
+KIMI_LINEAR["linear_attn_config"] |= {"short_conv_kernel_size": 4}
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
     "llama 3.1": ("llama", LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "eos_token_id": [1, 2, 3]}),
@@ -267,6 +282,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
     "sarvam 30b": ("sarvam_moe", PLAIN | SARVAM),
     "sarvam 105b": ("sarvam_mla", SARVAM_105B),
+    "kimi linear 48b a3b": ("kimi_linear", KIMI_LINEAR | {"pad_token_id": None}),
+    "olmo hybrid 7b": ("olmo_hybrid", PLAIN | {"num_hidden_layers": 4, "rope_parameters": {"rope_theta": None}}),
+    "olmo hybrid, of few words": ("olmo_hybrid", PLAIN | {"num_hidden_layers": 2}),
     "qwen 3 next": ("qwen3_next", QWEN_NEXT),
     "qwen 3 next, of few words": (
         "qwen3_next",
@@ -769,6 +787,8 @@ REQUIRED_FIELDS |= dict.fromkeys(
 EXTRA_FIELDS = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
 EXTRA_FIELDS["exaone4_5"] = {"model_type": "exaone4"}
 EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
+EXTRA_FIELDS["kimi_linear"] = {"num_hidden_layers": 5}
+REQUIRED_FIELDS["kimi_linear"] = set(MINIMAL) - {"num_hidden_layers", "max_position_embeddings"}
 EXTRA_FIELDS["deepseek_v2"] |= {"moe_intermediate_size": 1407}
 
 

@@ -46,40 +46,49 @@ class DeltaNet:
 
     spec: DeltaSpec
     qkvz: Product
-    """To q, k, v, which are convolved, and z, the gate."""
+    """To q, k, v, which are convolved, and z, the gate; with `ups`, to what decay and z are projected from."""
     ba: Product
-    """To beta and what the decay is made of, one number each per head of v."""
+    """To beta and what the decay is made of, one number each per head of v; with `ups`, to beta alone."""
     conv: torch.Tensor
     """[channels, kernel]"""
     rates: torch.Tensor
     """float32[value_heads]: negative; multiplies the softplus that is the decay."""
     dt_bias: torch.Tensor
-    """float32[value_heads]"""
+    """float32[value_heads], or with `ups` float32[keys]"""
     norm: torch.Tensor
     """[value_dim]"""
     eps: float
     exact: bool
     """Results must not depend on how sequences are cut into steps."""
+    ups: tuple[Product, Product] | None = None
+    """The second steps of the projections to decays and z, if these have two (`DeltaSpec.rank`)."""
 
     def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
         """See `Mix`."""
         spec, (convs, rules) = self.spec, states.layer(number)
-        qkv, z = self.qkvz(x).split((spec.channels, spec.values), dim=1)
+        qkv, rest = self.qkvz(x).tensor_split((spec.channels,), dim=1)
         qkv = short_conv(qkv, self.conv, None, convs, states.slots, states.bounds)
         q, k, v = qkv.split((spec.keys, spec.keys, spec.values), dim=1)
         q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
+        beta, decay, z = self.gates(x, rest)
         v, z = (part.unflatten(1, (spec.value_heads, spec.value_dim)) for part in (v, z))
-        beta, decay = self.gates(x)
         out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
-        return gated_norm(out, z, self.norm, self.eps)
+        return gated_norm(out, z, self.norm, self.eps, "sigmoid" if self.ups else "silu")
 
-    def gates(self, x: torch.Tensor | Rounded) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32[T, value_heads] each: beta, and the logarithm of the decay."""
-        b, a = self.ba(x).float().chunk(2, dim=1)
-        a, factor = a + self.dt_bias, self.spec.beta_factor
-        if a.is_cuda:
-            return factor * b.sigmoid(), self.rates * F.softplus(a)
-        return factor * sigmoid(b), self.rates * softplus(a)
+    def gates(self, x: torch.Tensor | Rounded, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float32[T, value_heads]: beta; the logarithm of the decay, the same or [T, value_heads, key_dim]; and z
+        [T, values]. `rest`: what `qkvz` gives beside q, k and v."""
+        made = self.ba(x).float()
+        if self.ups is None:
+            z, (b, a), rates = rest, made.chunk(2, dim=1), self.rates
+        else:
+            f, z = (up(part.contiguous()) for up, part in zip(self.ups, rest.chunk(2, dim=1), strict=True))
+            a, b, rates = f.float(), made, self.rates[:, None]
+        a = a + self.dt_bias
+        beta, a = (b.sigmoid(), F.softplus(a)) if a.is_cuda else (sigmoid(b), softplus(a))
+        if self.ups is not None:
+            a = a.unflatten(1, (self.spec.value_heads, -1))
+        return self.spec.beta_factor * beta, rates * a, z
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Projections.gather`."""
@@ -93,7 +102,7 @@ class DeltaNet:
     @property
     def products(self) -> list[Product]:
         """The projections that are applied to every token."""
-        return [self.qkvz, self.ba]
+        return [self.qkvz, self.ba, *(self.ups or ())]
 
 
 def qkvz_order(spec: DeltaSpec) -> torch.Tensor:

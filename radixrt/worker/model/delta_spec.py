@@ -41,6 +41,9 @@ class DeltaSpec:
     """Of the gated norm, if it differs from other norms'."""
     beta_factor: float = 1.0
     """Multiplies the sigmoid that is beta."""
+    rank: int = 0
+    """Kimi Delta Attention (arXiv 2510.26692): each element of a key has a decay of its own, z and what decays are made
+    of are projected in two steps, by way of so many elements, and the gate is the sigmoid of z. 0: none of this."""
     norms: NormsSpec | None = None
     """Norms of these layers, if they differ from those of layers with attention."""
 
@@ -66,7 +69,10 @@ class DeltaSpec:
 
     def elements(self, hidden: int) -> int:
         """Elements of the matrices of a layer for `hidden` states, its MLP not counted."""
-        return hidden * (self.channels + 2 * self.values + 2 * self.value_heads) + self.channels * self.kernel
+        gates = hidden * (self.values + 2 * self.value_heads)
+        if self.rank:
+            gates = hidden * (2 * self.rank + self.value_heads) + self.rank * (self.keys + self.values)
+        return hidden * (self.channels + self.values) + gates + self.channels * self.kernel
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence's states in all layers, for a model's dtype of `itemsize` bytes."""

@@ -196,25 +196,33 @@ class Reader:
         )
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
-        hidden, heads = self._spec.hidden_size, delta.value_heads
+        hidden, heads, dt, ups = self._spec.hidden_size, delta.value_heads, delta.value_heads, None
         if delta.fused:
             qkvz = [Piece(at + "in_proj_qkvz", (delta.channels + delta.values, hidden), order=qkvz_order(delta))]
             ba = [Piece(at + "in_proj_ba", (2 * heads, hidden), order=ba_order(delta))]
         else:
             sizes = (delta.channels,) if len(delta.qkv) == 1 else (delta.keys, delta.keys, delta.values)
-            named = zip((*delta.qkv, delta.z), (*sizes, delta.values), strict=True)
-            qkvz = [Piece(at + name, (size, hidden)) for name, size in named]
-            ba = [Piece(at + name, (heads, hidden)) for name in (delta.b, delta.a)]
+            qkvz = [Piece(at + name, (size, hidden)) for name, size in zip(delta.qkv, sizes, strict=True)]
+            ba = [Piece(at + delta.b, (heads, hidden))]
+            if delta.rank:
+                qkvz += [Piece(at + name, (delta.rank, hidden)) for name in ("f_a_proj", "g_a_proj")]
+                second = {"f_b_proj": delta.keys, "g_b_proj": delta.values}
+                f, g = (self._linear([Piece(at + name, (n, delta.rank))], False) for name, n in second.items())
+                dt, ups = delta.keys, (f, g)
+            else:
+                qkvz.append(Piece(at + delta.z, (delta.values, hidden)))
+                ba.append(Piece(at + delta.a, (heads, hidden)))
         return DeltaNet(
             spec=delta,
             qkvz=self._linear(qkvz, False),
             ba=self._linear(ba, False),
             conv=self._short_conv(at, delta),
             rates=-self._float32(at + "A_log", heads).exp(),
-            dt_bias=self._float32(at + "dt_bias", heads),
+            dt_bias=self._float32(at + "dt_bias", dt),
             norm=self._vector(at + delta.norm, delta.value_dim),
             eps=delta.norm_eps or self._spec.norm_eps,
             exact=self._batch_invariant,
+            ups=ups,
         )
 
     def _short_conv(self, at: str, delta: DeltaSpec) -> torch.Tensor:
@@ -232,9 +240,9 @@ class Reader:
     def _float32(self, name: str, size: int) -> torch.Tensor:
         """A small parameter that keeps its precision if it is stored in float32."""
         stored = self._weights.get(f"model.{name}")
-        if stored is None or stored.shape != (size,):
+        if stored is None or stored.numel() != size:
             stored = self._weights.load(f"model.{name}", (size,))
-        return stored.float()
+        return stored.float().flatten()
 
     def _grouped_query(self, at: str) -> Projections:
         spec = self._spec
