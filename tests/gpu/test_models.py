@@ -109,7 +109,8 @@ def test_logits_are_those_of_transformers(made, page_size):
             errors[name].append(float((a - b).norm() / b.norm()))
     median = {name: sorted(x)[4] for name, x in errors.items()}
     print("relative error of logits:", {name: f"{x:.2e}" for name, x in median.items()})
-    assert median["theirs"] < (3e-2 if chooses(folder) else 2e-2)
+    spec = read_spec(read_json(folder / "config.json"))
+    assert median["theirs"] < (3e-2 if spec.experts or spec.delta else 2e-2)
     assert median["to float32"] < (1.25 if chooses(folder) else 1.1) * median["theirs to float32"]
 
 

@@ -156,7 +156,7 @@ build(delta._tokens_kernel, pointers, numbers, heads | {"FACTOR": 1.0, "COLUMNS"
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, {"VALUE_HEADS": 32, "VALUE_DIM": 128}, 1)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 t, fields = delta_chunks.TILES, delta_chunks.CHUNK_FIELDS
-constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "FIELDS": fields}
+constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "PART": delta_chunks.PART, "FIELDS": fields}
 build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants, 2)
 chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]

@@ -140,9 +140,11 @@ def test_one_token_each(device):
 BOUNDS = [0, 1, 3, 67, 132, 262]
 
 
-@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
-def test_many_tokens(way, device):
-    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay."""
+@pytest.mark.parametrize(("way", "few"), [("by_chunks", 0), ("by_chunks", 32), ("by_tokens", 0)])
+def test_many_tokens(way, few, device, monkeypatch):
+    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. With the convolution of whole chunks and
+    of parts."""
+    monkeypatch.setattr(delta_chunks, "FEW", few)
     for spec in specs(device):
         case, slots = Case(spec, BOUNDS[-1], device), [3, 1, 5, 6, 2]
         found, expected = case.states(), case.states()
