@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule, for one layer without its projections: decodes and prompts in the shapes of
 Qwen3-Next and Qwen3.5, with limits.
 
-    python -m bench.delta [--sweep]
+    python -m bench.delta [--sweep] [--all]
 
 Random weights, states and inputs in bfloat16, states in float32; decodes in several layers in turn, so that no state
 is in the cache, all in CUDA graphs. Limits: the bytes of the states read and written once, and of inputs and results,
@@ -13,8 +13,8 @@ With --sweep, all tiles are timed.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,6 @@ SHAPES = {
 DECODES = (1, 16, 64, 256)
 PROMPTS = ([8192], [128] * 64, [2048], [512], [64])
 """Tokens of each sequence of a step."""
-SWEPT = ([8192], [128] * 64, [512], [1], [1] * 64, [1] * 256)
 CACHE = 200 << 20
 """Bytes of states that take turns: more than the cache holds."""
 DEVICE = torch.device("cuda")
@@ -52,8 +51,8 @@ def drawn(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 class Case:
     """Layers that take turns, and the inputs of a step."""
 
-    def __init__(self, spec: DeltaSpec, counts: list[int], tiles: Tiles = delta_chunks.TILES) -> None:
-        self.spec, self.counts, self.tiles = spec, counts, tiles
+    def __init__(self, spec: DeltaSpec, counts: list[int]) -> None:
+        self.spec, self.counts = spec, counts
         tokens, heads, wide = sum(counts), spec.value_heads, torch.float32
         self.net = DeltaNet(
             spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(heads, dtype=wide),
@@ -83,9 +82,9 @@ class Case:
         delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
         return self.out
 
-    def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
+    def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
         delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
-        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles or self.tiles)
+        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
@@ -168,7 +167,7 @@ def swept(case: Case) -> None:
     if max(case.counts) == 1:
         ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
     else:
-        candidates = [Tiles(), Tiles(block=16), Tiles(block=16, within_warps=2), Tiles(output_warps=8)]
+        candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(output_warps=8)]
         candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]
         candidates += [Tiles(columns=32, warps=2, stages=stages) for stages in (2, 3)]
         candidates += [Tiles(columns=16, warps=1, stages=stages) for stages in (2, 3)]
@@ -188,27 +187,24 @@ def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--block", type=int, default=delta_chunks.TILES.block)
+    parser.add_argument("--all", action="store_true", help="all shapes, and not the first one alone")
     args = parser.parse_args()
     torch.manual_seed(0)
     limits = ceilings()
     print(limits, flush=True)
     rows: list[dict[str, Any]] = []
-    if args.sweep:
-        for counts in SWEPT:
-            swept(Case(next(iter(SHAPES.values())), counts))
-        return
-    for name, spec in SHAPES.items():
-        for counts in (*([1] * n for n in DECODES), *PROMPTS):
-            case = Case(spec, counts, replace(delta_chunks.TILES, block=args.block))
-            rows.append({"shape": name} | measure(case, limits))
-            if name == next(iter(SHAPES)):
-                rows[-1]["kernels_ms"] = case.parts()
-            print(rows[-1], flush=True)
-            del case
-            torch.cuda.empty_cache()
+    names = list(SHAPES) if args.all else list(SHAPES)[:1]
+    for name, counts in itertools.product(names, (*([1] * n for n in DECODES), *PROMPTS)):
+        if args.sweep:
+            swept(Case(SHAPES[name], counts))
+            continue
+        case = Case(SHAPES[name], counts)
+        rows.append({"shape": name} | measure(case, limits) | {"kernels_ms": case.parts()})
+        print(rows[-1], flush=True)
+        save("delta", rows, device=torch.cuda.get_device_name(), **limits)
+        del case
+        torch.cuda.empty_cache()
     print(table([{name: value for name, value in row.items() if name != "kernels_ms"} for row in rows]))
-    save("delta", rows, device=torch.cuda.get_device_name(), **limits)
 
 
 if __name__ == "__main__":

@@ -255,8 +255,9 @@ def _no_kernels(loaded: Loaded) -> str:
         from radixrt.worker.cuda.delta_step import has_kernels
 
         if not has_kernels(delta):
+            decays = "decays of each element, " if delta.rank else ""
             sizes = f"heads of width {delta.key_dim} and {delta.value_dim}, a convolution of {delta.kernel} inputs"
-            return f"there are no kernels for linear attention with {sizes}"
+            return f"there are no kernels for linear attention with {decays}{sizes}"
     return ""
 
 

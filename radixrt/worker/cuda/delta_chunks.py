@@ -345,7 +345,7 @@ class Tiles:
     """Parameters that the kernels are compiled with."""
 
     within_warps: int = 4
-    block: int = 1
+    block: int = 16
     """Size of the diagonal blocks that are inverted on their own."""
     columns: int = 64
     """Columns of the state that a program takes from chunk to chunk: 16 for each warp."""

@@ -29,8 +29,8 @@ KERNELS = 2, 3, 4
 
 
 def has_kernels(spec: DeltaSpec) -> bool:
-    """Whether the kernels can compute such layers."""
-    return spec.key_dim in WIDTHS and spec.value_dim in WIDTHS and spec.kernel in KERNELS
+    """Whether the kernels can compute such layers: none with a decay for each element of a key."""
+    return not spec.rank and spec.key_dim in WIDTHS and spec.value_dim in WIDTHS and spec.kernel in KERNELS
 
 
 # ---------------------------------------------------------------- copies

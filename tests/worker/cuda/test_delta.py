@@ -235,7 +235,7 @@ def test_copies_of_states(device):
         assert torch.equal(states[[0, 4, 5]], old[[0, 4, 5]])
 
 
-@pytest.mark.parametrize("changes", [{"key_dim": 96}, {"value_dim": 192}, {"value_dim": 32}, {"kernel": 8}])
+@pytest.mark.parametrize("changes", [{"key_dim": 96}, {"value_dim": 192}, {"value_dim": 32}, {"kernel": 8}, {"rank": 128}])
 def test_what_has_no_kernels(changes):
     served = ON_GPU[0]
     assert delta_step.has_kernels(served) and delta_step.has_kernels(ON_GPU[1])
@@ -243,9 +243,9 @@ def test_what_has_no_kernels(changes):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_inverses_by_diagonal_blocks(noise, device, monkeypatch):
+def test_inverses_without_diagonal_blocks(noise, device, monkeypatch):
     """Of the kernel within chunks, as above."""
-    tiles = replace(delta_chunks.TILES, block=16)
+    tiles = replace(delta_chunks.TILES, block=1)
     monkeypatch.setattr(delta_chunks, "by_chunks", partial(delta_chunks.by_chunks, tiles=tiles))
     test_equal_keys_are_as_exact_as_others(noise, device)
 
