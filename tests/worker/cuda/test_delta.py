@@ -235,7 +235,9 @@ def test_copies_of_states(device):
         assert torch.equal(states[[0, 4, 5]], old[[0, 4, 5]])
 
 
-@pytest.mark.parametrize("changes", [{"key_dim": 96}, {"value_dim": 192}, {"value_dim": 32}, {"kernel": 8}, {"rank": 128}])
+@pytest.mark.parametrize(
+    "changes", [{"key_dim": 96}, {"value_dim": 192}, {"value_dim": 32}, {"kernel": 8}, {"rank": 128}]
+)
 def test_what_has_no_kernels(changes):
     served = ON_GPU[0]
     assert delta_step.has_kernels(served) and delta_step.has_kernels(ON_GPU[1])
