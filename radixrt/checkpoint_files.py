@@ -55,6 +55,8 @@ FAMILIES = (
     "kimi_k25",
     "kimi_linear",
     "laguna",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "mellum",
     "minimax_m2",
@@ -178,14 +180,16 @@ GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit
 """Of some families, for which null is no value."""
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-         "linear_num_value_heads", "full_attention_interval")  # fmt: skip
+         "linear_num_value_heads", "full_attention_interval", "linear_num_heads", "linear_head_dim",
+         "model_max_length", "conv_L_cache", "block_multiple_of")  # fmt: skip
 TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
      "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
-     "num_dense_layers", "prefix_dense_intermediate_size", "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "num_dense_layers", "num_experts_per_token", "num_expert_group", "block_ff_dim", "prefix_dense_intermediate_size",
+     "shared_intermediate_size", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
@@ -196,7 +200,8 @@ TEXT |= dict.fromkeys(
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
 TEXT |= dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "topk_method"), STRING)
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
-TEXT |= dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER}
+TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)

@@ -20,6 +20,7 @@ TORCH = (
     "worker/attention.py",
     "worker/sample.py",
     "worker/picking.py",
+    "worker/pools.py",
     "worker/scales.py",
     "worker/model/",
 )

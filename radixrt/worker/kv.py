@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 
 DTYPES = {
     "float32": torch.float32,
@@ -104,7 +104,7 @@ class StatePool:
     the model's dtype, and what the delta rule has stored, in float32. A slot's states are contiguous, so that copying
     it is fast. Slot 0 is the trash slot."""
 
-    def __init__(self, spec: DeltaSpec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DeltaSpec | ShortConvSpec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         layers = len(spec.layers)
         self.convs = _zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
         self.rules = _zeros((slots, layers, *spec.rule_shape), torch.float32, device)
@@ -137,6 +137,6 @@ class StatePool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As torch.zeros. On a CPU, NumPy's zeros are used: their memory is allocated when it is first written, so that a
     large pool takes no time to create."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import distributed
 from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup, join, leave
-from radixrt.worker.kv import DTYPES, KVPool, StatePool
+from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, read_spec
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import (
@@ -32,6 +31,7 @@ from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
+from radixrt.worker.pools import make_pool, make_states, pool_tokens
 from radixrt.worker.ranks import Followers, Leader
 from radixrt.worker.runner import ModelRunner, TorchRunner
 from radixrt.worker.scales import SOURCES, Scales, choose_scales
@@ -40,15 +40,6 @@ log = logging.getLogger("radixrt.loading")
 
 BACKENDS = ("auto", "flashinfer", "triton", "torch")
 QUANTIZATIONS = ("auto", "fp8", "none")
-CPU_MEMORY_SHARE = 0.25
-"""Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
-CPU_MOST_TOKENS = 1 << 18
-"""Upper limit of the token slots chosen that way."""
-STATE_SHARE = 0.5
-"""Share of the memory for the cache that recurrent states take. One state takes as much as the KV of thousands of
-tokens, and a prefix can be continued only where there is one."""
-STATES = 8
-"""The most recurrent states that are allocated by default, as a multiple of the most running requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +222,7 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
             return load_cuda_runner(config, loaded, group)
     model = load_model(config, loaded, exact, group=group)
     scales = load_scales(config, loaded, model)
-    states = make_states(config, loaded)
+    states = make_states(config, loaded, group=group)
     # On a CPU its memory is allocated when it is first written; on a GPU it is not free any more.
     reserved = states.nbytes if states is not None and not on_gpu else 0
     tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
@@ -251,13 +242,10 @@ def _no_kernels(loaded: Loaded) -> str:
         import triton  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    if (delta := loaded.spec.delta) is not None:
-        from radixrt.worker.cuda.delta_step import has_kernels
+    if loaded.spec.delta is not None:
+        from radixrt.worker.cuda.delta_step import no_kernels
 
-        if not has_kernels(delta):
-            decays = "decays of each element, " if delta.rank else ""
-            sizes = f"heads of width {delta.key_dim} and {delta.value_dim}, a convolution of {delta.kernel} inputs"
-            return f"there are no kernels for linear attention with {decays}{sizes}"
+        return no_kernels(loaded.spec.delta)
     return ""
 
 
@@ -310,38 +298,14 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
         weights.close()
 
 
-def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
-    spec = loaded.spec
-    return KVPool(
-        len(spec.attention_layers), pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
-        spec.latent and spec.latent.rank,
-    )  # fmt: skip
-
-
-def make_states(config: WorkerConfig, loaded: Loaded, reserved: int = 0) -> StatePool | None:
-    """The pool of recurrent states; None if the model has none.
-
-    Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
-    (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
-    """
-    if loaded.spec.delta is None:
-        return None
-    count = config.max_mamba_cache_size
-    if not count:
-        each = loaded.spec.delta.state_bytes(loaded.dtype.itemsize)
-        memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved)
-        count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
-    return StatePool(loaded.spec.delta, count + 1, loaded.dtype, loaded.device)
-
-
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:
     free, total = torch.cuda.mem_get_info(loaded.device)
     each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
     return (
         f"the GPU's memory does not hold this: {total / 1e9:.1f} GB in all, {free / 1e9:.1f} GB free now, a token of "
         f"KV takes {each} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
-        f"--gpu-memory-utilization ({config.gpu_memory_utilization}), --max-total-tokens or --max-num-batched-tokens. "
-        f"({error})"
+        f"--gpu-memory-utilization ({config.gpu_memory_utilization}), --max-total-tokens, "
+        f"{'--max-mamba-cache-size ' if loaded.spec.delta else ''}or --max-num-batched-tokens. ({error})"
     )
 
 
@@ -434,38 +398,3 @@ def open_weights(
         case "dummy":
             return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed)
     raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
-
-
-def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: TorchGroup | None = None) -> int:
-    """The number of token slots that fit into the memory left beside the weights; the same on all ranks.
-
-    On a GPU as many as fit when `gpu_share` of its memory is used in total, less `reserved` bytes; on a CPU as many as
-    fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MOST_TOKENS. Raises ValueError if not even one fits.
-    """
-    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
-    tokens = _cache_bytes(loaded, gpu_share, reserved, group) // each
-    if loaded.device.type == "cpu":
-        tokens = min(tokens, CPU_MOST_TOKENS)
-    if group is not None:
-        tokens = group.smallest(tokens)
-    if tokens < 1:
-        free = _free_bytes(loaded.device)
-        raise ValueError(
-            f"no memory is left for KV pages: {free / 1e9:.1f} GB free, {reserved / 1e9:.1f} GB needed by a step; see "
-            "--gpu-memory-utilization and --max-num-batched-tokens"
-        )
-    return tokens
-
-
-def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:
-    """The memory for KV pages and recurrent states in bytes (see `pool_tokens`); negative if there is none."""
-    free = _free_bytes(loaded.device)
-    if loaded.device.type == "cuda":
-        return int(free - reserved - (1 - gpu_share) * torch.cuda.mem_get_info(loaded.device)[1])
-    return int(CPU_MEMORY_SHARE * free / (group.shard.size if group else 1)) - reserved
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

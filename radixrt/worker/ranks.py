@@ -32,7 +32,7 @@ import numpy as np
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.group import leave
-from radixrt.worker.plan import GroupLost, Plan, Result
+from radixrt.worker.plan import GroupLost, Plan, Result, StateWork
 from radixrt.worker.request import Request
 from radixrt.worker.sharing import Path as Nodes
 
@@ -86,6 +86,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     table_writes: bytes
     wants_logits: bool
     paths: dict[int, list[tuple[int, int]]]
+    states: tuple[bytes, bytes, bytes] | None = None
+    """Slots, restores and saves of `Plan.states`."""
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -97,6 +99,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             plan.table_writes.tobytes(),
             plan.wants_logits,
             {index: list(path) for index, path in paths.items()},
+            plan.states and tuple(x.tobytes() for x in (plan.states.slots, plan.states.restores, plan.states.saves)),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
@@ -104,9 +107,14 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         arrays = (self.rows, self.starts, self.counts, self.tokens, self.slots, self.wants)
         integers = [_array(array, np.int32) for array in arrays]
         writes = _array(self.table_writes, np.int32).reshape(3, -1)
+        states = None
+        if self.states is not None:
+            slots, *copies = (_array(x, np.int32) for x in self.states)
+            states = StateWork(slots, *(x.reshape(2, -1) for x in copies))
         return ReceivedPlan(
-            self.step, requests, *integers, _array(self.samples, np.bool_), writes, logits_wanted=self.wants_logits
-        )
+            self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states,
+            logits_wanted=self.wants_logits,
+        )  # fmt: skip
 
 
 def _array(content: bytes, dtype: type) -> np.ndarray:

@@ -38,6 +38,7 @@ HYBRID_MOE |= {"shared_expert_intermediate_size": 72}
 KIMI_LINEAR = LATENT | {"linear_num_heads": 3, "linear_head_dim": 16, "q_lora_rank": None, "num_hidden_layers": 3}
 KIMI_LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 8}
 KIMI_LINEAR |= {"moe_intermediate_size": 40, "num_experts_per_token": 3}
+LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
 OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -72,6 +73,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "laguna": EXAONE_MOE
     | WINDOWS
     | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
+    "lfm2": LFM,
+    "lfm2_moe": LFM | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1},
     "mellum": EXAONE_MOE | WINDOWS | {"head_dim": 32},
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},

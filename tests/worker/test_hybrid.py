@@ -18,7 +18,7 @@ from radixrt.worker.model.checkpoint import read_json
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_models import all_logits, computed, greedy, load
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"]
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2"]
 FEW = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -175,10 +175,19 @@ def test_what_is_not_served_is_named(checkpoint, tmp_path, changes, words):
         load(tmp_path / "model")
 
 
-def test_several_ranks_are_refused(checkpoint):
-    folder, _ = checkpoint("qwen3_5_text")
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served with linear attention"):
-        load(folder, tensor_parallel_size=2)
+def test_ranks_follow_what_one_does_with_states(checkpoint):
+    folder, reference = checkpoint("qwen3_5_text")
+    runner = load(folder, tensor_parallel_size=2, max_mamba_cache_size=6)
+    try:
+        engine = Engine(runner, chunk=64)
+        trunk, *others = prompts(3, 150, 150)
+        asked = [trunk, trunk, *(trunk[:100] + other[:60] for other in others)]
+        for _ in range(2):
+            found, hits = cached(engine, *asked)
+            assert found == [greedy(reference, prompt, 12) for prompt in asked]
+        assert sum(hits) > 300
+    finally:
+        runner.close()
 
 
 def test_decays_keep_the_precision_that_they_are_stored_in(checkpoint, tmp_path):

@@ -138,6 +138,9 @@ VARIANTS = [
         "kimi_linear",
         {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2, "linear_conv_kernel_dim": 3},
     ),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 4}),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [0, 2], "block_ffn_dim_multiplier": 1.3, "rope_parameters": YARN}),
+    ("lfm2_moe", {"use_expert_bias": False, "routed_scaling_factor": 2.5, "norm_topk_prob": False, "conv_bias": True}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "num_hidden_layers": 4, "layer_types": None}),
     (
         "olmo_hybrid",

@@ -163,6 +163,12 @@ KIMI_LINEAR |= {
 KIMI_LINEAR["linear_attn_config"] = {"full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 3}
 KIMI_LINEAR["linear_attn_config"] |= {"short_conv_kernel_size": 4}
 
+LFM: dict[str, Any] = {"conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5, "num_key_value_heads": 2}
+LFM |= {"rope_theta": 1e6, "tie_embedding": True, "block_auto_adjust_ff_dim": True, "block_multiple_of": 16}
+LFM |= {"block_ffn_dim_multiplier": 1.0, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+LFM_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LFM_MOE |= {"num_dense_layers": 1, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"pretraining_tp": 1, "rope_scaling": None}),
     "llama 3.1": ("llama", LONG | {"rope_scaling": LLAMA3 | ORIGINAL, "eos_token_id": [1, 2, 3]}),
@@ -283,6 +289,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "sarvam 30b": ("sarvam_moe", PLAIN | SARVAM),
     "sarvam 105b": ("sarvam_mla", SARVAM_105B),
     "kimi linear 48b a3b": ("kimi_linear", KIMI_LINEAR | {"pad_token_id": None}),
+    "lfm2 1.2b": ("lfm2", LFM | {"full_attn_idxs": [1], "block_ff_dim": 72, "layer_types": "REMOVED"}),
+    "lfm2 8b a1b": ("lfm2_moe", LFM | LFM_MOE),
     "olmo hybrid 7b": ("olmo_hybrid", PLAIN | {"num_hidden_layers": 4, "rope_parameters": {"rope_theta": None}}),
     "olmo hybrid, of few words": ("olmo_hybrid", PLAIN | {"num_hidden_layers": 2}),
     "qwen 3 next": ("qwen3_next", QWEN_NEXT),
@@ -778,7 +786,7 @@ MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
 DEFAULT_LENGTH += ["cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
-DEFAULT_LENGTH += ["olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
 REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set()}
 REQUIRED_FIELDS |= dict.fromkeys(
@@ -787,6 +795,7 @@ REQUIRED_FIELDS |= dict.fromkeys(
 EXTRA_FIELDS = {"deepseek_v2": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}}
 EXTRA_FIELDS["exaone4_5"] = {"model_type": "exaone4"}
 EXTRA_FIELDS["granitemoehybrid"] = {"layer_types": ["full_attention"] * 4}
+EXTRA_FIELDS["lfm2_moe"] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 EXTRA_FIELDS["kimi_linear"] = {"num_hidden_layers": 5}
 REQUIRED_FIELDS["kimi_linear"] = set(MINIMAL) - {"num_hidden_layers", "max_position_embeddings"}
 EXTRA_FIELDS["deepseek_v2"] |= {"moe_intermediate_size": 1407}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from array import array
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from radixrt.worker import ranks
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.loading import load_runner, rank_device
 from radixrt.worker.model.sharding import Shard
-from radixrt.worker.plan import Plan
+from radixrt.worker.plan import Plan, StateWork
 from radixrt.worker.ranks import GroupLost, Leader, StandIns, Step
 from radixrt.worker.request import Request
 from tests.checkpoints import make_model
@@ -63,6 +64,14 @@ def test_a_plan_arrives_as_it_was():
     assert [r.lease.path() for r in (found.requests[0], found.requests[2])] == [paths[0], ()]
     with pytest.raises(GroupLost, match="looked up"):
         found.requests[1].lease.path()
+
+
+def test_what_is_done_with_states_arrives():
+    one, pair = np.array([5], np.int32), np.array([[1, 2], [3, 4]], np.int32)
+    plan = replace(plan_of((request(1),)), states=StateWork(one, pair, pair[:, :0]))
+    found = StandIns().plan(told(plan, {})).states
+    assert [x.tolist() for x in (found.slots, found.restores, found.saves)] == [[5], [[1, 2], [3, 4]], [[], []]]
+    assert StandIns().plan(told(plan_of((request(1),)), {})).states is None
 
 
 def test_requests_are_known_again():

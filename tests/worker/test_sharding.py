@@ -14,14 +14,17 @@ from safetensors.torch import load_file, save_file
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.delta_spec import DeltaSpec
 from radixrt.worker.model.quantized import Products, part_of_scale
 from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import FP8, LIMIT
 from radixrt.worker.model.sharding import Part, Shard
+from radixrt.worker.scales import _states_of_one
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
 
 CPU = torch.device("cpu")
+DELTA = DeltaSpec(frozenset({0}), key_heads=6, value_heads=6, key_dim=8, value_dim=8, kernel=4)
 
 
 # ---------------------------------------------------------------- who has what
@@ -57,6 +60,8 @@ def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, 
         ({"num_heads": 12, "num_kv_heads": 6}, 4, "num_key_value_heads, 6"),
         ({"num_heads": 12, "num_kv_heads": 3}, 4, "no multiple of the model's num_key_value_heads, 3"),
         ({"intermediate_size": 126}, 4, "intermediate_size, 126"),
+        ({"delta": DELTA}, 4, "linear_num_key_heads, 6"),
+        ({"delta": dataclasses.replace(DELTA, key_heads=4)}, 4, "linear_num_value_heads, 6"),
     ],
 )
 def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
@@ -64,7 +69,7 @@ def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
 
 
-@pytest.mark.parametrize("family", ["cohere", "cohere2", "cohere2_moe"])
+@pytest.mark.parametrize("family", ["cohere", "cohere2", "cohere2_moe", "olmo_hybrid"])
 def test_families_of_one_rank(checkpoint, family):
     with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served for this model_type; 1 is"):
         Shard(0, 2).spec(spec_of(checkpoint, family))
@@ -176,6 +181,12 @@ def mix(layer, heads):
         ("granite_swa", {}),
         ("granitemoe_swa", {}),
         ("granitemoehybrid", {"num_local_experts": 0}),
+        ("qwen3_next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+        ("qwen3_5_text", {"linear_num_key_heads": 4}),
+        ("qwen3_5_moe_text", {"linear_num_key_heads": 4}),
+        ("kimi_linear", {"linear_num_heads": 4}),
+        ("lfm2", {"conv_bias": True}),
+        ("lfm2_moe", {}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
@@ -190,14 +201,16 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
         assert not weights.unused()
         return model
 
-    expected = load(None).forward(tokens, positions, mix, wanted)
+    whole = load(None)
+    expected = whole.forward(tokens, positions, mix, wanted, _states_of_one(whole, 39))
 
     def act(group):
         with torch.inference_mode():
             model = load(group)
             out = torch.empty((3, model.own_width))
-            model.finish(*model.attend_all(tokens, positions, mix), wanted, out)
-            none = model.forward(tokens, positions, mix, torch.tensor([], dtype=torch.int64))
+            states = _states_of_one(model, 39)
+            model.finish(*model.attend_all(tokens, positions, mix, states), wanted, out)
+            none = model.forward(tokens, positions, mix, torch.tensor([], dtype=torch.int64), states)
             assert none.shape == (0, spec.vocab_size)
             found = model.gather(out)
             ids = model.own_ids

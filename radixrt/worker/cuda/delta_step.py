@@ -17,8 +17,9 @@ from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta_net import DeltaNet
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.plan import Plan, StateWork
 
 WIDTHS = 64, 128
@@ -28,9 +29,15 @@ KERNELS = 2, 3, 4
 """Inputs that the convolution of a token sees."""
 
 
-def has_kernels(spec: DeltaSpec) -> bool:
-    """Whether the kernels can compute such layers: none with a decay for each element of a key."""
-    return not spec.rank and spec.key_dim in WIDTHS and spec.value_dim in WIDTHS and spec.kernel in KERNELS
+def no_kernels(spec: DeltaSpec | ShortConvSpec) -> str:
+    """The reason why the kernels cannot compute such layers; "" if they can."""
+    if isinstance(spec, ShortConvSpec):
+        return "layers of short convolutions alone have no kernels"
+    if spec.rank:
+        return "linear attention with a decay for each element of a key has no kernels"
+    if spec.key_dim not in WIDTHS or spec.value_dim not in WIDTHS:
+        return f"linear attention has no kernels for heads of width {spec.key_dim} and {spec.value_dim}"
+    return "" if spec.kernel in KERNELS else f"linear attention has no kernels for convolutions of {spec.kernel} inputs"
 
 
 # ---------------------------------------------------------------- copies
@@ -100,7 +107,8 @@ class DeltaStep:
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
-    def __call__(self, number: int, net: DeltaNet, x: torch.Tensor | Rounded) -> torch.Tensor:
+    def __call__(self, number: int, net: DeltaNet | ShortConv, x: torch.Tensor | Rounded) -> torch.Tensor:
+        assert isinstance(net, DeltaNet)
         inputs = DeltaInputs.of(net.spec, net.qkvz(x), net.ba(x))
         out = inputs.x.new_empty((len(inputs.x), net.spec.value_heads, net.spec.value_dim))
         self.put(number, net, inputs, out)

@@ -28,8 +28,9 @@ from radixrt.worker.cuda.segments import MOST_COPIES
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
-from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, make_states, pool_tokens
+from radixrt.worker.loading import Loaded, load_model, load_scales
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.pools import make_pool, make_states, pool_tokens
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -66,7 +67,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         reserved = step + rows + (GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
-    states = make_states(config, loaded, reserved)
+    states = make_states(config, loaded, reserved, group)
     tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales

@@ -18,7 +18,11 @@ from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.sharding import Shard
+from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import ModelSpec
+
+RECURRENT = (DeltaNet, ShortConv)
+"""What stands in place of attention in layers with a recurrent state."""
 
 
 class Decoder:
@@ -45,7 +49,7 @@ class Decoder:
         self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         numbers = (itertools.count(), itertools.count())
-        self._numbers = [next(numbers[isinstance(layer.heads, DeltaNet)]) for layer in self._layers]
+        self._numbers = [next(numbers[isinstance(layer.heads, RECURRENT)]) for layer in self._layers]
         """By layer: its place among those with attention, or among those with linear attention."""
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
@@ -64,7 +68,7 @@ class Decoder:
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
         """By layer with attention: the sinks of this rank's query heads, float32[heads], or None (see
         `ModelSpec.sinks`)."""
-        return tuple(layer.sinks for layer in self._layers if not isinstance(layer.heads, DeltaNet))
+        return tuple(layer.sinks for layer in self._layers if not isinstance(layer.heads, RECURRENT))
 
     @property
     def has_unquantized_experts(self) -> bool:
@@ -109,7 +113,7 @@ class Decoder:
         query_factors = self._positions.query_factors(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
-            if isinstance(layer.heads, DeltaNet):
+            if isinstance(layer.heads, RECURRENT):
                 x = mix(self._numbers[number], layer.heads, x)
             else:
                 cos, sin = rotations[self._positions.kinds[number]]

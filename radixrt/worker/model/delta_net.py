@@ -17,12 +17,13 @@ from radixrt.worker.model.moe import sigmoid, softplus
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Product
     from radixrt.worker.model.scaled import Rounded, Rounding
+    from radixrt.worker.model.short_conv import ShortConv
 
 
-Mix = Callable[[int, "DeltaNet", "torch.Tensor | Rounded"], torch.Tensor]
-"""Linear attention: (place of the layer among those with linear attention, its parameters, normalized hidden states
-[T, hidden]) -> the heads' outputs [T, value_heads, value_dim]. Updates the states of the step's sequences. On a GPU it
-is that of `cuda.delta_step`."""
+Mix = Callable[[int, "DeltaNet | ShortConv", "torch.Tensor | Rounded"], torch.Tensor]
+"""What has a recurrent state in place of attention: (place of the layer among those that have, its parameters,
+normalized hidden states [T, hidden]) -> the heads' outputs [T, value_heads, value_dim], or [T, channels]. Updates the
+states of the step's sequences. On a GPU it is that of `cuda.delta_step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Recurrence:
     bounds: torch.Tensor
     """int64[B + 1]"""
 
-    def __call__(self, number: int, net: DeltaNet, x: torch.Tensor | Rounded) -> torch.Tensor:
+    def __call__(self, number: int, net: DeltaNet | ShortConv, x: torch.Tensor | Rounded) -> torch.Tensor:
         return net.mix(x, number, self)
 
 

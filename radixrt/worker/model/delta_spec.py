@@ -1,4 +1,5 @@
-"""The layers of a model that have linear attention by the gated delta rule (see `delta`) in place of attention."""
+"""The layers of a model that have a recurrent state in place of K and V: linear attention by the gated delta rule (see
+`delta`), or short convolutions."""
 
 from __future__ import annotations
 
@@ -58,6 +59,11 @@ class DeltaSpec:
         return self.value_heads * self.value_dim
 
     @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Elements of all heads of q, of k and of v."""
+        return self.keys, self.keys, self.values
+
+    @property
     def channels(self) -> int:
         """Channels of the short convolution: q, k and v."""
         return 2 * self.keys + self.values
@@ -78,3 +84,25 @@ class DeltaSpec:
         """Bytes of a sequence's states in all layers, for a model's dtype of `itemsize` bytes."""
         conv = self.channels * (self.kernel - 1) * itemsize
         return len(self.layers) * (conv + 4 * self.value_heads * self.key_dim * self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """Layers with gated short convolutions (LFM2): of the products of two projections, times a third one."""
+
+    layers: frozenset[int]
+    channels: int
+    """The hidden size."""
+    kernel: int
+    bias: bool
+    """The projections and the convolution have biases."""
+    norms: None = None
+    rule_shape: tuple[int, int, int] = (0, 0, 0)
+
+    def elements(self, hidden: int) -> int:
+        """As `DeltaSpec.elements`."""
+        return 4 * hidden * self.channels + self.channels * self.kernel
+
+    def state_bytes(self, itemsize: int) -> int:
+        """As `DeltaSpec.state_bytes`."""
+        return len(self.layers) * self.channels * (self.kernel - 1) * itemsize

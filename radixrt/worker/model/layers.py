@@ -19,6 +19,7 @@ from radixrt.worker.model.spec import CLAMPED_SWIGLU
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
+    from radixrt.worker.model.short_conv import ShortConv
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -376,7 +377,7 @@ class Layer:
     """Weights of one layer."""
 
     attention_norm: Norm | NoNorm
-    heads: Projections | DeltaNet
+    heads: Projections | DeltaNet | ShortConv
     output: Output
     mlp_norm: Norm | NoNorm
     mlp: Mlp | UngatedMlp | Mixture

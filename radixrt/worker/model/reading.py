@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.interleaved_experts import deinterleave, read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Ops, Output, Product, Projections
@@ -21,6 +21,7 @@ from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP, Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
+from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, ModelSpec, NormsSpec
 
 HEAD = "lm_head.weight"
@@ -167,7 +168,7 @@ class Reader:
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
         if spec.delta is not None and number in spec.delta.layers:
-            return self._linear_layer(number, spec.delta)
+            return self._recurrent_layer(number, spec.delta)
         heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
@@ -183,66 +184,88 @@ class Reader:
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
         )
 
-    def _linear_layer(self, number: int, delta: DeltaSpec) -> Layer:
+    def _recurrent_layer(self, number: int, delta: DeltaSpec | ShortConvSpec) -> Layer:
         spec, at, norms = self._spec, f"layers.{number}.", delta.norms or self._spec.norms
-        net, mlp = self._delta_net(f"{at}{delta.name}.", delta), self._mlp(number, norms)
-        shape, after = (spec.hidden_size, delta.values), self._norm_after(at, norms.after_attention)
+        if isinstance(delta, ShortConvSpec):
+            net, name, inner, bias = self._gated_conv(at + "conv.", delta), "conv.out_proj", delta.channels, delta.bias
+        else:
+            net, inner, bias = self._delta_net(f"{at}{delta.name}.", delta), delta.values, False
+            name = f"{delta.name}.{delta.out}"
+        mlp, after = self._mlp(number, norms), self._norm_after(at, norms.after_attention)
         return Layer(
             attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
             heads=net,
-            output=self._output(f"{at}{delta.name}.{delta.out}", shape, False, AFTER_ATTENTION, after),
+            output=self._output(at + name, (spec.hidden_size, inner), bias, AFTER_ATTENTION, after),
             mlp_norm=self._norm_before(at, norms.before_mlp, mlp.rounding),
             mlp=mlp,
         )
 
+    def _gated_conv(self, at: str, spec: ShortConvSpec) -> ShortConv:
+        own = self._shard.part(0, spec.channels)
+        each = Piece("", (spec.channels, self._spec.hidden_size), own)
+        conv = self._weights.load(f"model.{at}conv.weight", (spec.channels, 1, spec.kernel), own)
+        bias = self._weights.load(f"model.{at}conv.bias", (spec.channels,), own) if spec.bias else None
+        return ShortConv(self._linear(self._fused(at + "in_proj", [each] * 3), spec.bias), conv.squeeze(1), bias)
+
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
-        hidden, heads, dt, ups = self._spec.hidden_size, delta.value_heads, delta.value_heads, None
-        if delta.fused:
-            qkvz = [Piece(at + "in_proj_qkvz", (delta.channels + delta.values, hidden), order=qkvz_order(delta))]
-            ba = [Piece(at + "in_proj_ba", (2 * heads, hidden), order=ba_order(delta))]
-        else:
-            sizes = (delta.channels,) if len(delta.qkv) == 1 else (delta.keys, delta.keys, delta.values)
-            qkvz = [Piece(at + name, (size, hidden)) for name, size in zip(delta.qkv, sizes, strict=True)]
-            ba = [Piece(at + delta.b, (heads, hidden))]
-            if delta.rank:
-                qkvz += [Piece(at + name, (delta.rank, hidden)) for name in ("f_a_proj", "g_a_proj")]
-                second = {"f_b_proj": delta.keys, "g_b_proj": delta.values}
-                f, g = (self._linear([Piece(at + name, (n, delta.rank))], False) for name, n in second.items())
-                dt, ups = delta.keys, (f, g)
-            else:
-                qkvz.append(Piece(at + delta.z, (delta.values, hidden)))
-                ba.append(Piece(at + delta.a, (heads, hidden)))
+        heads, own, ups = delta.value_heads, self._shard.spec(self._spec).delta, None
+        qkv = [self._rows(at + name, size) for name, size in zip(delta.qkv, delta.qkv_sizes, strict=False)]
+        ba = [self._rows(at + name, heads) for name in (delta.b, delta.a)]
+        if delta.fused:  # grouped by heads of k, of which ranks have consecutive ones
+            qkv = [self._rows(at + "in_proj_qkvz", delta.channels + delta.values, order=qkvz_order(own))]
+            ba = [self._rows(at + "in_proj_ba", 2 * heads, order=ba_order(own))]
+        elif len(delta.qkv) == 1:
+            qkv = self._fused(at + delta.qkv[0], [self._rows("", size) for size in delta.qkv_sizes])
+        if delta.rank:
+            low = [Piece(at + name, (delta.rank, self._spec.hidden_size)) for name in ("f_a_proj", "g_a_proj")]
+            f, g = (
+                self._rows(at + n, k, delta.rank) for n, k in (("f_b_proj", delta.keys), ("g_b_proj", delta.values))
+            )
+            qkv, ba, ups = qkv + low, ba[:1], (self._linear([f], False), self._linear([g], False))
+        elif not delta.fused:
+            qkv.append(self._rows(at + delta.z, delta.values))
         return DeltaNet(
-            spec=delta,
-            qkvz=self._linear(qkvz, False),
+            spec=own,
+            qkvz=self._linear(qkv, False),
             ba=self._linear(ba, False),
             conv=self._short_conv(at, delta),
             rates=-self._float32(at + "A_log", heads).exp(),
-            dt_bias=self._float32(at + "dt_bias", dt),
+            dt_bias=self._float32(at + "dt_bias", delta.keys if delta.rank else heads),
             norm=self._vector(at + delta.norm, delta.value_dim),
             eps=delta.norm_eps or self._spec.norm_eps,
             exact=self._batch_invariant,
             ups=ups,
         )
 
+    def _rows(self, name: str, rows: int, columns: int = 0, order: torch.Tensor | None = None) -> Piece:
+        """A projection whose rows are divided among ranks; of hidden states, unless `columns` are given."""
+        return Piece(name, (rows, columns or self._spec.hidden_size), self._shard.part(0, rows), order=order)
+
     def _short_conv(self, at: str, delta: DeltaSpec) -> torch.Tensor:
-        """The convolutions of all channels [channels, kernel], which may be stored as three (transformers writes parts
-        of equal sizes, whatever those of q, k and v are)."""
+        """The convolutions of this rank's channels [channels, kernel]. Those of all may be stored as three tensors (by
+        transformers in equal parts, whatever the sizes of q, k and v are)."""
         shape = delta.channels, 1, delta.kernel
         names = [f"model.{at}{part}_conv1d.weight" for part in "qkv"]
-        if names[0] not in self._weights:
-            return self._weights.load(f"model.{at}conv1d.weight", shape).squeeze(1)
-        conv = torch.cat([self._weights.load(name, self._weights.shape(name)) for name in names])
-        if conv.shape != shape:
-            raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
-        return conv.squeeze(1)
+        if names[0] in self._weights:
+            conv = torch.cat([self._weights.load(name, self._weights.shape(name)) for name in names])
+            if conv.shape != shape:
+                raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
+        else:
+            conv = self._weights.load(f"model.{at}conv1d.weight", shape)
+        parts = conv.squeeze(1).split(delta.qkv_sizes)
+        return torch.cat([self._own(part) for part in parts])
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows."""
+        part = self._shard.part(0, len(whole))
+        return whole if part is None else whole[part.start : part.stop]
 
     def _float32(self, name: str, size: int) -> torch.Tensor:
-        """A small parameter that keeps its precision if it is stored in float32."""
+        """This rank's part of a small parameter that keeps its precision if it is stored in float32."""
         stored = self._weights.get(f"model.{name}")
         if stored is None or stored.numel() != size:
             stored = self._weights.load(f"model.{name}", (size,))
-        return stored.float().flatten()
+        return self._own(stored.float().flatten())
 
     def _grouped_query(self, at: str) -> Projections:
         spec = self._spec

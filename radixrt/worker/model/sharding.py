@@ -5,7 +5,8 @@
     norm -> head, rows by token id -> logits of own ids -> gathered
 
 Between two sums, no communication is needed. Norms and the embedding are replicated on all ranks; in latent attention
-(`latent`), also the projections to latents and the pages that hold the latents. This file computes with integers only.
+(`latent`), also the projections to latents and the pages that hold the latents. Recurrent states are divided as heads
+are. This file computes with integers only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec import ModelSpec
 
 VOCAB_ALIGNMENT = 64
@@ -44,11 +46,10 @@ class Shard:
         stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
-        if whole.parallel or whole.norms.centered:
+        alternating = whole.delta is not None and whole.delta.norms is not None
+        if whole.parallel or whole.norms.centered or alternating:
             # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
             raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
-        if whole.delta is not None:
-            raise ValueError(f"tensor_parallel_size {self.size} is not served with linear attention; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
             "num_kv_heads": self._kv_share(whole),
@@ -59,7 +60,18 @@ class Shard:
             inner = self._share("moe_intermediate_size", whole.experts.intermediate_size)
             shared = self._share("shared experts' intermediate size", whole.experts.shared_size)
             changes["experts"] = dataclasses.replace(whole.experts, intermediate_size=inner, shared_size=shared)
+        if whole.delta is not None:
+            changes["delta"] = self._delta(whole.delta)
         return dataclasses.replace(whole, **changes)
+
+    def _delta(self, whole: DeltaSpec | ShortConvSpec) -> DeltaSpec | ShortConvSpec:
+        """Linear attention is divided by heads, short convolutions by channels."""
+        if isinstance(whole, ShortConvSpec):
+            return dataclasses.replace(whole, channels=self._share("hidden_size", whole.channels))
+        keys = self._share("linear_num_key_heads", whole.key_heads)
+        return dataclasses.replace(
+            whole, key_heads=keys, value_heads=self._share("linear_num_value_heads", whole.value_heads)
+        )
 
     def _share(self, name: str, total: int) -> int:
         if total % self.size:

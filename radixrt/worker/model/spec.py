@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
@@ -225,8 +225,8 @@ class ModelSpec:
     2309.17453)."""
     gate: GateSpec | None = None
     """Gate on the attention output."""
-    delta: DeltaSpec | None = None
-    """Some layers have linear attention, with a recurrent state instead of K and V in pages."""
+    delta: DeltaSpec | ShortConvSpec | None = None
+    """Some layers have linear attention, or short convolutions: a recurrent state instead of K and V in pages."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()

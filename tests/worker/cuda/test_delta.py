@@ -16,7 +16,7 @@ from radixrt.worker.cuda.delta_chunks import Cut
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 
 SLOTS = 7
 SMALL = DeltaSpec(frozenset(), 2, 4, 16, 32, 4)
@@ -236,12 +236,18 @@ def test_copies_of_states(device):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"key_dim": 96}, {"value_dim": 192}, {"value_dim": 32}, {"kernel": 8}, {"rank": 128}]
+    ("changes", "reason"),
+    [
+        ({"key_dim": 96, "value_dim": 192}, "heads of width 96 and 192"),
+        ({"value_dim": 32}, "heads of width 128 and 32"),
+        ({"kernel": 8}, "convolutions of 8 inputs"),
+        ({"rank": 128}, "a decay for each element of a key"),
+    ],
 )
-def test_what_has_no_kernels(changes):
-    served = ON_GPU[0]
-    assert delta_step.has_kernels(served) and delta_step.has_kernels(ON_GPU[1])
-    assert not delta_step.has_kernels(replace(served, **changes))
+def test_what_has_no_kernels(changes, reason):
+    assert [delta_step.no_kernels(spec) for spec in ON_GPU] == ["", ""]
+    assert reason in delta_step.no_kernels(replace(ON_GPU[0], **changes))
+    assert "short convolutions" in delta_step.no_kernels(ShortConvSpec(frozenset(), 64, 3, False))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])

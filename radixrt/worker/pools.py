@@ -1,0 +1,87 @@
+"""The pools of KV pages and of recurrent states: how large they are by default, and their creation."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from radixrt.config import WorkerConfig
+from radixrt.worker.group import TorchGroup
+from radixrt.worker.kv import KVPool, StatePool
+
+if TYPE_CHECKING:
+    from radixrt.worker.loading import Loaded
+
+CPU_MEMORY_SHARE = 0.25
+"""Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
+CPU_MOST_TOKENS = 1 << 18
+"""Upper limit of the token slots chosen that way."""
+STATE_SHARE = 0.5
+"""Share of the memory for the cache that recurrent states take. One state takes as much as the KV of thousands of
+tokens, and a prefix can be continued only where there is one."""
+STATES = 8
+"""The most recurrent states that are allocated by default, as a multiple of the most running requests."""
+
+
+def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
+    spec = loaded.spec
+    return KVPool(
+        len(spec.attention_layers), pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
+        spec.latent and spec.latent.rank,
+    )  # fmt: skip
+
+
+def make_states(
+    config: WorkerConfig, loaded: Loaded, reserved: int = 0, group: TorchGroup | None = None
+) -> StatePool | None:
+    """The pool of recurrent states; None if the model has none. It has as many slots on all ranks.
+
+    Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
+    (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
+    """
+    if loaded.spec.delta is None:
+        return None
+    count = config.max_mamba_cache_size
+    if not count:
+        each = loaded.spec.delta.state_bytes(loaded.dtype.itemsize)
+        memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved, group)
+        count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
+        count = count if group is None else group.smallest(count)
+    return StatePool(loaded.spec.delta, count + 1, loaded.dtype, loaded.device)
+
+
+def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: TorchGroup | None = None) -> int:
+    """The number of token slots that fit into the memory left beside the weights; the same on all ranks.
+
+    On a GPU as many as fit when `gpu_share` of its memory is used in total, less `reserved` bytes; on a CPU as many as
+    fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MOST_TOKENS. Raises ValueError if not even one fits.
+    """
+    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
+    tokens = _cache_bytes(loaded, gpu_share, reserved, group) // each
+    if loaded.device.type == "cpu":
+        tokens = min(tokens, CPU_MOST_TOKENS)
+    if group is not None:
+        tokens = group.smallest(tokens)
+    if tokens < 1:
+        free = _free_bytes(loaded.device)
+        raise ValueError(
+            f"no memory is left for KV pages: {free / 1e9:.1f} GB free, {reserved / 1e9:.1f} GB needed by a step; see "
+            "--gpu-memory-utilization and --max-num-batched-tokens"
+        )
+    return tokens
+
+
+def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:
+    """The memory for KV pages and recurrent states in bytes (see `pool_tokens`); negative if there is none."""
+    free = _free_bytes(loaded.device)
+    if loaded.device.type == "cuda":
+        return int(free - reserved - (1 - gpu_share) * torch.cuda.mem_get_info(loaded.device)[1])
+    return int(CPU_MEMORY_SHARE * free / (group.shard.size if group else 1)) - reserved
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
