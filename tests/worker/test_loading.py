@@ -53,6 +53,16 @@ def test_an_old_gpu_computes_by_torch_and_says_why(folder, monkeypatch):
     assert "8.0, kernels with e4m3 pages need 8.9" in loading._no_kernels(ampere)
 
 
+def test_recurrent_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
+    pytest.importorskip("triton")
+    for family, reason in (
+        ("qwen3_next", "heads of width 12 and 16"),
+        ("kimi_linear", "a decay for each element of a key"),
+        ("lfm2", "short convolutions"),
+    ):
+        assert reason in loading._no_kernels(on_gpu(checkpoint(family)[0], monkeypatch, (9, 0)))
+
+
 def test_fp8_pages_are_the_default_from_hopper_on(monkeypatch):
     gpu = torch.device("cuda", 0)
     for capability, expected in (
