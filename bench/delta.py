@@ -58,7 +58,7 @@ class Case:
             spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(heads, dtype=wide),
             torch.ones(spec.value_dim, device=DEVICE), 1e-6, False,
         )  # fmt: skip
-        self.inputs = DeltaInputs.of(spec, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        self.inputs = DeltaInputs.of(self.net, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
         self.x = drawn(tokens, spec.channels)
         self.out = drawn(tokens, heads, spec.value_dim)
         self.slots = np.arange(1, len(counts) + 1)

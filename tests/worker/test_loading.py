@@ -55,12 +55,14 @@ def test_an_old_gpu_computes_by_torch_and_says_why(folder, monkeypatch):
 
 def test_recurrent_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
     pytest.importorskip("triton")
-    for family, reason in (
-        ("qwen3_next", "heads of width 12 and 16"),
-        ("kimi_linear", "a decay for each element of a key"),
-        ("lfm2", "short convolutions"),
+    for family, changes, reason in (
+        ("qwen3_next", {}, ""),
+        ("qwen3_next", {"linear_conv_kernel_dim": 5}, "convolutions of 5 inputs"),
+        ("qwen3_next", {"linear_value_head_dim": 12}, "heads of width 12"),
+        ("lfm2", {}, ""),
     ):
-        assert reason in loading._no_kernels(on_gpu(checkpoint(family)[0], monkeypatch, (9, 0)))
+        found = loading._no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
+        assert reason in found and bool(reason) == bool(found)
 
 
 def test_fp8_pages_are_the_default_from_hopper_on(monkeypatch):

@@ -67,7 +67,7 @@ class DecodeGraphs:
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
         last_tokens: LastTokens, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
-        states: StatePool | None,
+        states: StatePool | None, by_tokens: bool,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
         whether to show a progress bar."""
@@ -80,6 +80,7 @@ class DecodeGraphs:
         self._last_tokens = last_tokens
         self._table = table
         self._states = states
+        self._by_tokens = by_tokens
         self._sizes = sizes
         room = Room.of(most, cuts)
         # Graphs hold only its address, so it must be kept alive here.
@@ -160,7 +161,7 @@ class DecodeGraphs:
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
         mix = None
         if self._states is not None and inputs.states is not None:
-            mix = DeltaStep(self._states, inputs.states.of(integers))
+            mix = DeltaStep(self._states, inputs.states.of(integers), one_by_one=self._by_tokens)
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
         self._model.finish(x, residual, out=logits)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)

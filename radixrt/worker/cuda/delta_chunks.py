@@ -24,6 +24,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.delta import NORM_EPS, DeltaInputs, LayerStates, decay_of, gated_norm, silu
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
+from radixrt.worker.model.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
@@ -82,14 +83,18 @@ def _earlier(x_at, state_at, back: tl.constexpr, c, channels, x_stride, is_first
 
 
 @triton.jit
-def _weighted(w0, w1, w2, w3, x0, x1, x2, x3):
-    return silu(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3)
+def _weighted(w0, w1, w2, w3, bias, x0, x1, x2, x3, SILU: tl.constexpr):
+    acc = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3 + bias
+    if SILU:
+        acc = silu(acc)
+    return acc
 
 
 @triton.jit
 def _conv_chunk_kernel(
-    x_ptr, weight_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
@@ -105,6 +110,10 @@ def _conv_chunk_kernel(
     w1 = _tap(weight_ptr, c, channels, 1, K)
     w2 = _tap(weight_ptr, c, channels, 2, K)
     w3 = _tap(weight_ptr, c, channels, 3, K)
+    if BIAS:
+        bias = tl.load(bias_ptr + c, mask=c < channels, other=0.0).to(tl.float32)
+    else:
+        bias = 0.0
     x_at = x_ptr + begin.to(tl.int64) * x_stride + c
     out_at = out_ptr + begin.to(tl.int64) * channels + c
     state_at = states_ptr + slot * state_stride + c * (K - 1)
@@ -118,13 +127,13 @@ def _conv_chunk_kernel(
         y1 = tl.load(x_at + x_stride, mask=c < tl.where(left > 1, channels, 0), other=0.0).to(tl.float32)
         y2 = tl.load(x_at + 2 * x_stride, mask=c < tl.where(left > 2, channels, 0), other=0.0).to(tl.float32)
         y3 = tl.load(x_at + 3 * x_stride, mask=c < tl.where(left > 3, channels, 0), other=0.0).to(tl.float32)
-        out = _weighted(w0, w1, w2, w3, x0, x1, x2, y0)
+        out = _weighted(w0, w1, w2, w3, bias, x0, x1, x2, y0, SILU)
         tl.store(out_at, out.to(dtype), mask=c < channels)
-        out = _weighted(w0, w1, w2, w3, x1, x2, y0, y1)
+        out = _weighted(w0, w1, w2, w3, bias, x1, x2, y0, y1, SILU)
         tl.store(out_at + channels, out.to(dtype), mask=c < tl.where(left > 1, channels, 0))
-        out = _weighted(w0, w1, w2, w3, x2, y0, y1, y2)
+        out = _weighted(w0, w1, w2, w3, bias, x2, y0, y1, y2, SILU)
         tl.store(out_at + 2 * channels, out.to(dtype), mask=c < tl.where(left > 2, channels, 0))
-        out = _weighted(w0, w1, w2, w3, y0, y1, y2, y3)
+        out = _weighted(w0, w1, w2, w3, bias, y0, y1, y2, y3, SILU)
         tl.store(out_at + 3 * channels, out.to(dtype), mask=c < tl.where(left > 3, channels, 0))
         x0, x1, x2 = y1, y2, y3
         x_at += 4 * x_stride
@@ -140,16 +149,16 @@ def _conv_chunk_kernel(
 
 
 def conv_chunks(
-    x: torch.Tensor, net: DeltaNet, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
     """As `delta.conv_step`, for the tokens of `chunks` (see `cut`)."""
-    channels = x.shape[1]
+    channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
     part = PART if len(chunks) < FEW else TOKENS
     launch(
         _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // part), cache,
-        x, net.conv, chunks, states, out, channels, x.stride(0), states.stride(0), net.conv.shape[1], CHANNELS,
-        part, CHUNK_FIELDS, num_warps=2,
+        x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),
+        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), CHANNELS, part, CHUNK_FIELDS, num_warps=2,
     )  # fmt: skip
 
 

@@ -18,26 +18,55 @@ from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.layers import Product
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.plan import Plan, StateWork
 
 WIDTHS = 64, 128
-"""Widths of heads. For products with fewer columns, Triton makes programs for Hopper that read beyond shared memory
-(its issue 11366); with more, tiles would not fit in it."""
+"""Widths of heads for which there are kernels for chunks. For products with fewer columns, Triton makes programs for
+Hopper that read beyond shared memory (its issue 11366); with more, tiles would not fit in it."""
 KERNELS = 2, 3, 4
 """Inputs that the convolution of a token sees."""
 
+Net = DeltaNet | ShortConv
+Spec = DeltaSpec | ShortConvSpec
 
-def no_kernels(spec: DeltaSpec | ShortConvSpec) -> str:
+
+def no_kernels(spec: Spec) -> str:
     """The reason why the kernels cannot compute such layers; "" if they can."""
+    if spec.kernel not in KERNELS:
+        return f"convolutions of {spec.kernel} inputs have no kernels"
+    if isinstance(spec, DeltaSpec) and spec.value_dim % delta.COLUMNS:
+        return f"linear attention has no kernels for heads of width {spec.value_dim}"
+    return ""
+
+
+def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the tokens of a sequence have to be computed one after the other, also where that need not be exact."""
+    if isinstance(spec, ShortConvSpec) or spec.rank:
+        return isinstance(spec, DeltaSpec)
+    sizes = spec.key_dim, spec.value_dim
+    if device.type != "cuda":
+        return any(size & (size - 1) for size in sizes)
+    return any(size not in WIDTHS for size in sizes) or dtype.itemsize != 2
+
+
+def projected_widths(spec: Spec) -> tuple[int, ...]:
+    """Elements of what a layer projects of a token: by each of `products`."""
     if isinstance(spec, ShortConvSpec):
-        return "layers of short convolutions alone have no kernels"
-    if spec.rank:
-        return "linear attention with a decay for each element of a key has no kernels"
-    if spec.key_dim not in WIDTHS or spec.value_dim not in WIDTHS:
-        return f"linear attention has no kernels for heads of width {spec.key_dim} and {spec.value_dim}"
-    return "" if spec.kernel in KERNELS else f"linear attention has no kernels for convolutions of {spec.kernel} inputs"
+        return (3 * spec.channels,)
+    return spec.channels + (2 * spec.rank or spec.values), (1 if spec.rank else 2) * spec.value_heads
+
+
+def products(net: Net) -> tuple[Product, ...]:
+    """The projections whose results `DeltaStep.put` takes."""
+    return (net.product,) if isinstance(net, ShortConv) else (net.qkvz, net.ba)
+
+
+def result_shape(spec: Spec) -> tuple[int, ...]:
+    """Of one token."""
+    return (spec.channels,) if isinstance(spec, ShortConvSpec) else (spec.value_heads, spec.value_dim)
 
 
 # ---------------------------------------------------------------- copies
@@ -57,6 +86,8 @@ def copy(pool: StatePool, copies: torch.Tensor) -> None:
     count = copies.shape[1]
     for states in (pool.convs, pool.rules):
         size = states[0].numel()
+        if not size:  # short convolutions alone
+            continue
         grid = triton.cdiv(size, 4096), count
         _copy_kernel[grid](copies, states, count, size, states.stride(0), 4096, num_warps=4)
 
@@ -94,41 +125,58 @@ class DeltaStep:
     lists      the parts of the other sequences
     sequences  if given, all tokens are computed one after the other: int32[B, 3] of (slot, first token, end). `lists`
                are then of all of them
+    one_by_one whether the same kernel computes `decodes`
     """
 
     def __init__(
         self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None,
-        sequences: torch.Tensor | None = None,
+        sequences: torch.Tensor | None = None, one_by_one: bool = False,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._decodes = decodes
         self._lists = lists
         self._sequences = sequences
+        self._ones = None
+        if decodes is not None and one_by_one:
+            ends = torch.arange(1, len(decodes) + 1, dtype=torch.int32, device=decodes.device)
+            self._ones = torch.stack((decodes.int(), ends - 1, ends), dim=1)
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
-    def __call__(self, number: int, net: DeltaNet | ShortConv, x: torch.Tensor | Rounded) -> torch.Tensor:
-        assert isinstance(net, DeltaNet)
-        inputs = DeltaInputs.of(net.spec, net.qkvz(x), net.ba(x))
-        out = inputs.x.new_empty((len(inputs.x), net.spec.value_heads, net.spec.value_dim))
-        self.put(number, net, inputs, out)
+    def __call__(self, number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+        projected = tuple(product(x) for product in products(net))
+        shape = (net.spec.value_heads, net.spec.value_dim) if isinstance(net, DeltaNet) else net.conv.shape[:1]
+        out = projected[0].new_empty((len(projected[0]), *shape))
+        self.put(number, net, projected, out)
         return out
 
-    def put(self, number: int, net: DeltaNet, inputs: DeltaInputs, out: torch.Tensor) -> None:
-        """Write the results for what a layer projects to out[T, value_heads, value_dim]."""
+    def put(self, number: int, net: Net, projected: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """Write the results for what a layer projects (`products`) to `out`."""
         states = LayerStates(*self._pool.layer(number))
-        few, many = self._caches
-        x = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-        if self._decodes is not None:
-            delta.conv_step(inputs.x, net, states.conv, self._decodes, x, few)
-            delta.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._lists is None:
+        if isinstance(net, ShortConv):
+            before, after, x = projected[0].chunk(3, dim=1)
+            torch.mul(after, self._convolved(net, before * x, states), out=out)
             return
-        delta_chunks.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
-        if self._sequences is None:
-            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
-        else:
+        inputs = DeltaInputs.of(net, *projected)
+        x = self._convolved(net, inputs.x, states)
+        few, many = self._caches
+        if self._ones is not None:
+            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones)], few)
+        elif self._decodes is not None:
+            delta.decode(x, inputs, net, states, self._decodes, out, few)
+        if self._sequences is not None:
             delta.by_tokens(x, inputs, net, states, self._sequences, out, many)
+        elif self._lists is not None:
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
+
+    def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        few, many = self._caches
+        if self._decodes is not None:
+            delta.conv_step(x, net, states.conv, self._decodes, out, few)
+        if self._lists is not None:
+            delta_chunks.conv_chunks(x, net, states.conv, self._lists.chunks, out, many)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ has, is launched by the host between two graphs as attention is; its projections
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,12 +22,11 @@ import torch
 
 from radixrt.worker.cuda.answers import LastTokens
 from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.delta import DeltaInputs
-from radixrt.worker.cuda.delta_step import DeltaStep
+from radixrt.worker.cuda.delta_step import DeltaStep, Net, products, projected_widths, result_shape
 from radixrt.worker.cuda.latent import multiplied
 from radixrt.worker.cuda.step import StepAttention, append
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.delta_net import DeltaNet, Mix
+from radixrt.worker.model.delta_net import Mix
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Projected
 from radixrt.worker.model.scaled import Rounded
@@ -62,7 +62,7 @@ def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
     heads = spec.head_dim + spec.value_dim
     if latent := spec.latent:
         heads += latent.value_dim + latent.nope_dim + latent.rope_dim
-    linear = spec.delta.channels + 2 * spec.delta.values + 2 * spec.delta.value_heads if spec.delta else 0
+    linear = sum(projected_widths(spec.delta)) + math.prod(result_shape(spec.delta)) if spec.delta else 0
     return itemsize * (sum(sizes) * spec.hidden_size + tokens * (spec.num_heads * heads + linear))
 
 
@@ -119,9 +119,8 @@ class Pieces:
         """With linear attention: what its layers project, and its results."""
         if delta := spec.delta:
             kinds = {"dtype": model.dtype, "device": model.device}
-            widths = (delta.channels + delta.values, 2 * delta.value_heads)
-            self._projected = tuple(torch.empty((most, width), **kinds) for width in widths)
-            self._mixed = torch.zeros((most, delta.value_heads, delta.value_dim), **kinds)
+            self._projected = tuple(torch.empty((most, width), **kinds) for width in projected_widths(delta))
+            self._mixed = torch.zeros((most, *result_shape(delta)), **kinds)
         self._between: list[Callable[[int, StepAttention, DeltaStep | None], None]] = []
         """By layer: launches what comes before the next graph, for a number of tokens."""
         self._integers = torch.zeros((4, most), dtype=torch.int32, device=model.device)
@@ -165,10 +164,9 @@ class Pieces:
         else:
             attention.over_pages(layer, q, out)
 
-    def _mix(self, number: int, net: DeltaNet, size: int, mix: DeltaStep | None) -> None:
+    def _mix(self, number: int, net: Net, size: int, mix: DeltaStep | None) -> None:
         assert mix is not None and self._projected is not None and self._mixed is not None
-        inputs = DeltaInputs.of(net.spec, *(x[:size] for x in self._projected))
-        mix.put(number, net, inputs, self._mixed[:size])
+        mix.put(number, net, tuple(x[:size] for x in self._projected), self._mixed[:size])
 
     def _capture(self, size: int) -> Captured:
         inputs = Inputs(*(row[:size] for row in self._integers))
@@ -189,7 +187,7 @@ class Pieces:
             next_graph()
             return values
 
-        def mix(number: int, net: DeltaNet, x: torch.Tensor | Rounded) -> torch.Tensor:
+        def mix(number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
             mixed = self._project(number, net, x)
             self._between.append(lambda size, _, mix: self._mix(number, net, size, mix))
             next_graph()
@@ -219,11 +217,11 @@ class Pieces:
 
         return attend
 
-    def _project(self, _: int, net: DeltaNet, x: torch.Tensor | Rounded) -> torch.Tensor:
+    def _project(self, _: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
         """Takes the place of linear attention in capture: writes what a layer projects to its buffers."""
         assert self._projected is not None and self._mixed is not None
         count = len(x.values if isinstance(x, Rounded) else x)
-        for product, out in zip((net.qkvz, net.ba), self._projected, strict=True):
+        for product, out in zip(products(net), self._projected, strict=True):
             product.put(x, out[:count])
         return self._mixed[:count]
 

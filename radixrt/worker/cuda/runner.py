@@ -24,7 +24,7 @@ from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
-from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta
+from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
@@ -121,8 +121,7 @@ class CudaRunner(ModelRunner):
             chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
             tree_attention, flashinfer, full = False, None, None
         self._compiled = Kernels(shape, few, many, exact)
-        # In float32, tiles of chunks would not fit in the shared memory of most GPUs.
-        self._by_tokens = exact or (self._device.type == "cuda" and model.dtype == torch.float32)
+        self._by_tokens = exact or (spec.delta is not None and by_tokens(spec.delta, model.dtype, self._device))
         chip = Chip(shape.heads, processors)
         shares = tree_attention and None in self._windows
         self._cuts = Cuts(
@@ -349,6 +348,7 @@ class CudaRunner(ModelRunner):
             self._graphs = DecodeGraphs(
                 self._model, self._pages, self._compiled, self._cuts, self._windows, self._last_tokens, self._table,
                 sizes, self._packers[0], shown=self._leads, states=self.states,
+                by_tokens=self._by_tokens,
             )  # fmt: skip
         if pieces := self._piece_sizes:
             self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, self._chunks.has_full)

@@ -148,16 +148,21 @@ heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f}
 for block in (1024, 128):
-    build(delta._conv_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, {"K": 4, "BLOCK": block})
+    pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
+    build(delta._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
 pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
 build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
 pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*bf16"]
-build(delta._tokens_kernel, pointers, numbers, heads | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS}, 1)
-build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, {"VALUE_HEADS": 32, "VALUE_DIM": 128}, 1)
+for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
+    constants = {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
+constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True}
+build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants, 1)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 t, fields = delta_chunks.TILES, delta_chunks.CHUNK_FIELDS
 constants = {"K": 4, "BLOCK": delta_chunks.CHANNELS, "PART": delta_chunks.PART, "FIELDS": fields}
-build(delta_chunks._conv_chunk_kernel, ["*bf16", "*bf16", "*i32", "*bf16", "*bf16"], numbers, constants, 2)
+pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
+build(delta_chunks._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False}, 2)
 chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
 constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}

@@ -49,7 +49,7 @@ class Case:
         rates, dt_bias = -drawn(heads, dtype=torch.float32).exp(), drawn(heads, dtype=torch.float32)
         norm = 1 + drawn(spec.value_dim) / 8
         self.net = DeltaNet(spec, None, None, drawn(spec.channels, spec.kernel) / 2, rates, dt_bias, norm, 1e-6, False)
-        self.inputs = DeltaInputs.of(spec, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        self.inputs = DeltaInputs.of(self.net, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
         convs = drawn(SLOTS, 2, spec.channels, spec.kernel - 1)
         self._states = convs, drawn(SLOTS, 2, *spec.rule_shape, dtype=torch.float32) / 4
 
@@ -235,19 +235,19 @@ def test_copies_of_states(device):
         assert torch.equal(states[[0, 4, 5]], old[[0, 4, 5]])
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"key_dim": 96, "value_dim": 192}, "heads of width 96 and 192"),
-        ({"value_dim": 32}, "heads of width 128 and 32"),
-        ({"kernel": 8}, "convolutions of 8 inputs"),
-        ({"rank": 128}, "a decay for each element of a key"),
-    ],
-)
-def test_what_has_no_kernels(changes, reason):
+def test_what_has_no_kernels():
     assert [delta_step.no_kernels(spec) for spec in ON_GPU] == ["", ""]
-    assert reason in delta_step.no_kernels(replace(ON_GPU[0], **changes))
-    assert "short convolutions" in delta_step.no_kernels(ShortConvSpec(frozenset(), 64, 3, False))
+    assert "heads of width 12" in delta_step.no_kernels(replace(ON_GPU[0], value_dim=12))
+    assert "convolutions of 8 inputs" in delta_step.no_kernels(replace(ON_GPU[0], kernel=8))
+    assert "convolutions of 9 inputs" in delta_step.no_kernels(ShortConvSpec(frozenset(), 64, 9, False))
+
+
+@pytest.mark.parametrize("changes", [{"key_dim": 96, "value_dim": 192}, {"value_dim": 32}, {"rank": 128}])
+def test_what_a_gpu_computes_token_by_token(changes):
+    gpu = torch.device("cuda")
+    assert not any(delta_step.by_tokens(spec, torch.bfloat16, gpu) for spec in ON_GPU)
+    assert delta_step.by_tokens(replace(ON_GPU[0], **changes), torch.bfloat16, gpu)
+    assert delta_step.by_tokens(ON_GPU[0], torch.float32, gpu)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
