@@ -149,7 +149,7 @@ QWEN_NEXT |= {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1
 QWEN_NEXT |= {"full_attention_interval": 4}
 
 KIMI_LINEAR: dict[str, Any] = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
-KIMI_LINEAR |= {"q_lora_rank": None, "head_dim": 8, "num_key_value_heads": 4, "rope_theta": 1e4, "rope_scaling": None}
+KIMI_LINEAR |= {"q_lora_rank": None, "head_dim": 8, "num_key_value_heads": 4, "rope_theta": 1e4}
 KIMI_LINEAR |= {"model_max_length": 512, "max_position_embeddings": "REMOVED", "mla_use_nope": True}
 KIMI_LINEAR |= {"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1}
 KIMI_LINEAR |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_renormalize": True, "num_expert_group": 1}

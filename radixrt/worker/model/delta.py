@@ -15,6 +15,11 @@ from radixrt.worker.model.moe import sigmoid
 
 CHUNK = 64
 """Tokens that `_by_chunks` computes by matrix products."""
+VECTOR = 64
+"""Elementwise functions on a CPU compute rows of a multiple of this many elements in vectors alone (see `moe.sigmoid`).
+"""
+ROWS = 16
+"""Tokens of a chunk whose products are computed one by one, if each element of the key has a decay of its own."""
 EPS = 1e-6
 """Added to the squared length of keys and queries."""
 
@@ -48,7 +53,9 @@ def short_conv(
     if activation is None:
         return out.to(x.dtype)
     assert activation == "silu"
-    return out.mul_(out.sigmoid() if out.is_cuda else sigmoid(out)).to(x.dtype)
+    if out.is_cuda or out.shape[1] % VECTOR == 0:
+        return F.silu(out).to(x.dtype)
+    return out.mul_(sigmoid(out)).to(x.dtype)  # slower, but an element's last bit does not depend on its place
 
 
 def gated_delta(
@@ -141,24 +148,33 @@ def _by_chunks(
     heads = (x.transpose(0, 1).split(CHUNK, dim=1) for x in (q, k, v, decay, beta))
     for q, k, v, decay, beta in zip(*heads, strict=True):
         total = decay.double().cumsum(1)  # differences of large sums are taken
-        last, fade, beta = total[:, -1:], total.exp().float(), beta[..., None]
-        system, seen = (_products(x, k, total) for x in (k * beta, q))
+        last, fade, beta = total[:, -1:], total.float().exp(), beta[..., None]
+        system, seen = _products(torch.stack((k * beta, q)), k, total)
         wanted = beta * (v - (k * fade) @ state)
         found = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         out.append((q * fade) @ state + seen @ found)
-        kept, rest = last.exp().float(), (last - total).exp().float()
+        kept, rest = last.float().exp(), (last - total).float().exp()
         state = kept.transpose(1, 2) * state + (k * rest).transpose(1, 2) @ found
     return torch.cat(out, 1).transpose(0, 1), state
 
 
 def _products(x: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """[H, C, C]: x[i] . (exp(total[i] - total[j]) k[j]) for j <= i, else 0. The exponents are never positive; those of
-    i and j alone could overflow."""
-    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+    """[2, H, C, C] for x[2, H, C, D]: x[i] . (exp(total[i] - total[j]) k[j]) for j <= i, else 0. No exponent is
+    positive; those of i and j alone could overflow."""
     if total.shape[-1] == 1:
-        return (x @ k.transpose(1, 2)) * (total - total.transpose(1, 2)).masked_fill(later, -torch.inf).exp().float()
-    rows = []
-    for i in range(x.shape[1]):  # each element of the key has a decay of its own
-        ratios = (total[:, i : i + 1] - total).masked_fill(later[i][:, None], -torch.inf).exp().float()
-        rows.append((x[:, i : i + 1] * ratios * k).sum(-1))
-    return torch.stack(rows, 1)
+        return (x @ k.transpose(1, 2)) * _ratios(total).squeeze(-1).float()
+    out = x.new_zeros(*x.shape[:3], x.shape[2])
+    for first in range(0, x.shape[2], ROWS):  # each element of the key has a decay of its own
+        rows = slice(first, first + ROWS)
+        start = total[:, first : first + 1]
+        own = (total[:, rows] - start).float()
+        before = (start - total[:, :first]).float().exp() * k[:, :first]
+        out[..., rows, :first] = (x[:, :, rows] * own.exp()) @ before.transpose(1, 2)
+        out[..., rows, rows] = torch.einsum("xhid,hijd->xhij", x[:, :, rows], _ratios(own) * k[:, None, rows])
+    return out
+
+
+def _ratios(total: torch.Tensor) -> torch.Tensor:
+    """[H, C, C, D] for total[H, C, D]: exp(total[i] - total[j]) for j <= i, else 0."""
+    later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).triu(1)
+    return (total[:, :, None] - total[:, None]).masked_fill(later[..., None], -torch.inf).exp()
