@@ -37,7 +37,7 @@ OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyu
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
 OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe", "qwen3_next", "qwen3_5_text"]
-OTHERS += ["qwen3_5_moe_text"]
+OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
 HEADS_256 = ("qwen3_next", "qwen3_5")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
@@ -57,6 +57,8 @@ OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4}, "yout
 OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}
 LINEAR = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 256}
 OF_FAMILY |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), LINEAR)
+OF_FAMILY |= {"kimi_linear": LATENT | {"linear_num_heads": 4, "linear_head_dim": 128, "num_hidden_layers": 3}}
+OF_FAMILY |= dict.fromkeys(("olmo_hybrid", "lfm2", "lfm2_moe"), {"num_hidden_layers": 3})
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 

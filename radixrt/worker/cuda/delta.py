@@ -286,6 +286,7 @@ def by_tokens(
     result is the same bit by bit, wherever its sequence is cut."""
     spec = net.spec
     columns = min(COLUMNS, spec.value_dim)
+    assert spec.value_dim % columns == 0, spec
     launch(
         _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
         x, inputs.a, inputs.b, net.rates, net.dt_bias, sequences, states.rule, out, spec.key_dim**-0.5,
