@@ -238,8 +238,6 @@ def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
     if isinstance(loaded.spec.delta, MambaSpec):
         return "Mamba-2 layers have no kernels"
-    if loaded.spec.delta is not None:
-        return "linear attention has no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -249,6 +247,10 @@ def _no_kernels(loaded: Loaded) -> str:
         import triton  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
+    if loaded.spec.delta is not None:
+        from radixrt.worker.cuda.delta_step import no_kernels
+
+        return no_kernels(loaded.spec.delta)
     return ""
 
 

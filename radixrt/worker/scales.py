@@ -122,7 +122,7 @@ def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, f
         for ids in calibration_prompts(model.spec.vocab_size, model.spec.max_model_len, bos_id):
             tokens = torch.from_numpy(ids).to(model.device)
             at = torch.arange(len(ids), device=model.device)
-            model.forward(tokens, at, attend, wanted=none, states=_states_of_one(model, len(ids)))
+            model.forward(tokens, at, attend, wanted=none, mix=_states_of_one(model, len(ids)))
     return [(k, v) for k, v in attend.largest.tolist()]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
+from radixrt.worker import branching
 from radixrt.worker.loading import load_runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
@@ -35,8 +36,10 @@ OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "e
 OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
-OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe"]
+OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe", "qwen3_next", "qwen3_5_text"]
+OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
+HEADS_256 = ("qwen3_next", "qwen3_5")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 OF_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT)
 OF_FAMILY |= {"gpt_oss": {"num_attention_heads": 16, "head_dim": 64, "intermediate_size": 512, "sliding_window": 128}}
@@ -55,6 +58,10 @@ OF_FAMILY |= {"hyperclovax": {"attention_multiplier": 0.088}}  # of the tests' 0
 OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}}
 OF_FAMILY |= dict.fromkeys(("youtu", "sarvam_mla"), LATENT)
 OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}
+LINEAR = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 256}
+OF_FAMILY |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), LINEAR)
+OF_FAMILY |= {"kimi_linear": LATENT | {"linear_num_heads": 4, "linear_head_dim": 128, "num_hidden_layers": 3}}
+OF_FAMILY |= dict.fromkeys(("olmo_hybrid", "lfm2", "lfm2_moe"), {"num_hidden_layers": 3})
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -70,7 +77,7 @@ def made(request, tmp_path_factory):
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
-    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone", "ministral0", "cohere2", *WINDOWED)):
+    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone", "ministral0", "cohere2", *HEADS_256, *WINDOWED)):
         config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))
 
@@ -107,7 +114,8 @@ def test_logits_are_those_of_transformers(made, page_size):
             errors[name].append(float((a - b).norm() / b.norm()))
     median = {name: sorted(x)[4] for name, x in errors.items()}
     print("relative error of logits:", {name: f"{x:.2e}" for name, x in median.items()})
-    assert median["theirs"] < (3e-2 if chooses(folder) else 2e-2)
+    spec = read_spec(read_json(folder / "config.json"))
+    assert median["theirs"] < (3e-2 if spec.experts or spec.delta else 2e-2)
     assert median["to float32"] < (1.25 if chooses(folder) else 1.1) * median["theirs to float32"]
 
 
@@ -123,9 +131,10 @@ def test_a_graph_gives_what_its_kernels_give(made, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
-def test_graphs_between_attentions_give_what_their_kernels_give(made, kv_dtype):
+def test_graphs_between_attentions_give_what_their_kernels_give(made, kv_dtype, monkeypatch):
     """Chunks alone and beside a decode, in steps that fill such graphs exactly; of latent attention by full heads."""
     folder, _ = made
+    monkeypatch.setattr(branching, "TAIL", 0)  # with linear attention, the first chunk would end earlier
     found = []
     for eager in (True, False):
         engine = Engine(load(folder, enforce_eager=eager, kv_cache_dtype=kv_dtype), chunk=512, max_model_len=2048)

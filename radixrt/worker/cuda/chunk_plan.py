@@ -105,16 +105,17 @@ class FullOrAbsorbed:
 class ChunkPlanner:
     """Plans the attention of each step's chunks. `variant` and `cut` are those of the kernel over pages. `flashinfer`,
     if given, computes the chunks for which it is faster, and `full`, if given, long chunks of latent attention.
-    `shares`: whether prefixes that chunks share are read once. `windows` are by layer; `plain` is that of PagedStep."""
+    `shares`: whether prefixes that chunks share are read once. `windows` are by layer with attention, and `ends` is
+    whether the model's last layer is one of these; `plain` is that of PagedStep."""
 
     def __init__(
         self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
         flashinfer: FlashInfer | None, shares: bool, plain: tuple[Variant, Tiling] | None = None,
-        full: FullHeads | None = None,
+        full: FullHeads | None = None, ends: bool = True,
     ) -> None:  # fmt: skip
         self._shape = shape
         self._itemsize = itemsize
-        self._last_layer = len(windows) - 1, windows[-1]
+        self._last_layer = (len(windows) - 1, windows[-1]) if ends else None
         self._windows = set(windows)
         self._variant = variant
         self._cut = cut
@@ -176,7 +177,7 @@ class ChunkPlanner:
         if len(left):
             steps.append(self._over_pages(chunks.take(left), self._windows, packer))
         wants = plan.wants[decodes:]
-        if chunks.counts.sum() < LAST_LAYER * wants.sum():
+        if self._last_layer is None or chunks.counts.sum() < LAST_LAYER * wants.sum():
             return steps, None
         ends = Sequences(chunks.rows, chunks.starts + chunks.counts - wants, wants, first + chunks.counts - wants)
         ends = ends.take(np.flatnonzero(wants))

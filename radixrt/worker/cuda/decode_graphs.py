@@ -19,14 +19,18 @@ from radixrt.worker.cuda.answers import LastTokens
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
+from radixrt.worker.cuda.delta_step import DeltaStep
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
+from radixrt.worker.kv import StatePool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.plan import Plan
 
 DRAW_INTEGERS = 16
 """The most integers that the sampling parameters of a request take."""
+COPY_INTEGERS = 4
+"""The most integers that copies of a request's recurrent state take, before a step and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Inputs:
     slots: PackedArray
     rows: PackedArray
     writes: PackedArray
+    states: PackedArray | None
+    """Slots of recurrent states, if the model has any."""
     lists: dict[int | None, Lists]
 
 
@@ -61,6 +67,7 @@ class DecodeGraphs:
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
         last_tokens: LastTokens, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
+        states: StatePool | None, by_tokens: bool,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
         whether to show a progress bar."""
@@ -72,6 +79,8 @@ class DecodeGraphs:
         self._windows = windows
         self._last_tokens = last_tokens
         self._table = table
+        self._states = states
+        self._by_tokens = by_tokens
         self._sizes = sizes
         room = Room.of(most, cuts)
         # Graphs hold only its address, so it must be kept alive here.
@@ -95,7 +104,8 @@ class DecodeGraphs:
 
     def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
-        self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes)
+        self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
+                   plan.states and plan.states.slots)  # fmt: skip
         return self._graphs[size, _shared(works)]
 
     def close(self) -> None:
@@ -106,6 +116,7 @@ class DecodeGraphs:
     def _pack(
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
+        states: np.ndarray | None,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
@@ -118,6 +129,7 @@ class DecodeGraphs:
             packer.add(slots, size),
             packer.add(rows, size, fill=row),
             packer.add(np.concatenate([writes, padding], axis=1)),
+            None if states is None else packer.add(states, size),
             {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
         )
 
@@ -125,8 +137,9 @@ class DecodeGraphs:
         packer.clear()
         none = np.zeros(0, dtype=np.int32)
         works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
-        inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32))
-        room = packer.used + DRAW_INTEGERS * size + 1024
+        inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
+                            None if self._states is None else none)  # fmt: skip
+        room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
         torch.cuda.synchronize(self._model.device)
@@ -146,7 +159,10 @@ class DecodeGraphs:
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
         lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
-        x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention)
+        mix = None
+        if self._states is not None and inputs.states is not None:
+            mix = DeltaStep(self._states, inputs.states.of(integers), one_by_one=self._by_tokens)
+        x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
         self._model.finish(x, residual, out=logits)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
 

@@ -27,9 +27,10 @@ from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
 from radixrt.worker.cuda.segments import MOST_COPIES
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.group import TorchGroup
-from radixrt.worker.kv import KVPool
-from radixrt.worker.loading import Loaded, load_model, load_scales, make_pool, pool_tokens
+from radixrt.worker.kv import KVPool, StatePool
+from radixrt.worker.loading import Loaded, load_model, load_scales
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.pools import make_pool, make_states, pool_tokens
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -59,21 +60,23 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         full = None
     graphs = 0 if config.enforce_eager else config.max_num_seqs
     tokens = config.max_total_tokens
+    reserved = tokens * loaded.spec.kv_elements * loaded.kv_dtype.itemsize
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
-        other = rows + (GRAPH_BYTES + rows + kept if graphs else 0)
-        tokens = pool_tokens(loaded, config.gpu_memory_utilization, step + other, group)
+        reserved = step + rows + (GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
+    states = make_states(config, loaded, reserved, group)
+    tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
-    return _make(config, loaded, model, pool, flashinfer, full, graphs, group)
+    return _make(config, loaded, model, pool, flashinfer, full, graphs, group, states)
 
 
 def _make(
     config: WorkerConfig, loaded: Loaded, model: Decoder, pool: KVPool, flashinfer: FlashInfer | None,
-    full: FullHeads | None, graphs: int, group: TorchGroup | None,
+    full: FullHeads | None, graphs: int, group: TorchGroup | None, states: StatePool | None,
 ) -> CudaRunner:  # fmt: skip
     return CudaRunner(
         model,
@@ -90,6 +93,7 @@ def _make(
         exact=config.deterministic,
         thresholds=find_sampling(config, loaded),
         group=group,
+        states=states,
     )
 
 
@@ -113,7 +117,7 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     try:
         with _built("attention"):
             found = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
-            found.try_out(set(spec.windows))
+            found.try_out(set(spec.attention_windows))
     except Exception as error:  # no package, no compiler, a build that fails, a head size it does not know
         message = f"FlashInfer is not used: {type(error).__name__}: {str(error)[:500]}"
         if config.attention_backend == "flashinfer":
@@ -193,7 +197,8 @@ def _largest_step(
     prompt = max(1, min(budget - config.max_num_seqs, loaded.spec.max_model_len - 2))
     length = prompt + 2
     pool = make_pool(loaded, -(-(length + 4 * config.max_num_seqs) // config.page_size) + 1, config.page_size)
-    runner = _make(config, loaded, model, pool, flashinfer, full, 0, group)
+    states = _same_states(loaded, config.max_num_seqs + 1)
+    runner = _make(config, loaded, model, pool, flashinfer, full, 0, group, states)
     cache = PageCache(
         runner.num_pages, config.page_size, config.max_num_seqs, length, events=False, num_states=runner.num_states
     )
@@ -216,9 +221,18 @@ def _largest_step(
         while scheduler.has_work:
             _step(scheduler, runner)
     peak = torch.cuda.max_memory_allocated(loaded.device) - before
-    del runner, pool, cache, scheduler
+    del runner, pool, states, cache, scheduler
     torch.cuda.empty_cache()
     return peak
+
+
+def _same_states(loaded: Loaded, slots: int) -> StatePool | None:
+    """A pool whose slots are all the same memory, for steps whose results do not matter."""
+    if loaded.spec.delta is None:
+        return None
+    pool = StatePool(loaded.spec.delta, 1, loaded.dtype, loaded.device)
+    pool.convs, pool.rules = (states.expand(slots, *states.shape[1:]) for states in (pool.convs, pool.rules))
+    return pool
 
 
 def _ask(scheduler: Scheduler, number: int, ids: object, sampling: Sampling) -> None:

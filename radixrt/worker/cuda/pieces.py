@@ -7,23 +7,29 @@ number of tokens:
     graph 0: embed, norm, qkv, append | attention 0 | graph 1: output, mlp, qkv, append | attention 1 | ... | finish
 
 With latent attention, the product that turns sums of latents into heads' values is launched by the host as well,
-because chunks that full heads compute do not need it.
+because chunks that full heads compute do not need it. Linear attention, which depends on how many tokens each sequence
+has, is launched by the host between two graphs as attention is; its projections are captured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from radixrt.worker.cuda.answers import LastTokens
 from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.delta_step import DeltaStep, Net, products, projected_widths, result_shape
 from radixrt.worker.cuda.latent import multiplied
 from radixrt.worker.cuda.step import StepAttention, append
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.delta_net import Mix
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Projected
+from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.spec import ModelSpec
 
 SIZES = (
@@ -56,7 +62,8 @@ def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
     heads = spec.head_dim + spec.value_dim
     if latent := spec.latent:
         heads += latent.value_dim + latent.nope_dim + latent.rope_dim
-    return itemsize * (sum(sizes) * spec.hidden_size + tokens * spec.num_heads * heads)
+    linear = sum(projected_widths(spec.delta)) + math.prod(result_shape(spec.delta)) if spec.delta else 0
+    return itemsize * (sum(sizes) * spec.hidden_size + tokens * (spec.num_heads * heads + linear))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +78,12 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graphs of one size, and the residual stream that they write."""
+    """The graphs of one size, and what `Decoder.attend_all` returns: the last attention's output, which the host
+    launches, and the residual stream that the graphs write."""
 
     inputs: Inputs
     graphs: list[torch.cuda.CUDAGraph]
+    x: torch.Tensor
     residual: torch.Tensor
 
 
@@ -106,6 +115,14 @@ class Pieces:
             kinds = {"dtype": model.dtype, "device": model.device}
             self._values = torch.zeros((*place, spec.latent.value_dim), **kinds)
             self._full = torch.empty((*place, spec.latent.nope_dim + spec.rope_dim), **kinds) if full else None
+        self._projected = self._mixed = None
+        """With linear attention: what its layers project, and its results."""
+        if delta := spec.delta:
+            kinds = {"dtype": model.dtype, "device": model.device}
+            self._projected = tuple(torch.empty((most, width), **kinds) for width in projected_widths(delta))
+            self._mixed = torch.zeros((most, *result_shape(delta)), **kinds)
+        self._between: list[Callable[[int, StepAttention, DeltaStep | None], None]] = []
+        """By layer: launches what comes before the next graph, for a number of tokens."""
         self._integers = torch.zeros((4, most), dtype=torch.int32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
@@ -128,14 +145,16 @@ class Pieces:
         self._integers[:, :size].copy_(inputs)
         self._captured[size].graphs[0].replay()
 
-    def go_on(self, size: int, attention: StepAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    def go_on(
+        self, size: int, attention: StepAttention, mix: DeltaStep | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the attentions and the other graphs, after `begin`; returns what `Decoder.attend_all` does."""
         captured = self._captured[size]
-        self._attend(0, size, attention)
-        for layer, graph in enumerate(captured.graphs[1:], 1):
-            graph.replay()
-            self._attend(layer, size, attention)
-        return self._values[:size], captured.residual
+        for graph, launch in zip_longest(captured.graphs[1:], self._between):
+            launch(size, attention, mix)
+            if graph is not None:
+                graph.replay()
+        return captured.x, captured.residual
 
     def _attend(self, layer: int, size: int, attention: StepAttention) -> None:
         q, out = self._q[:size], self._out[:size]
@@ -145,25 +164,40 @@ class Pieces:
         else:
             attention.over_pages(layer, q, out)
 
+    def _mix(self, number: int, net: Net, size: int, mix: DeltaStep | None) -> None:
+        assert mix is not None and self._projected is not None and self._mixed is not None
+        mix.put(number, net, tuple(x[:size] for x in self._projected), self._mixed[:size])
+
     def _capture(self, size: int) -> Captured:
         inputs = Inputs(*(row[:size] for row in self._integers))
-        self._through(inputs, self._append(inputs))  # compiles kernels, makes workspaces
+        self._through(inputs, self._append(inputs), self._project)  # compiles kernels, makes workspaces
         torch.cuda.synchronize()
         graphs: list[torch.cuda.CUDAGraph] = []
         writes = self._append(inputs)
+        self._between = []
+
+        def next_graph() -> None:
+            graphs[-1].capture_end()
+            if len(graphs) < self._model.spec.num_layers:
+                self._begin(graphs)
 
         def attend(layer: int, heads: Projected) -> torch.Tensor:
             values = writes(layer, heads)
-            graphs[-1].capture_end()
-            if layer < self._model.spec.num_layers - 1:
-                self._begin(graphs)
+            self._between.append(lambda size, attention, _: self._attend(layer, size, attention))
+            next_graph()
             return values
+
+        def mix(number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+            mixed = self._project(number, net, x)
+            self._between.append(lambda size, _, mix: self._mix(number, net, size, mix))
+            next_graph()
+            return mixed
 
         with torch.cuda.stream(self._stream):
             self._begin(graphs)
-            _, residual = self._through(inputs, attend)
+            x, residual = self._through(inputs, attend, mix)
         torch.cuda.synchronize()
-        return Captured(inputs, graphs, residual)
+        return Captured(inputs, graphs, x, residual)
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.append(torch.cuda.CUDAGraph())
@@ -183,8 +217,16 @@ class Pieces:
 
         return attend
 
+    def _project(self, _: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+        """Takes the place of linear attention in capture: writes what a layer projects to its buffers."""
+        assert self._projected is not None and self._mixed is not None
+        count = len(x.values if isinstance(x, Rounded) else x)
+        for product, out in zip(products(net), self._projected, strict=True):
+            product.put(x, out[:count])
+        return self._mixed[:count]
+
     def _through(
-        self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor]
+        self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor], mix: Mix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
-        return self._model.attend_all(tokens, inputs.positions, attend)
+        return self._model.attend_all(tokens, inputs.positions, attend, mix)

@@ -24,6 +24,7 @@ from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
+from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
@@ -33,7 +34,7 @@ from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.kv import KVPool
+from radixrt.worker.kv import KVPool, StatePool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import Picking
@@ -68,9 +69,11 @@ class CudaRunner(ModelRunner):
     processors      multiprocessors that work is spread over
     tree_attention  whether pages that requests share are read once (`sharing`)
     exact           whether results must not depend on the batch, to the last bit (the model's own must not either):
-                    one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads
+                    one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads; linear
+                    attention token by token
     thresholds      see CudaSampler
     group           the model's tensor-parallel group
+    states          the recurrent states, if the model has linear attention
     """
 
     overlaps = True
@@ -92,11 +95,12 @@ class CudaRunner(ModelRunner):
         exact: bool = False,
         thresholds: Thresholds | None = None,
         group: Group | None = None,
+        states: StatePool | None = None,
     ) -> None:
-        super().__init__(model, pool, page_size, eos_ids)
+        super().__init__(model, pool, page_size, eos_ids, states)
         spec = model.spec
         self._rows = rows
-        self._windows: set[int | None] = set(spec.windows)
+        self._windows: set[int | None] = set(spec.attention_windows)
         self._sinks = model.sinks
         self._shape = shape = Shape.of(spec, page_size)
         itemsize = pool.dtype.itemsize
@@ -117,6 +121,7 @@ class CudaRunner(ModelRunner):
             chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
             tree_attention, flashinfer, full = False, None, None
         self._compiled = Kernels(shape, few, many, exact)
+        self._by_tokens = exact or (spec.delta is not None and by_tokens(spec.delta, model.dtype, self._device))
         chip = Chip(shape.heads, processors)
         shares = tree_attention and None in self._windows
         self._cuts = Cuts(
@@ -127,8 +132,9 @@ class CudaRunner(ModelRunner):
         )
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(
-            shape, itemsize, spec.windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full
-        )
+            shape, itemsize, spec.attention_windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full,
+            spec.ends_with_attention,
+        )  # fmt: skip
         self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
@@ -144,7 +150,7 @@ class CudaRunner(ModelRunner):
         self._leads = group is None or group.shard.rank == 0
         """Whether this is rank 0: only its sampled tokens are used, so other ranks do not sample."""
         self._last_tokens = LastTokens(rows, self._device, group)
-        layers = (pool.pages(layer, page_size) for layer in range(spec.num_layers))
+        layers = (pool.pages(layer, page_size) for layer in range(len(spec.attention_layers)))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
 
     @torch.inference_mode()
@@ -176,7 +182,7 @@ class CudaRunner(ModelRunner):
 
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
-        window, sinks = self._model.spec.windows[layer], self._sinks[layer]
+        window, sinks = self._model.spec.attention_windows[layer], self._sinks[layer]
         return Pages(keys, values, self._table, self.pool.scales[layer], window, sinks)
 
     # ------------------------------------------------------------ a step
@@ -235,12 +241,17 @@ class CudaRunner(ModelRunner):
     ) -> Launched:
         count = len(plan.requests)
         graph = self._graphs.packed(packer, plan, size, works)
+        copies = PackedCopies.pack(packer, plan.states) if plan.states else None
         drawing = PackedDraws.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
         if self.on_planned:
             self.on_planned(plan, self._decodes.looked_up)
         answer.begin()
         sent = packer.send(graph.integers)
+        if copies:
+            copies.restore(self.states, sent)
         graph.graph.replay()
+        if copies:
+            copies.save(self.states, sent)
         logits = self._gathered(plan, graph.logits[:count])
         if drawing:
             self._draw(logits, drawing, sent, graph.answer[size:])
@@ -268,6 +279,10 @@ class CudaRunner(ModelRunner):
         long = self._chunks.by_full_heads(plan, decodes)
         chunks, last = self._chunks.plan(plan, decodes, packer, self._last_layer_packers[parity], parity, long)
         full, absorbed = self._chunks.plan_full(plan, decodes, long, packer) if long.any() else (None, 0)
+        copies = delta = mix = None
+        if plan.states:
+            copies = PackedCopies.pack(packer, plan.states)
+            delta = PackedDelta.pack(packer, plan, decodes, self._by_tokens)
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
@@ -280,6 +295,9 @@ class CudaRunner(ModelRunner):
         answer.begin()
         sent = packer.send()
         kernels.scatter(writes.of(sent), self._table)
+        if copies and delta:
+            copies.restore(self.states, sent)
+            mix = delta.step(self.states, sent)
         if pieces:  # the device starts while the host prepares the rest
             pieces.begin(inputs.of(sent))
         for chunk in chunks:
@@ -294,10 +312,12 @@ class CudaRunner(ModelRunner):
             self._pages, slots, self._compiled, decode_lists, scratch, chunks, last, full, absorbed
         )
         if pieces:
-            x, residual = pieces.go_on(padded, attention)
+            x, residual = pieces.go_on(padded, attention, mix)
         else:
             resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
-            x, residual = self._model.attend_all(resolved, positions_there, attention)
+            x, residual = self._model.attend_all(resolved, positions_there, attention, mix)
+        if copies:
+            copies.save(self.states, sent)
         logits = self._model.finish(x, residual, logit_at.of(sent).long())
         picked = self._last_tokens.pick_greedy(
             logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long()
@@ -327,7 +347,8 @@ class CudaRunner(ModelRunner):
         if sizes := self._graph_sizes:
             self._graphs = DecodeGraphs(
                 self._model, self._pages, self._compiled, self._cuts, self._windows, self._last_tokens, self._table,
-                sizes, self._packers[0], shown=self._leads,
+                sizes, self._packers[0], shown=self._leads, states=self.states,
+                by_tokens=self._by_tokens,
             )  # fmt: skip
         if pieces := self._piece_sizes:
             self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, self._chunks.has_full)

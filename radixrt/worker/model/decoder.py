@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.blocks import NoMixer
 from radixrt.worker.model.checkpoint import Weights
-from radixrt.worker.model.delta_net import DeltaNet, Recurrence
+from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mamba_mixer import Mamba
@@ -95,16 +95,16 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend,
         wanted: torch.Tensor | None = None,
-        states: Recurrence | None = None,
+        mix: Mix | None = None,
     ) -> torch.Tensor:
         """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
-        int64[S], or for all. `states` are needed if there are recurrent ones.
+        int64[S], or for all. `mix` is needed if there are recurrent layers.
 
         After attention, the last layer is computed only for these tokens."""
-        return self.gather(self.finish(*self.attend_all(tokens, positions, attend, states), wanted))
+        return self.gather(self.finish(*self.attend_all(tokens, positions, attend, mix), wanted))
 
     def attend_all(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, states: Recurrence | None = None
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
         the residual stream [T, hidden]."""
@@ -116,7 +116,7 @@ class Decoder:
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
             if isinstance(layer.heads, RECURRENT):
-                x = layer.heads.mix(x, self._numbers[number], states, self._ops)
+                x = mix(self._numbers[number], layer.heads, x)
             elif not isinstance(layer.heads, NoMixer):
                 cos, sin = rotations[self._positions.kinds[number]]
                 heads = layer.heads.project(x, cos, sin, self._ops)

@@ -106,6 +106,16 @@ def gated_delta(
     return torch.cat(out).to(kind)
 
 
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str = "silu"
+) -> torch.Tensor:
+    """RMSNorm of each head of x[T, heads, D], times weight[D] and the activation (silu or sigmoid) of
+    gate[T, heads, D], in float32."""
+    wide, gate = x.float(), {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](gate.float())
+    normed = weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
+    return (normed * gate).to(x.dtype)
+
+
 def _split(x: torch.Tensor, bounds: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.split(bounds.diff().tolist())
 

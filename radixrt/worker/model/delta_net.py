@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_spec import DeltaSpec
 from radixrt.worker.model.moe import sigmoid, softplus
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.layers import Product
+    from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.scaled import Rounded, Rounding
+    from radixrt.worker.model.short_conv import ShortConv
+
+
+Mix = Callable[[int, "DeltaNet | ShortConv | Mamba", "torch.Tensor | Rounded"], torch.Tensor]
+"""What has a recurrent state in place of attention: (place of the layer among those that have, its parameters,
+normalized hidden states [T, hidden]) -> the heads' outputs [T, value_heads, value_dim], or [T, channels]. Updates the
+states of the step's sequences. On a GPU it is that of `cuda.delta_step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The recurrent states of a step's sequences."""
+    """`Mix` in torch, for the states of a step's sequences."""
 
     layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     """The states of a linear layer, by its place among these: those of its convolution and of its delta rule."""
@@ -28,6 +37,9 @@ class Recurrence:
     """int64[B]"""
     bounds: torch.Tensor
     """int64[B + 1]"""
+
+    def __call__(self, number: int, net: DeltaNet | ShortConv | Mamba, x: torch.Tensor | Rounded) -> torch.Tensor:
+        return net.mix(x, number, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +65,17 @@ class DeltaNet:
     ups: tuple[Product, Product] | None = None
     """The second steps of the projections to decays and z, if these have two (`DeltaSpec.rank`)."""
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence, ops: Ops) -> torch.Tensor:
-        """The heads' outputs [T, value_heads, value_dim] for normalized hidden states x[T, hidden], in the linear layer
-        that is the `number`-th among these. Updates the states."""
+    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
+        """See `Mix`."""
         spec, (convs, rules) = self.spec, states.layer(number)
         qkv, rest = self.qkvz(x).tensor_split((spec.channels,), dim=1)
-        qkv = ops.short_conv(qkv, self.conv, None, convs, states.slots, states.bounds, "silu")
+        qkv = short_conv(qkv, self.conv, None, convs, states.slots, states.bounds)
         q, k, v = qkv.split((spec.keys, spec.keys, spec.values), dim=1)
         q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
         beta, decay, z = self.gates(x, rest)
         v, z = (part.unflatten(1, (spec.value_heads, spec.value_dim)) for part in (v, z))
-        out = ops.gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
-        return ops.gated_norm(out, z, self.norm, self.eps, "sigmoid" if self.ups else "silu")
+        out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
+        return gated_norm(out, z, self.norm, self.eps, "sigmoid" if self.ups else "silu")
 
     def gates(self, x: torch.Tensor | Rounded, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32[T, value_heads]: beta; the logarithm of the decay, the same or [T, value_heads, key_dim]; and z

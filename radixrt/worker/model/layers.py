@@ -13,7 +13,6 @@ from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.parallel import Group
-from radixrt.worker.model.recurrent_ops import RecurrentOps, TorchRecurrentOps
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
@@ -42,7 +41,7 @@ _ACTIVATIONS = {
 }
 
 
-class Ops(RecurrentOps, Protocol):
+class Ops(Protocol):
     """Operations with fused kernels on a GPU (`cuda.ops`); `TorchOps` computes them in plain torch.
 
     `rounding`: quantize the result to FP8 with scales of that kind; None: keep the dtype of x."""
@@ -115,7 +114,7 @@ def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.T
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
-class TorchOps(TorchRecurrentOps):
+class TorchOps:
     """The reference implementation of Ops."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from radixrt.worker.model.moe import softplus
 
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import Recurrence
-    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.layers import Product
     from radixrt.worker.model.scaled import Rounded, Rounding
 
 
@@ -60,7 +60,7 @@ class Mamba:
             exact=exact,
         )
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence, ops: Ops) -> torch.Tensor:
+    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
         """As `DeltaNet.mix`: [T, values]."""
         spec, (convs, rules) = self.spec, states.layer(number)
         z, xbc, step = self.projection(x).split((spec.values, spec.channels, spec.heads), dim=1)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from radixrt.worker.model.delta import short_conv
+
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import Recurrence
-    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.layers import Product
     from radixrt.worker.model.scaled import Rounded, Rounding
 
 
@@ -24,11 +26,11 @@ class ShortConv:
     bias: torch.Tensor | None
     """[channels], of the convolution."""
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence, ops: Ops) -> torch.Tensor:
+    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
         """As `DeltaNet.mix`: [T, channels]."""
         b, c, x = self.product(x).chunk(3, dim=1)
         convs, _ = states.layer(number)
-        return c * ops.short_conv(b * x, self.conv, self.bias, convs, states.slots, states.bounds, None)
+        return c * short_conv(b * x, self.conv, self.bias, convs, states.slots, states.bounds, None)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Projections.gather`."""

@@ -266,6 +266,11 @@ class ModelSpec:
         return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
 
     @property
+    def ends_with_attention(self) -> bool:
+        """Whether the last layer has attention, and not linear attention."""
+        return self.attention_layers[-1] == self.num_layers - 1
+
+    @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """`windows` of the layers with attention."""
         return tuple(self.windows[i] for i in self.attention_layers)

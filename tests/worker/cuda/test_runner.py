@@ -42,6 +42,9 @@ SIZES = {
     "head_dim": 16,
     "vocab_size": 128,
 }
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+LINEAR |= {"linear_value_head_dim": 16}
+LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 
 
 @pytest.fixture(
@@ -53,6 +56,11 @@ SIZES = {
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         "gpt_oss",
         "deepseek_v3",
+        "qwen3_next",
+        pytest.param("qwen3_5_text", marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", marks=pytest.mark.slow),
+        pytest.param("kimi_linear", marks=pytest.mark.slow),
+        "lfm2",
         pytest.param("deepseek_v2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("minimax_m2", marks=pytest.mark.slow),
@@ -84,7 +92,12 @@ def folder(request, tmp_path_factory):
         "glm4_moe": {"moe_intermediate_size": 24},
         "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
         "cohere2_moe": {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 1},
+        "qwen3_next": LINEAR | {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]},
+        "qwen3_5_text": LINEAR | {"num_hidden_layers": 3, "layer_types": LAST_LINEAR},
         "youtu": {"num_key_value_heads": 4, "head_dim": 8},
+        "olmo_hybrid": {"num_hidden_layers": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 24},
+        "kimi_linear": {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
+        "lfm2": {"num_hidden_layers": 3},
         "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
         "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
     }
@@ -107,6 +120,7 @@ def runners(
     shape = Shape.of(loaded.spec, page_size)
     return plain, CudaRunner(
         model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4, exact=exact,
+        states=loading.make_states(config, loaded),
         flashinfer=PlainFlashInfer(shape, torch.float32, 300) if ragged else None,
         full=FullHeads(loaded.spec, page_size, *kinds, 256, Variant(64, 32, 4, 2), 8, 1 << 16) if full else None,
     )  # fmt: skip
@@ -285,6 +299,7 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
     "folder",
     [
         "llama",
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),

@@ -1,0 +1,211 @@
+"""Linear attention by the gated delta rule, for one layer without its projections: decodes and prompts in the shapes of
+Qwen3-Next and Qwen3.5, with limits.
+
+    python -m bench.delta [--sweep] [--all]
+
+Random weights, states and inputs in bfloat16, states in float32; decodes in several layers in turn, so that no state
+is in the cache, all in CUDA graphs. Limits: the bytes of the states read and written once, and of inputs and results,
+over the copy bandwidth; for prompts the FLOPs of chunks (see `cuda/delta_chunks.py`, without the inverse) over the rate
+of matrix products, if that takes longer. Both are measured in the same run. The error is relative to float32.
+With --sweep, all tiles are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from bench.common import save, table
+from bench.worker import ceilings, median_ms
+from radixrt.worker.cuda import delta, delta_chunks, launching
+from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
+from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
+from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.delta_net import DeltaNet
+from radixrt.worker.model.delta_spec import DeltaSpec
+
+SHAPES = {
+    "Qwen3-Next 80B, Qwen3.5 9B, 35B": DeltaSpec(frozenset(), 16, 32, 128, 128, 4),
+    "Qwen3.5 27B": DeltaSpec(frozenset(), 16, 48, 128, 128, 4),
+    "Qwen3.5 397B": DeltaSpec(frozenset(), 16, 64, 128, 128, 4),
+}
+DECODES = (1, 16, 64, 256)
+PROMPTS = ([8192], [128] * 64, [2048], [512], [64])
+"""Tokens of each sequence of a step."""
+CACHE = 200 << 20
+"""Bytes of states that take turns: more than the cache holds."""
+DEVICE = torch.device("cuda")
+
+
+def drawn(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(size, device=DEVICE, dtype=dtype)
+
+
+class Case:
+    """Layers that take turns, and the inputs of a step."""
+
+    def __init__(self, spec: DeltaSpec, counts: list[int]) -> None:
+        self.spec, self.counts = spec, counts
+        tokens, heads, wide = sum(counts), spec.value_heads, torch.float32
+        self.net = DeltaNet(
+            spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(heads, dtype=wide),
+            torch.ones(spec.value_dim, device=DEVICE), 1e-6, False,
+        )  # fmt: skip
+        self.inputs = DeltaInputs.of(self.net, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        self.x = drawn(tokens, spec.channels)
+        self.out = drawn(tokens, heads, spec.value_dim)
+        self.slots = np.arange(1, len(counts) + 1)
+        self.bounds = np.cumsum([0, *counts])
+        each = 4 * heads * spec.key_dim * spec.value_dim
+        layers = max(1, min(CACHE // (each * len(counts)), 64)) if max(counts) == 1 else 1
+        self.layers = [
+            LayerStates(
+                drawn(len(counts) + 1, spec.channels, 3),
+                drawn(len(counts) + 1, heads, spec.key_dim, spec.value_dim, dtype=torch.float32) / 8,
+            )
+            for _ in range(layers)
+        ]
+        self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
+        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in delta_chunks.cut(self.slots, self.bounds)))
+        bounds = np.stack((self.slots, self.bounds[:-1], self.bounds[1:]), axis=1).astype(np.int32)
+        self.sequences = torch.from_numpy(bounds).to(DEVICE)
+
+    def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
+        delta.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
+        delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
+        return self.out
+
+    def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
+        return self.out
+
+    def by_tokens(self, states: LayerStates) -> torch.Tensor:
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        delta.by_tokens(self.x, self.inputs, self.net, states, self.sequences, self.out)
+        return self.out
+
+    def expected(self, states: LayerStates) -> torch.Tensor:
+        """In float32, from the convolution on."""
+        spec, net, inputs = self.spec, self.net, self.inputs
+        slots, bounds = torch.from_numpy(self.slots), torch.from_numpy(self.bounds)
+        x = short_conv(inputs.x, net.conv, None, states.conv, slots, bounds).float()
+        q, k, v = x.split((spec.keys, spec.keys, spec.values), dim=1)
+        q, k, v, z = (part.unflatten(1, (-1, spec.key_dim)) for part in (q, k, v, inputs.z))
+        decay = net.rates * F.softplus(inputs.a.float() + net.dt_bias)
+        out = gated_delta(q, k, v, decay, inputs.b.float().sigmoid(), states.rule, slots, bounds)
+        return gated_norm(out, z, net.norm, net.eps)
+
+    def errors(self, way: Callable[[LayerStates], torch.Tensor]) -> dict[str, float]:
+        """Of the results and of the states."""
+        found, exact = (LayerStates(self.layers[0].conv.clone(), self.layers[0].rule.clone()) for _ in range(2))
+        pairs = {"error": (way(found), self.expected(exact)), "state_error": (found.rule, exact.rule)}
+        wrong = {name: float((a.float() - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+        assert torch.equal(found.conv, exact.conv) and max(wrong.values()) < 2e-2, (self.counts[:3], wrong)
+        return wrong
+
+    def ms(self, way: Callable[[LayerStates], torch.Tensor]) -> float:
+        """Milliseconds per layer."""
+
+        def run() -> None:
+            for states in self.layers:
+                way(states)
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return median_ms(graph.replay) / len(self.layers)
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of each kernel, launched one by one, none before the one ahead has ended."""
+        early, launching.launches_early = launching.launches_early, lambda: False
+        try:
+            self.way(self.layers[0])
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                for _ in range(5):
+                    self.way(self.layers[0])
+                torch.cuda.synchronize()
+        finally:
+            launching.launches_early = early
+        found = {event.key.strip("_"): event.device_time_total / 5e3 for event in trace.key_averages()}
+        return {name: ms for name, ms in found.items() if ms}
+
+    def limit_ms(self, limits: dict[str, float]) -> float:
+        spec, tokens = self.spec, sum(self.counts)
+        state = 4 * spec.value_heads * spec.key_dim * spec.value_dim + 2 * 3 * spec.channels
+        row = 2 * (spec.channels + 2 * spec.value_heads * spec.value_dim + 2 * spec.value_heads)
+        moved = 2 * state * len(self.counts) + row * tokens
+        flops = 0
+        if max(self.counts) > 1:
+            square, across = TOKENS * TOKENS, TOKENS * spec.key_dim * spec.value_dim
+            within = square * (3 * spec.key_dim + 2 * spec.value_dim)
+            flops = 2 * spec.value_heads * len(self.lists.chunks) * (within + 3 * across)
+        return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
+
+    @property
+    def way(self) -> Callable[[LayerStates], torch.Tensor]:
+        return self.decode if max(self.counts) == 1 else self.by_chunks
+
+    @property
+    def name(self) -> str:
+        return f"{len(self.counts)} x {self.counts[0]}"
+
+
+def swept(case: Case) -> None:
+    """Print the times of all tiles."""
+    ways: dict[str, Callable[[LayerStates], torch.Tensor]] = {}
+    if max(case.counts) == 1:
+        ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
+    else:
+        candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(output_warps=8)]
+        candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]
+        candidates += [Tiles(columns=32, warps=2, stages=stages) for stages in (2, 3)]
+        candidates += [Tiles(columns=16, warps=1, stages=stages) for stages in (2, 3)]
+        ways = {str(tiles): lambda s, t=tiles: case.by_chunks(s, t) for tiles in candidates}
+    for name, way in ways.items():
+        print(f"    {case.name}: {case.ms(way):.4f} {name}", flush=True)
+
+
+def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
+    """A row of the table."""
+    row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
+    row["of_limit"] = row["ms"] / row["limit_ms"]
+    row["by_tokens_ms"] = case.ms(case.by_tokens)
+    return row | case.errors(case.way)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--all", action="store_true", help="all shapes, and not the first one alone")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    limits = ceilings()
+    print(limits, flush=True)
+    rows: list[dict[str, Any]] = []
+    names = list(SHAPES) if args.all else list(SHAPES)[:1]
+    for name, counts in itertools.product(names, (*([1] * n for n in DECODES), *PROMPTS)):
+        if args.sweep:
+            swept(Case(SHAPES[name], counts))
+            continue
+        case = Case(SHAPES[name], counts)
+        rows.append({"shape": name} | measure(case, limits) | {"kernels_ms": case.parts()})
+        print(rows[-1], flush=True)
+        save("delta", rows, device=torch.cuda.get_device_name(), **limits)
+        del case
+        torch.cuda.empty_cache()
+    print(table([{name: value for name, value in row.items() if name != "kernels_ms"} for row in rows]))
+
+
+if __name__ == "__main__":
+    main()

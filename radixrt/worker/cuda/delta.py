@@ -1,0 +1,301 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464), token by token: a short convolution, the update of a
+recurrent state, and a gated norm. `delta_chunks` computes chunks of many tokens.
+
+Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the root of Dk):
+
+    S = exp(decay) S,   S = S + k (beta (v - S^T k))^T,   out = S^T q
+    decay = rate softplus(a + dt_bias),   beta = factor sigmoid(b)
+
+States are read from their slots and written back. Slot 0 is that of padding: it is never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.launching import KernelCache, launch, wait
+from radixrt.worker.model.short_conv import ShortConv
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.delta_net import DeltaNet
+
+NORM_EPS = tl.constexpr(1e-6)
+"""Added to the sum of the squares of q and of k."""
+CHANNELS = 1024
+"""Channels of a program of the convolution of one token each."""
+COLUMNS = 8
+"""Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What a layer projects of T tokens. Rows may be parts of longer ones."""
+
+    x: torch.Tensor
+    """[T, channels]: q, k and v before the convolution."""
+    z: torch.Tensor
+    """[T, Hv * Dv]: the gate of the result."""
+    b: torch.Tensor
+    """[T, Hv]."""
+    a: torch.Tensor
+    """[T, Hv], or [T, Hv * Dk] with a decay for each element of a key."""
+
+    @classmethod
+    def of(cls, net: DeltaNet, qkvz: torch.Tensor, ba: torch.Tensor) -> DeltaInputs:
+        """From the results of `DeltaNet.qkvz` and `DeltaNet.ba`."""
+        x, rest = qkvz.tensor_split((net.spec.channels,), dim=1)
+        if net.ups is None:
+            return cls(x, rest, *ba.chunk(2, dim=1))
+        a, z = (up(part.contiguous()) for up, part in zip(net.ups, rest.chunk(2, dim=1), strict=True))
+        return cls(x, z, ba, a)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One layer's part of the state pool, by slot."""
+
+    conv: torch.Tensor
+    """[slots, channels, K - 1]: the last inputs of the convolution, oldest first."""
+    rule: torch.Tensor
+    """float32 [slots, Hv, Dk, Dv]."""
+
+
+# ---------------------------------------------------------------- the convolution
+
+
+@triton.jit
+def silu(x):
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, slots_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    token = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = states_ptr + slot * state_stride + c * (K - 1)
+    kept = c < tl.where(slot > 0, channels, 0)
+    x = tl.load(x_ptr + token * x_stride + c, mask=inside, other=0.0)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(K - 1):
+        before = tl.load(at + j, mask=inside, other=0.0)
+        acc += before.to(tl.float32) * tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(at + j - 1, before, mask=kept)
+    tl.store(at + K - 2, x, mask=kept)
+    acc += x.to(tl.float32) * tl.load(weight_ptr + c * K + K - 1, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        acc = silu(acc)
+    tl.store(out_ptr + token * channels + c, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def conv_step(
+    x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
+    cache: KernelCache | None = None,
+) -> None:  # fmt: skip
+    """Write the causal convolution of each channel of x[T, channels] to `out`, for one token of each of B sequences,
+    the first B; and SiLU, but not of a ShortConv. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
+    channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    launch(
+        _conv_kernel, (triton.cdiv(channels, block), len(slots), 1), cache,
+        x, net.conv, net.conv if bias is None else bias, slots, states, out, channels, x.stride(0), states.stride(0),
+        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), block, num_warps=4,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the update of a state
+
+
+@triton.jit
+def decay_of(a, rate, dt_bias):
+    """The natural logarithm of a token's decay, of float32 values."""
+    x = a + dt_bias
+    return rate * tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
+
+
+@triton.jit
+def gated_norm(x, z, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr, SIGMOID: tl.constexpr = False):
+    """RMSNorm of float32 x[..., SIZE], rounded to `dtype` first, times the weight and the SiLU or sigmoid of z."""
+    x = x.to(dtype).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / SIZE + eps)
+    gate = tl.sigmoid(z) if SIGMOID else silu(z)
+    return (x * weight * gate).to(dtype)
+
+
+@triton.jit
+def _updated(state, q, k, v, kept, beta, scale):
+    """(The state [Dk, N] after a token, its output [N]). q and k are as projected; `kept` is what is left of the state
+    after its decay."""
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+    state = state * kept
+    # The output follows from sums over the state before its update, so that there is one pass over it.
+    known = tl.sum(state * k[:, None], 0)
+    out = tl.sum(state * q[:, None], 0)
+    new = (v - known) * beta
+    return state + k[:, None] * new[None, :], out + tl.sum(q * k, 0) * new
+
+
+@triton.jit
+def _decode_kernel(
+    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
+    a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, KEY_DIM)
+    j = tl.arange(0, VALUE_DIM)
+    # Only this kernel writes states, and copies before the step: so they can be read while the kernel before runs.
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(at, cache_modifier=".cg")
+    wait(EARLY)
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
+    of_key = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+    q = tl.load(x_at + of_key).to(tl.float32)
+    k = tl.load(x_at + KEYS + of_key).to(tl.float32)
+    v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
+    b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
+    rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
+    kept = tl.exp(decay_of(a, rate, dt_bias))
+    state, out = _updated(state, q, k, v, kept, FACTOR * tl.sigmoid(b), scale)
+    if slot > 0:
+        tl.store(at, state)
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
+    weight = tl.load(norm_ptr + j).to(tl.float32)
+    out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
+    tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
+
+
+DECODE_WARPS = 4
+"""Warps that hold the state of a head of up to 128 x 128 (bench/delta.py --sweep)."""
+
+
+def decode(
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, slots: torch.Tensor, out: torch.Tensor,
+    cache: KernelCache | None = None, warps: int = DECODE_WARPS,
+) -> None:  # fmt: skip
+    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for one token of each of the B sequences with
+    states at integer slots[B]: the first B of `inputs` and of the convolution's results x."""
+    spec = net.spec
+    launch(
+        _decode_kernel, (spec.value_heads, len(slots), 1), cache,
+        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, slots, states.rule, out, net.eps,
+        spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
+        spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, num_warps=warps,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- token by token, for any number of tokens
+
+
+@triton.jit
+def _tokens_kernel(
+    x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride, b_stride,
+    state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    FACTOR: tl.constexpr, EACH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    parts: tl.constexpr = VALUE_DIM // COLUMNS
+    head = tl.program_id(0) // parts
+    slot = tl.load(sequences_ptr + tl.program_id(1) * 3).to(tl.int64)
+    begin = tl.load(sequences_ptr + tl.program_id(1) * 3 + 1)
+    end = tl.load(sequences_ptr + tl.program_id(1) * 3 + 2)
+    i = tl.arange(0, KEYS)
+    real = i < KEY_DIM
+    j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
+    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(at, mask=real[:, None], other=0.0)
+    rate = tl.load(rates_ptr + head)
+    dtype = x_ptr.dtype.element_ty
+    ALL: tl.constexpr = KEY_HEADS * KEY_DIM
+    WIDTH: tl.constexpr = 2 * ALL + VALUE_HEADS * VALUE_DIM
+    token = begin.to(tl.int64)
+    q_at = x_ptr + token * WIDTH + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+    v_at = x_ptr + token * WIDTH + 2 * ALL + head * VALUE_DIM + j
+    b_at = b_ptr + token * b_stride + head
+    out_at = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+    if EACH:  # a decay for each element of a key
+        of_a = head * KEY_DIM + i
+        dt_bias = tl.load(dt_bias_ptr + of_a, mask=real, other=0.0)
+    else:
+        of_a = head + i * 0
+        dt_bias = tl.load(dt_bias_ptr + of_a)
+    a_at = a_ptr + token * a_stride + of_a
+    q, k = tl.load(q_at, mask=real, other=0.0), tl.load(q_at + ALL, mask=real, other=0.0)
+    v, a, b = tl.load(v_at), tl.load(a_at, mask=real, other=0.0), tl.load(b_at)
+    for t in range(begin, end):
+        # The next token is loaded while this one is computed.
+        more = tl.where(t + 1 < end, 1, 0)
+        q_at += more * WIDTH
+        v_at += more * WIDTH
+        a_at += more * a_stride
+        b_at += more * b_stride
+        next_q, next_k = tl.load(q_at, mask=real, other=0.0), tl.load(q_at + ALL, mask=real, other=0.0)
+        next_v, next_a, next_b = tl.load(v_at), tl.load(a_at, mask=real, other=0.0), tl.load(b_at)
+        decay = tl.exp(decay_of(a.to(tl.float32), rate, dt_bias))[:, None]
+        beta = FACTOR * tl.sigmoid(b.to(tl.float32))
+        state, out = _updated(state, q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), decay, beta, scale)
+        tl.store(out_at, out.to(dtype))
+        out_at += VALUE_HEADS * VALUE_DIM
+        q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
+    if slot > 0:
+        tl.store(at, state, mask=real[:, None])
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x_ptr, z_ptr, norm_ptr, eps, z_stride, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SIGMOID: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    inside = j < VALUE_DIM
+    at = x_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + j, mask=inside, other=0.0).to(tl.float32)
+    out = gated_norm(x, z, weight, eps, VALUE_DIM, x_ptr.dtype.element_ty, SIGMOID)
+    tl.store(at, out, mask=inside)
+
+
+def by_tokens(
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, sequences: torch.Tensor,
+    out: torch.Tensor, cache: KernelCache | None = None,
+) -> None:  # fmt: skip
+    """What `decode` does, for sequences of any number of tokens, int32[B, 3] of (slot, first token, end). A token's
+    result is the same bit by bit, wherever its sequence is cut."""
+    spec = net.spec
+    columns = min(COLUMNS, spec.value_dim)
+    assert spec.value_dim % columns == 0, spec
+    launch(
+        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
+        x, inputs.a, inputs.b, net.rates, net.dt_bias, sequences, states.rule, out, spec.key_dim**-0.5,
+        inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads, spec.value_heads, spec.key_dim,
+        spec.value_dim, spec.beta_factor, net.ups is not None, triton.next_power_of_2(spec.key_dim), columns,
+        num_warps=1, num_stages=3,
+    )  # fmt: skip
+    launch(
+        _gated_norm_kernel, (spec.value_heads, len(out), 1), cache,
+        out, inputs.z, net.norm, net.eps, inputs.z.stride(0), spec.value_heads, spec.value_dim, net.ups is not None,
+        triton.next_power_of_2(spec.value_dim), num_warps=1,
+    )  # fmt: skip

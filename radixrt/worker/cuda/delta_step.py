@@ -1,0 +1,208 @@
+"""The linear attention of one step on a GPU: decodes token by token, longer parts of sequences in chunks. And the
+copies of recurrent states before and after a step (see `plan.StateWork`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda import delta, delta_chunks
+from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
+from radixrt.worker.cuda.delta_chunks import Cut
+from radixrt.worker.cuda.launching import KernelCache
+from radixrt.worker.cuda.staging import PackedArray, Packer
+from radixrt.worker.kv import StatePool
+from radixrt.worker.model.delta_net import DeltaNet
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.layers import Product
+from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.short_conv import ShortConv
+from radixrt.worker.plan import Plan, StateWork
+
+WIDTHS = 64, 128
+"""Widths of heads for which there are kernels for chunks. For products with fewer columns, Triton makes programs for
+Hopper that read beyond shared memory (its issue 11366); with more, tiles would not fit in it."""
+KERNELS = 2, 3, 4
+"""Inputs that the convolution of a token sees."""
+
+Net = DeltaNet | ShortConv
+Spec = DeltaSpec | ShortConvSpec
+
+
+def no_kernels(spec: Spec) -> str:
+    """The reason why the kernels cannot compute such layers; "" if they can."""
+    if spec.kernel not in KERNELS:
+        return f"convolutions of {spec.kernel} inputs have no kernels"
+    if isinstance(spec, DeltaSpec) and spec.value_dim % delta.COLUMNS:
+        return f"linear attention has no kernels for heads of width {spec.value_dim}"
+    return ""
+
+
+def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the tokens of a sequence have to be computed one after the other, also where that need not be exact."""
+    if isinstance(spec, ShortConvSpec) or spec.rank:
+        return isinstance(spec, DeltaSpec)
+    sizes = spec.key_dim, spec.value_dim
+    if device.type != "cuda":
+        return any(size & (size - 1) for size in sizes)
+    return any(size not in WIDTHS for size in sizes) or dtype.itemsize != 2
+
+
+def projected_widths(spec: Spec) -> tuple[int, ...]:
+    """Elements of what a layer projects of a token: by each of `products`."""
+    if isinstance(spec, ShortConvSpec):
+        return (3 * spec.channels,)
+    return spec.channels + (2 * spec.rank or spec.values), (1 if spec.rank else 2) * spec.value_heads
+
+
+def products(net: Net) -> tuple[Product, ...]:
+    """The projections whose results `DeltaStep.put` takes."""
+    return (net.product,) if isinstance(net, ShortConv) else (net.qkvz, net.ba)
+
+
+def result_shape(spec: Spec) -> tuple[int, ...]:
+    """Of one token."""
+    return (spec.channels,) if isinstance(spec, ShortConvSpec) else (spec.value_heads, spec.value_dim)
+
+
+# ---------------------------------------------------------------- copies
+
+
+@triton.jit(do_not_specialize=["count"])
+def _copy_kernel(copies_ptr, states_ptr, count, size, stride, BLOCK: tl.constexpr):
+    source = tl.load(copies_ptr + tl.program_id(1)).to(tl.int64)
+    target = tl.load(copies_ptr + count + tl.program_id(1)).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(states_ptr + source * stride + i, mask=i < tl.where(source > 0, size, 0), other=0.0)
+    tl.store(states_ptr + target * stride + i, x, mask=i < size)
+
+
+def copy(pool: StatePool, copies: torch.Tensor) -> None:
+    """Copy states, int32[2, N] of (from, to), none of which is both. From slot 0: zeros."""
+    count = copies.shape[1]
+    for states in (pool.convs, pool.rules):
+        size = states[0].numel()
+        if not size:  # short convolutions alone
+            continue
+        grid = triton.cdiv(size, 4096), count
+        _copy_kernel[grid](copies, states, count, size, states.stride(0), 4096, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCopies:
+    """The copies of a step, packed; None where there are none."""
+
+    restores: PackedArray | None
+    saves: PackedArray | None
+
+    @classmethod
+    def pack(cls, packer: Packer, work: StateWork) -> PackedCopies:
+        return cls(*(packer.add(x) if x.shape[1] else None for x in (work.restores, work.saves)))
+
+    def restore(self, pool: StatePool, sent: torch.Tensor) -> None:
+        """Before the step."""
+        if self.restores is not None:
+            copy(pool, self.restores.of(sent))
+
+    def save(self, pool: StatePool, sent: torch.Tensor) -> None:
+        """After the step."""
+        if self.saves is not None:
+            copy(pool, self.saves.of(sent))
+
+
+# ---------------------------------------------------------------- a step
+
+
+class DeltaStep:
+    """`model.delta_net.Mix` for a step's tokens, decodes first, then parts of sequences. Tokens after them are padding,
+    whose results have no meaning.
+
+    decodes    integer [D]: slots of the states of the first D tokens
+    lists      the parts of the other sequences
+    sequences  if given, all tokens are computed one after the other: int32[B, 3] of (slot, first token, end). `lists`
+               are then of all of them
+    one_by_one whether the same kernel computes `decodes`
+    """
+
+    def __init__(
+        self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None,
+        sequences: torch.Tensor | None = None, one_by_one: bool = False,
+    ) -> None:  # fmt: skip
+        self._pool = pool
+        self._decodes = decodes
+        self._lists = lists
+        self._sequences = sequences
+        self._ones = None
+        if decodes is not None and one_by_one:
+            ends = torch.arange(1, len(decodes) + 1, dtype=torch.int32, device=decodes.device)
+            self._ones = torch.stack((decodes.int(), ends - 1, ends), dim=1)
+        aligned = pool.convs[0, 0].nbytes % 16 == 0
+        self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
+
+    def __call__(self, number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+        projected = tuple(product(x) for product in products(net))
+        shape = (net.spec.value_heads, net.spec.value_dim) if isinstance(net, DeltaNet) else net.conv.shape[:1]
+        out = projected[0].new_empty((len(projected[0]), *shape))
+        self.put(number, net, projected, out)
+        return out
+
+    def put(self, number: int, net: Net, projected: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """Write the results for what a layer projects (`products`) to `out`."""
+        states = LayerStates(*self._pool.layer(number))
+        if isinstance(net, ShortConv):
+            before, after, x = projected[0].chunk(3, dim=1)
+            torch.mul(after, self._convolved(net, before * x, states), out=out)
+            return
+        inputs = DeltaInputs.of(net, *projected)
+        x = self._convolved(net, inputs.x, states)
+        few, many = self._caches
+        if self._ones is not None:
+            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones)], few)
+        elif self._decodes is not None:
+            delta.decode(x, inputs, net, states, self._decodes, out, few)
+        if self._sequences is not None:
+            delta.by_tokens(x, inputs, net, states, self._sequences, out, many)
+        elif self._lists is not None:
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
+
+    def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        few, many = self._caches
+        if self._decodes is not None:
+            delta.conv_step(x, net, states.conv, self._decodes, out, few)
+        if self._lists is not None:
+            delta_chunks.conv_chunks(x, net, states.conv, self._lists.chunks, out, many)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDelta:
+    """The packed lists of a DeltaStep."""
+
+    decodes: PackedArray | None
+    lists: tuple[PackedArray, PackedArray] | None
+    sequences: PackedArray | None
+
+    @classmethod
+    def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool) -> PackedDelta:
+        """The first `decodes` requests of the plan have one token each. `exact`: results must not depend on how
+        sequences are cut into steps."""
+        assert plan.states is not None
+        slots, bounds = plan.states.slots, np.concatenate([[0], np.cumsum(plan.counts, dtype=np.int64)])
+        first = 0 if exact else decodes
+        lists = sequences = None
+        if first < len(slots):
+            chunks, over = delta_chunks.cut(slots[first:], bounds[first:])
+            lists = packer.add(chunks), packer.add(over)
+        if exact:
+            sequences = packer.add(np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32))
+        return cls(packer.add(slots[:first]) if first else None, lists, sequences)
+
+    def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
+        decodes, sequences = (None if x is None else x.of(sent) for x in (self.decodes, self.sequences))
+        lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists))
+        return DeltaStep(pool, decodes, lists, sequences)

@@ -1,0 +1,266 @@
+"""Kernels of linear attention against the reference in torch; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from radixrt.worker.cuda import delta, delta_chunks, delta_step
+from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
+from radixrt.worker.cuda.delta_chunks import Cut
+from radixrt.worker.kv import StatePool
+from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.delta_net import DeltaNet
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+
+SLOTS = 7
+SMALL = DeltaSpec(frozenset(), 2, 4, 16, 32, 4)
+WIDE = DeltaSpec(frozenset(), 1, 3, 32, 16, 3, beta_factor=2.0)
+ON_GPU = [DeltaSpec(frozenset(), 2, 4, 128, 128, 4), DeltaSpec(frozenset(), 1, 3, 64, 128, 3, beta_factor=2.0)]
+
+
+def specs(device: torch.device) -> list[DeltaSpec]:
+    return ON_GPU if device.type == "cuda" else [SMALL, WIDE]
+
+
+def limit(device: torch.device) -> float:
+    """The largest relative error. On a GPU of bfloat16, elsewhere of float32."""
+    return 1e-2 if device.type == "cuda" else 1e-5
+
+
+class Case:
+    """A layer with random weights, states and inputs of some tokens; its rows are parts of longer ones, and states of
+    several layers lie side by side."""
+
+    def __init__(self, spec: DeltaSpec, tokens: int, device: torch.device) -> None:
+        self.spec = spec
+        generator = torch.Generator().manual_seed(tokens)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+        def drawn(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(size, generator=generator).to(device, dtype)
+
+        heads = spec.value_heads
+        rates, dt_bias = -drawn(heads, dtype=torch.float32).exp(), drawn(heads, dtype=torch.float32)
+        norm = 1 + drawn(spec.value_dim) / 8
+        self.net = DeltaNet(spec, None, None, drawn(spec.channels, spec.kernel) / 2, rates, dt_bias, norm, 1e-6, False)
+        self.inputs = DeltaInputs.of(self.net, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        convs = drawn(SLOTS, 2, spec.channels, spec.kernel - 1)
+        self._states = convs, drawn(SLOTS, 2, *spec.rule_shape, dtype=torch.float32) / 4
+
+    def states(self) -> LayerStates:
+        """The first states of each slot, anew."""
+        convs, rules = (x.clone() for x in self._states)
+        return LayerStates(convs[:, 1], rules[:, 0])
+
+    def expected(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
+        """The layer's results, with the states updated."""
+        spec, inputs, net = self.spec, self.inputs, self.net
+        where, counts = torch.tensor(slots), torch.tensor(bounds)
+        x = short_conv(inputs.x, net.conv, None, states.conv, where, counts)
+        q, k, v = x.split((spec.keys, spec.keys, spec.values), dim=1)
+        q, k, v = (
+            part.unflatten(1, (n, -1)) for part, n in ((q, spec.key_heads), (k, spec.key_heads), (v, spec.value_heads))
+        )
+        decay = net.rates * torch.nn.functional.softplus(inputs.a.float() + net.dt_bias)
+        out = gated_delta(
+            q, k, v, decay, spec.beta_factor * inputs.b.float().sigmoid(), states.rule, where, counts, exact=True
+        )
+        return gated_norm(out, inputs.z.unflatten(1, out.shape[1:]), net.norm, net.eps)
+
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places for results of the convolution and of the layer."""
+        spec, x = self.spec, self.inputs.x
+        return x.new_empty(x.shape), x.new_empty((len(x), spec.value_heads, spec.value_dim))
+
+    def decode(self, slots: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        x, out = self.empty()
+        delta.conv_step(self.inputs.x, self.net, states.conv, slots, x)
+        delta.decode(x, self.inputs, self.net, states, slots, out)
+        return out
+
+    def by_chunks(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
+        lists = Cut(*(self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds))))
+        x, out = self.empty()
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
+        delta_chunks.by_chunks(x, self.inputs, self.net, states, lists, out)
+        return out
+
+    def by_tokens(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
+        chunks, _ = (self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds)))
+        x, out = self.empty()
+        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, chunks, x)
+        sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
+        delta.by_tokens(x, self.inputs, self.net, states, self.sent(sequences), out)
+        return out
+
+    def part(self, tokens: slice) -> Case:
+        """The same layer with some of the tokens."""
+        case, x = copy.copy(self), self.inputs
+        case.inputs = DeltaInputs(x.x[tokens], x.z[tokens], x.b[tokens], x.a[tokens])
+        return case
+
+    def sent(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x).to(self.inputs.x.device)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def assert_alike(
+    found: tuple[torch.Tensor, LayerStates], expected: tuple[torch.Tensor, LayerStates], most: float
+) -> None:
+    """Results and states."""
+    assert error(found[0], expected[0]) < most
+    assert torch.equal(found[1].conv[1:], expected[1].conv[1:])
+    assert error(found[1].rule[1:], expected[1].rule[1:]) < most
+
+
+def test_one_token_each(device):
+    """Of some sequences; two rows are padding, whose slot 0 is not written."""
+    for spec in specs(device):
+        slots = [3, 0, 1, 6, 0, 2]
+        case = Case(spec, len(slots), device)
+        found, expected = case.states(), case.states()
+        there = torch.tensor(slots, dtype=torch.int32, device=device)
+        out = case.decode(there, found)
+        real = case.expected(slots, list(range(len(slots) + 1)), expected)
+        rows = there > 0
+        assert_alike((out[rows], found), (real[rows], expected), limit(device))
+        assert torch.equal(found.rule[0], case.states().rule[0])
+        assert torch.equal(found.conv[0], case.states().conv[0])
+
+
+BOUNDS = [0, 1, 3, 67, 132, 262]
+
+
+@pytest.mark.parametrize(("way", "few"), [("by_chunks", 0), ("by_chunks", 32), ("by_tokens", 0)])
+def test_many_tokens(way, few, device, monkeypatch):
+    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. With the convolution of whole chunks and
+    of parts."""
+    monkeypatch.setattr(delta_chunks, "FEW", few)
+    for spec in specs(device):
+        case, slots = Case(spec, BOUNDS[-1], device), [3, 1, 5, 6, 2]
+        found, expected = case.states(), case.states()
+        out = getattr(case, way)(slots, BOUNDS, found)
+        real = case.expected(slots, BOUNDS, expected)
+        assert_alike((out, found), (real, expected), limit(device))
+        assert torch.equal(found.rule[4], case.states().rule[4])
+
+
+def test_padding_is_not_stored(device):
+    """Whatever has slot 0 leaves it as it is."""
+    for way in ("by_chunks", "by_tokens"):
+        case = Case(specs(device)[0], 40, device)
+        states = case.states()
+        getattr(case, way)([0, 2], [0, 30, 40], states)
+        assert torch.equal(states.rule[0], case.states().rule[0])
+        assert torch.equal(states.conv[0], case.states().conv[0])
+
+
+@pytest.mark.usefixtures("steady_products")
+@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
+def test_results_do_not_depend_on_what_else_is_in_the_step(way, device):
+    for spec in specs(device):
+        case = Case(spec, 150, device)
+        together = case.states()
+        out = getattr(case, way)([1, 2, 3], [0, 20, 90, 150], together)
+        alone, states = case.part(slice(20, 90)), case.states()
+        assert torch.equal(getattr(alone, way)([2], [0, 70], states), out[20:90])
+        assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
+
+
+def test_token_by_token_it_does_not_matter_where_steps_end(device):
+    """To the last bit: warm is cold, and a decode is what a prompt would have been."""
+    for spec in specs(device):
+        case = Case(spec, 75, device)
+        whole, cut = case.states(), case.states()
+        out = case.by_tokens([4], [0, 75], whole)
+        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], cut) for a, b in ((0, 1), (1, 2), (2, 33), (33, 75))]
+        assert torch.equal(torch.cat(parts), out)
+        assert torch.equal(whole.rule, cut.rule) and torch.equal(whole.conv, cut.conv)
+
+
+def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
+    for spec in specs(device):
+        case = Case(spec, 200, device)
+        whole, cut = case.states(), case.states()
+        out = case.by_chunks([4], [0, 200], whole)
+        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], cut) for a, b in ((0, 5), (5, 100), (100, 200))]
+        assert_alike((torch.cat(parts), cut), (out, whole), limit(device))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+def test_equal_keys_are_as_exact_as_others(noise, device):
+    """A run of one token that is hardly forgotten: products of all corrections would have terms of 10^17."""
+    spec = specs(device)[0]
+    case = Case(spec, 190, device)
+    inputs = case.inputs
+    inputs.x.copy_(inputs.x[:1] + noise * inputs.x)
+    inputs.a.fill_(-8.0)
+    inputs.b.fill_(4.0)
+    case.net.dt_bias.zero_()
+    found, expected = case.states(), case.states()
+    out = case.by_chunks([1], [0, 190], found)
+    real = case.expected([1], [0, 190], expected)
+    assert_alike((out, found), (real, expected), 3 * limit(device))
+
+
+def test_decays_that_underflow_leave_no_trace(device):
+    case = Case(specs(device)[0], 100, device)
+    case.inputs.a[::7] = 60.0
+    found, expected = case.states(), case.states()
+    out = case.by_chunks([1, 2], [0, 70, 100], found)
+    real = case.expected([1, 2], [0, 70, 100], expected)
+    assert_alike((out, found), (real, expected), limit(device))
+
+
+def test_copies_of_states(device):
+    """Snapshots and live states, several at once; from slot 0: zeros."""
+    spec = replace(SMALL, layers=frozenset({0, 2}))
+    pool = StatePool(spec, SLOTS, torch.float32, device)
+    for states in (pool.convs, pool.rules):
+        states[1:].copy_(torch.randn(states[1:].shape))
+    before = pool.convs.clone(), pool.rules.clone()
+    copies = np.array([[3, 0, 3], [1, 2, 6]], dtype=np.int32)
+    delta_step.copy(pool, torch.from_numpy(copies).to(device))
+    for states, old in zip((pool.convs, pool.rules), before, strict=True):
+        assert torch.equal(states[[1, 6, 3]], old[[3, 3, 3]]) and not states[2].any()
+        assert torch.equal(states[[0, 4, 5]], old[[0, 4, 5]])
+
+
+def test_what_has_no_kernels():
+    assert [delta_step.no_kernels(spec) for spec in ON_GPU] == ["", ""]
+    assert "heads of width 12" in delta_step.no_kernels(replace(ON_GPU[0], value_dim=12))
+    assert "convolutions of 8 inputs" in delta_step.no_kernels(replace(ON_GPU[0], kernel=8))
+    assert "convolutions of 9 inputs" in delta_step.no_kernels(ShortConvSpec(frozenset(), 64, 9, False))
+
+
+@pytest.mark.parametrize("changes", [{"key_dim": 96, "value_dim": 192}, {"value_dim": 32}, {"rank": 128}])
+def test_what_a_gpu_computes_token_by_token(changes):
+    gpu = torch.device("cuda")
+    assert not any(delta_step.by_tokens(spec, torch.bfloat16, gpu) for spec in ON_GPU)
+    assert delta_step.by_tokens(replace(ON_GPU[0], **changes), torch.bfloat16, gpu)
+    assert delta_step.by_tokens(ON_GPU[0], torch.float32, gpu)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_inverses_without_diagonal_blocks(noise, device, monkeypatch):
+    """Of the kernel within chunks, as above."""
+    tiles = replace(delta_chunks.TILES, block=1)
+    monkeypatch.setattr(delta_chunks, "by_chunks", partial(delta_chunks.by_chunks, tiles=tiles))
+    test_equal_keys_are_as_exact_as_others(noise, device)
+
+
+def test_lists_of_chunks():
+    """First token, tokens, slot; first token and end of the sequence. Long sequences come first."""
+    chunks, sequences = delta_chunks.cut(np.array([9, 4]), np.array([10, 20, 150]))
+    assert chunks.tolist() == [[10, 10, 9, 10, 20], [20, 64, 4, 20, 150], [84, 64, 4, 20, 150], [148, 2, 4, 20, 150]]
+    assert sequences.tolist() == [[1, 3, 4, 20], [0, 1, 9, 10]]
+    assert chunks.dtype == sequences.dtype == np.int32
