@@ -82,7 +82,7 @@ class Case:
         delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
         return self.out
 
-    def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
+    def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
         delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
         delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         return self.out

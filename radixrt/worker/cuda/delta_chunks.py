@@ -14,6 +14,7 @@ zeros for tokens that a chunk lacks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.delta import NORM_EPS, DeltaInputs, LayerStates, decay_of, gated_norm, silu
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
+from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.short_conv import ShortConv
 
 if TYPE_CHECKING:
@@ -363,8 +365,10 @@ class Tiles:
     output_warps: int = 4
 
 
-TILES = Tiles()
-"""The fastest (bench/delta.py --sweep)."""
+@functools.cache
+def best_tiles() -> Tiles:
+    """As fast as was found (bench/delta.py --sweep), and with fewer stages where shared memory is small."""
+    return Tiles() if room() > 130_000 else Tiles(stages=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +381,10 @@ class Cut:
 
 def by_chunks(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, tiles: Tiles = TILES,
+    cache: KernelCache | None = None, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """What `delta.by_tokens` does, for the tokens of the chunks in `lists`."""
-    spec = net.spec
+    spec, tiles = net.spec, tiles or best_tiles()
     number, heads = len(lists.chunks), spec.value_heads
     u, w = (x.new_empty((number, heads, TOKENS, width)) for width in (spec.value_dim, spec.key_dim))
     before = x.new_empty((number, heads, spec.value_dim, spec.key_dim))

@@ -253,7 +253,7 @@ def test_what_a_gpu_computes_token_by_token(changes):
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_inverses_without_diagonal_blocks(noise, device, monkeypatch):
     """Of the kernel within chunks, as above."""
-    tiles = replace(delta_chunks.TILES, block=1)
+    tiles = delta_chunks.Tiles(block=1)
     monkeypatch.setattr(delta_chunks, "by_chunks", partial(delta_chunks.by_chunks, tiles=tiles))
     test_equal_keys_are_as_exact_as_others(noise, device)
 
