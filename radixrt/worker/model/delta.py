@@ -50,12 +50,15 @@ def short_conv(
     out = torch.cat(parts)
     if bias is not None:
         out += bias.float()
-    if activation is None:
-        return out.to(x.dtype)
-    assert activation == "silu"
-    if out.is_cuda or out.shape[1] % VECTOR == 0:
-        return F.silu(out).to(x.dtype)
-    return out.mul_(sigmoid(out)).to(x.dtype)  # slower, but an element's last bit does not depend on its place
+    return (out if activation is None else activated(out, activation)).to(x.dtype)
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """silu or sigmoid of float32 x[T, ...]. On a CPU too, an element's last bit does not depend on its place."""
+    if x.is_cuda or x[:1].numel() % VECTOR == 0:
+        return F.silu(x) if activation == "silu" else x.sigmoid()
+    found = sigmoid(x)
+    return x * found if activation == "silu" else found
 
 
 def gated_delta(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch.nn import functional as F
 
 from radixrt.worker.model import delta
 
@@ -56,6 +55,6 @@ class TorchRecurrentOps:
     def gated_norm(
         x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str
     ) -> torch.Tensor:
-        wide, gate = x.float(), {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](gate.float())
+        wide, gate = x.float(), delta.activated(gate.float(), activation)
         normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (normalized * weight.float() * gate).to(x.dtype)
