@@ -104,7 +104,13 @@ def test_scores_after_a_snapshot(model, checkpoint):
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_5_text",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3_5_text"),
+    ],
+)
 def test_deterministic_to_the_last_bit(checkpoint, family, dtype, kv_dtype):
     """Logits of a long prompt in one chunk, in many, in company, and after a snapshot."""
     folder, _ = checkpoint(family)
