@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
-from radixrt.worker.cuda import delta, delta_chunks, launching
+from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
@@ -78,17 +78,17 @@ class Case:
         self.sequences = torch.from_numpy(bounds).to(DEVICE)
 
     def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
-        delta.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
+        convolutions.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
         delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
         return self.out
 
-    def by_chunks(self, states: LayerStates, tiles: Tiles = delta_chunks.TILES) -> torch.Tensor:
-        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+    def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
         delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
-        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
         delta.by_tokens(self.x, self.inputs, self.net, states, self.sequences, self.out)
         return self.out
 

@@ -21,7 +21,6 @@ from tests.worker.test_models import all_logits, computed, greedy, load
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2"]
 FAMILIES += ["granitemoehybrid", "bamba", "nemotron_h"]
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_next", "granitemoehybrid")]
 FEW = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -106,7 +105,13 @@ def test_scores_after_a_snapshot(model, checkpoint):
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", *SLOW])
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("qwen3_5_text", "nemotron_h") else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
 def test_deterministic_to_the_last_bit(checkpoint, family, dtype, kv_dtype):
     """Logits of a long prompt in one chunk, in many, in company, and after a snapshot."""
     folder, _ = checkpoint(family)

@@ -1,5 +1,5 @@
-"""Linear attention by the gated delta rule (arXiv 2412.06464), token by token: a short convolution, the update of a
-recurrent state, and a gated norm. `delta_chunks` computes chunks of many tokens.
+"""Linear attention by the gated delta rule (arXiv 2412.06464), token by token: the update of a recurrent state, and
+a gated norm. `delta_chunks` computes chunks of many tokens, `convolutions` the short convolution before.
 
 Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the root of Dk):
 
@@ -18,16 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.convolutions import silu
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
-from radixrt.worker.model.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
-CHANNELS = 1024
-"""Channels of a program of the convolution of one token each."""
 COLUMNS = 8
 """Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
 
@@ -63,57 +61,6 @@ class LayerStates:
     """[slots, channels, K - 1]: the last inputs of the convolution, oldest first."""
     rule: torch.Tensor
     """float32 [slots, Hv, Dk, Dv]."""
-
-
-# ---------------------------------------------------------------- the convolution
-
-
-@triton.jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
-
-
-@triton.jit
-def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, slots_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    wait(EARLY)
-    token = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < channels
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = states_ptr + slot * state_stride + c * (K - 1)
-    kept = c < tl.where(slot > 0, channels, 0)
-    x = tl.load(x_ptr + token * x_stride + c, mask=inside, other=0.0)
-    acc = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(K - 1):
-        before = tl.load(at + j, mask=inside, other=0.0)
-        acc += before.to(tl.float32) * tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
-        if j > 0:
-            tl.store(at + j - 1, before, mask=kept)
-    tl.store(at + K - 2, x, mask=kept)
-    acc += x.to(tl.float32) * tl.load(weight_ptr + c * K + K - 1, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        acc = silu(acc)
-    tl.store(out_ptr + token * channels + c, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def conv_step(
-    x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
-    cache: KernelCache | None = None,
-) -> None:  # fmt: skip
-    """Write the causal convolution of each channel of x[T, channels] to `out`, for one token of each of B sequences,
-    the first B; and SiLU, but not of a ShortConv. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
-    channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
-    block = min(CHANNELS, triton.next_power_of_2(channels))
-    launch(
-        _conv_kernel, (triton.cdiv(channels, block), len(slots), 1), cache,
-        x, net.conv, net.conv if bias is None else bias, slots, states, out, channels, x.stride(0), states.stride(0),
-        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), block, num_warps=4,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the update of a state

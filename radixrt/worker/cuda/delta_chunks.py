@@ -14,6 +14,7 @@ zeros for tokens that a chunk lacks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,24 +23,17 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.delta import NORM_EPS, DeltaInputs, LayerStates, decay_of, gated_norm, silu
+from radixrt.worker.cuda.convolutions import CHUNK_FIELDS, TOKENS
+from radixrt.worker.cuda.delta import NORM_EPS, DeltaInputs, LayerStates, decay_of, gated_norm
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
-from radixrt.worker.model.short_conv import ShortConv
+from radixrt.worker.cuda.variants import room
 
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
-TOKENS = 64
-"""Tokens of a chunk."""
-CHUNK_FIELDS = 5
-"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step."""
 SEQUENCE_FIELDS = 4
 """Of a sequence: its first chunk, chunks, slot of the state, first token."""
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-CHANNELS = 512
-"""Channels of a program of the convolution. It computes all tokens of a chunk, one after the other or, in steps of
-less than FEW chunks, PART tokens."""
-FEW, PART = 32, 8
 
 
 def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,112 +48,6 @@ def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-counts, kind="stable")
     sequences = np.stack((before, counts, slots, first), axis=1)[order]
     return chunks.astype(np.int32), sequences.astype(np.int32)
-
-
-# ---------------------------------------------------------------- the convolution
-
-
-@triton.jit
-def _tap(weight_ptr, c, channels, tap: tl.constexpr, K: tl.constexpr):
-    """The weights of one of the last 4 inputs, 0 if the convolution does not see it."""
-    TAP: tl.constexpr = tap - (4 - K)
-    if TAP < 0:
-        return tl.zeros(c.shape, tl.float32)
-    else:
-        return tl.load(weight_ptr + c * K + TAP, mask=c < channels, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _earlier(x_at, state_at, back: tl.constexpr, c, channels, x_stride, is_first, K: tl.constexpr):
-    """The inputs `back` tokens before a chunk, from the state if the chunk is its sequence's first."""
-    if back > K - 1:
-        return tl.zeros(c.shape, tl.float32)
-    else:
-        if is_first:
-            x = tl.load(state_at + (K - 1 - back), mask=c < channels, other=0.0)
-        else:
-            x = tl.load(x_at - back * x_stride, mask=c < channels, other=0.0)
-        return x.to(tl.float32)
-
-
-@triton.jit
-def _weighted(w0, w1, w2, w3, bias, x0, x1, x2, x3, SILU: tl.constexpr):
-    acc = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3 + bias
-    if SILU:
-        acc = silu(acc)
-    return acc
-
-
-@triton.jit
-def _conv_chunk_kernel(
-    x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    wait(EARLY)
-    chunk = chunks_ptr + tl.program_id(1) * FIELDS
-    begin = tl.load(chunk) + tl.program_id(2) * PART
-    count = tl.minimum(tl.load(chunk + 1) - tl.program_id(2) * PART, PART)
-    if count <= 0:
-        return
-    slot = tl.load(chunk + 2).to(tl.int64)
-    first = tl.load(chunk + 3)
-    end = tl.load(chunk + 4)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    w0 = _tap(weight_ptr, c, channels, 0, K)
-    w1 = _tap(weight_ptr, c, channels, 1, K)
-    w2 = _tap(weight_ptr, c, channels, 2, K)
-    w3 = _tap(weight_ptr, c, channels, 3, K)
-    if BIAS:
-        bias = tl.load(bias_ptr + c, mask=c < channels, other=0.0).to(tl.float32)
-    else:
-        bias = 0.0
-    x_at = x_ptr + begin.to(tl.int64) * x_stride + c
-    out_at = out_ptr + begin.to(tl.int64) * channels + c
-    state_at = states_ptr + slot * state_stride + c * (K - 1)
-    x0 = _earlier(x_at, state_at, 3, c, channels, x_stride, begin == first, K)
-    x1 = _earlier(x_at, state_at, 2, c, channels, x_stride, begin == first, K)
-    x2 = _earlier(x_at, state_at, 1, c, channels, x_stride, begin == first, K)
-    dtype = out_ptr.dtype.element_ty
-    for t in range(0, count, 4):  # four loads at once
-        left = count - t
-        y0 = tl.load(x_at, mask=c < channels, other=0.0).to(tl.float32)
-        y1 = tl.load(x_at + x_stride, mask=c < tl.where(left > 1, channels, 0), other=0.0).to(tl.float32)
-        y2 = tl.load(x_at + 2 * x_stride, mask=c < tl.where(left > 2, channels, 0), other=0.0).to(tl.float32)
-        y3 = tl.load(x_at + 3 * x_stride, mask=c < tl.where(left > 3, channels, 0), other=0.0).to(tl.float32)
-        out = _weighted(w0, w1, w2, w3, bias, x0, x1, x2, y0, SILU)
-        tl.store(out_at, out.to(dtype), mask=c < channels)
-        out = _weighted(w0, w1, w2, w3, bias, x1, x2, y0, y1, SILU)
-        tl.store(out_at + channels, out.to(dtype), mask=c < tl.where(left > 1, channels, 0))
-        out = _weighted(w0, w1, w2, w3, bias, x2, y0, y1, y2, SILU)
-        tl.store(out_at + 2 * channels, out.to(dtype), mask=c < tl.where(left > 2, channels, 0))
-        out = _weighted(w0, w1, w2, w3, bias, y0, y1, y2, y3, SILU)
-        tl.store(out_at + 3 * channels, out.to(dtype), mask=c < tl.where(left > 3, channels, 0))
-        x0, x1, x2 = y1, y2, y3
-        x_at += 4 * x_stride
-        out_at += 4 * channels
-    if begin == first:  # the only program that reads the old inputs writes the new ones, each thread those it read
-        kept = c < tl.where(slot > 0, channels, 0)
-        for j in tl.static_range(K - 1):
-            last = end - (K - 1 - j)
-            if last >= first:
-                tl.store(state_at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
-            else:
-                tl.store(state_at + j, tl.load(state_at + (last - first + K - 1), mask=kept), mask=kept)
-
-
-def conv_chunks(
-    x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
-    cache: KernelCache | None = None,
-) -> None:  # fmt: skip
-    """As `delta.conv_step`, for the tokens of `chunks` (see `cut`)."""
-    channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
-    part = PART if len(chunks) < FEW else TOKENS
-    launch(
-        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // part), cache,
-        x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),
-        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), CHANNELS, part, CHUNK_FIELDS, num_warps=2,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- within chunks
@@ -363,8 +251,10 @@ class Tiles:
     output_warps: int = 4
 
 
-TILES = Tiles()
-"""The fastest (bench/delta.py --sweep)."""
+@functools.cache
+def best_tiles() -> Tiles:
+    """As fast as was found (bench/delta.py --sweep), and with fewer stages where shared memory is small."""
+    return Tiles() if room() > 130_000 else Tiles(stages=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +267,10 @@ class Cut:
 
 def by_chunks(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, tiles: Tiles = TILES,
+    cache: KernelCache | None = None, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """What `delta.by_tokens` does, for the tokens of the chunks in `lists`."""
-    spec = net.spec
+    spec, tiles = net.spec, tiles or best_tiles()
     number, heads = len(lists.chunks), spec.value_heads
     u, w = (x.new_empty((number, heads, TOKENS, width)) for width in (spec.value_dim, spec.key_dim))
     before = x.new_empty((number, heads, spec.value_dim, spec.key_dim))

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda import delta, delta_chunks
+from radixrt.worker.cuda import convolutions, delta, delta_chunks
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Cut
 from radixrt.worker.cuda.launching import KernelCache
@@ -173,9 +173,9 @@ class DeltaStep:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         few, many = self._caches
         if self._decodes is not None:
-            delta.conv_step(x, net, states.conv, self._decodes, out, few)
+            convolutions.conv_step(x, net, states.conv, self._decodes, out, few)
         if self._lists is not None:
-            delta_chunks.conv_chunks(x, net, states.conv, self._lists.chunks, out, many)
+            convolutions.conv_chunks(x, net, states.conv, self._lists.chunks, out, many)
         return out
 
 

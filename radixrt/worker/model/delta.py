@@ -51,12 +51,15 @@ def short_conv(
     out = torch.cat(parts)
     if bias is not None:
         out += bias.float()
-    if activation is None:
-        return out.to(x.dtype)
-    assert activation == "silu"
-    if out.is_cuda or out.shape[1] % VECTOR == 0:
-        return F.silu(out).to(x.dtype)
-    return out.mul_(sigmoid(out)).to(x.dtype)  # slower, but an element's last bit does not depend on its place
+    return (out if activation is None else activated(out, activation)).to(x.dtype)
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """silu or sigmoid of float32 x[T, ...]. On a CPU too, an element's last bit does not depend on its place."""
+    if x.is_cuda or x[:1].numel() % VECTOR == 0:
+        return F.silu(x) if activation == "silu" else x.sigmoid()
+    found = sigmoid(x)
+    return x * found if activation == "silu" else found
 
 
 def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,7 @@ def gated_norm(
 ) -> torch.Tensor:
     """RMSNorm of each head of x[T, heads, D], times weight[D] and the activation (silu or sigmoid) of
     gate[T, heads, D], in float32."""
-    wide, gate = x.float(), {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](gate.float())
+    wide, gate = x.float(), activated(gate.float(), activation)
     normed = weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
     return (normed * gate).to(x.dtype)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda import delta, delta_chunks, delta_step
+from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Cut
 from radixrt.worker.kv import StatePool
@@ -80,21 +80,21 @@ class Case:
 
     def decode(self, slots: torch.Tensor, states: LayerStates) -> torch.Tensor:
         x, out = self.empty()
-        delta.conv_step(self.inputs.x, self.net, states.conv, slots, x)
+        convolutions.conv_step(self.inputs.x, self.net, states.conv, slots, x)
         delta.decode(x, self.inputs, self.net, states, slots, out)
         return out
 
     def by_chunks(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
         lists = Cut(*(self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds))))
         x, out = self.empty()
-        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
         delta_chunks.by_chunks(x, self.inputs, self.net, states, lists, out)
         return out
 
     def by_tokens(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
         chunks, _ = (self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds)))
         x, out = self.empty()
-        delta_chunks.conv_chunks(self.inputs.x, self.net, states.conv, chunks, x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, chunks, x)
         sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
         delta.by_tokens(x, self.inputs, self.net, states, self.sent(sequences), out)
         return out
@@ -144,7 +144,7 @@ BOUNDS = [0, 1, 3, 67, 132, 262]
 def test_many_tokens(way, few, device, monkeypatch):
     """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. With the convolution of whole chunks and
     of parts."""
-    monkeypatch.setattr(delta_chunks, "FEW", few)
+    monkeypatch.setattr(convolutions, "FEW", few)
     for spec in specs(device):
         case, slots = Case(spec, BOUNDS[-1], device), [3, 1, 5, 6, 2]
         found, expected = case.states(), case.states()
@@ -253,7 +253,7 @@ def test_what_a_gpu_computes_token_by_token(changes):
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_inverses_without_diagonal_blocks(noise, device, monkeypatch):
     """Of the kernel within chunks, as above."""
-    tiles = replace(delta_chunks.TILES, block=1)
+    tiles = delta_chunks.Tiles(block=1)
     monkeypatch.setattr(delta_chunks, "by_chunks", partial(delta_chunks.by_chunks, tiles=tiles))
     test_equal_keys_are_as_exact_as_others(noise, device)
 
