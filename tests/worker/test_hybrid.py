@@ -19,8 +19,8 @@ from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_models import all_logits, computed, greedy, load
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2"]
-FAMILIES += ["granitemoehybrid", "bamba", "nemotron_h"]
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_next", "granitemoehybrid")]
+FAMILIES += ["granitemoehybrid", "bamba", "nemotron_h", "falcon_h1"]
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_next", "granitemoehybrid", "falcon_h1")]
 FEW = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 

@@ -83,6 +83,7 @@ def mamba(config: dict[str, Any], kinds: list[str], blocks: Blocks) -> MambaSpec
             kernel=config["conv_kernel"],
             conv_bias=bool(config["use_conv_bias"]),
             bias=bool(config.get("use_bias")),
+            out_bias=bool(config.get("use_bias")),
             limits=time_step_limit(config),
         )
     )
