@@ -147,7 +147,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device
     identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), device)
-    limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+    limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=most_running(config, runner))
     return Worker(
         runner,
         identity,
@@ -160,6 +160,18 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
         max_pinned_share=config.max_pinned_share,
         stopped=stopped,
     )
+
+
+def most_running(config: WorkerConfig, runner: Runner) -> int:
+    """The most requests that run at once: `max_num_seqs`, and with recurrent states at most two thirds of these. A
+    context without a snapshot has to be computed again, which costs more than a longer wait."""
+    if not runner.num_states:
+        return config.max_num_seqs
+    states = runner.num_states - 1
+    most = max(1, states - states // 3)
+    if most < config.max_num_seqs:
+        log.warning("at most %d requests run at once: there are %d recurrent states", most, states)
+    return min(most, config.max_num_seqs)
 
 
 def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.roles import make_drafter
+from radixrt.roles import make_drafter, most_running
 from radixrt.worker import branching
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model import read_spec
@@ -147,6 +148,19 @@ def test_by_default_states_take_no_more_than_half_of_the_memory(checkpoint):
     assert load(folder, max_total_tokens=0, max_num_seqs=2).num_states == 17
 
 
+@pytest.mark.parametrize(("states", "most"), [(1, 1), (2, 2), (3, 2), (30, 20), (300, 64)])
+def test_a_third_of_the_states_is_left_to_snapshots(checkpoint, states, most):
+    config = WorkerConfig("-", max_num_seqs=64)
+    assert most_running(config, load(checkpoint("lfm2")[0], max_mamba_cache_size=states)) == most
+    assert most_running(config, load(checkpoint("llama")[0])) == 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights(checkpoint, family):
+    engine = Engine(load(checkpoint(family)[0], load_format="dummy"))
+    assert len(engine.generate(prompts(1, 90, 90), FEW)[0]) == 12
+
+
 def test_nothing_is_drafted(checkpoint, caplog):
     folder, _ = checkpoint("qwen3_5_text")
     config = resolve(WorkerConfig(str(folder), device="cpu", speculative_algorithm="ngram"))
@@ -154,23 +168,29 @@ def test_nothing_is_drafted(checkpoint, caplog):
     assert "tokens are not drafted" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layer_types": ["linear_attention", "mamba", "full_attention"]}, "layer_types mamba are not served"),
-        ({"layer_types": ["linear_attention"] * 3}, "none is full_attention"),
-        ({"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, num_hidden_layers is 3"),
-        ({"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide 4"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, expected a number from 1"),
-        ({"attn_output_gate": False}, "attn_output_gate False is not served"),
-        ({"attention_bias": True}, "attention_bias True is not served"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
-    ],
-)
-def test_what_is_not_served_is_named(checkpoint, tmp_path, changes, words):
-    import json
+QWEN = {"layer_types": ["linear_attention", "mamba", "full_attention"]}
+REFUSED = [
+    ("qwen3_5_text", QWEN, "layer_types mamba are not served; linear_attention and full_attention are"),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types: none is full_attention"),
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, num_hidden_layers is 3"),
+    ("qwen3_5_text", {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide 4"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, expected a number from 1"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate False is not served"),
+    ("qwen3_5_text", {"attention_bias": True}, "attention_bias True is not served"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
+    ("olmo_hybrid", {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide 4"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not served"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax' is not served"),
+    ("kimi_linear", {"linear_attn_config": 5}, "linear_attn_config is 5, expected an object"),
+    ("lfm2", {"layer_types": ["conv", "mamba", "full_attention"]}, "layer_types mamba are not served; conv and"),
+    ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types: none is full_attention"),
+    ("lfm2", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
+]
 
-    shutil.copytree(checkpoint("qwen3_5_text")[0], tmp_path / "model")
+
+@pytest.mark.parametrize(("family", "changes", "words"), REFUSED)
+def test_what_is_not_served_is_named(checkpoint, tmp_path, family, changes, words):
+    shutil.copytree(checkpoint(family)[0], tmp_path / "model")
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=words):
