@@ -216,6 +216,7 @@ TEXT |= dict.fromkeys(
 )
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
 TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER, "time_step_limit": LIST}
+TEXT["mamba_dt_limit"] = LIST
 TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)

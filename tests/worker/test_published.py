@@ -324,6 +324,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron nano 9b v2": ("nemotron_h", NEMOTRON_H | {"hybrid_override_pattern": "M-MM*", "num_hidden_layers": 5}),
     "nemotron 3 nano": ("nemotron_h", NEMOTRON_H | NEMOTRON_3),
     "nemotron 3 super": ("nemotron_h", NEMOTRON_H | NEMOTRON_3 | {"moe_latent_size": 12}),
+    "nemotron by older names": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"n_groups": 1, "mamba_n_groups": 4, "conv_kernel": 2, "mamba_d_conv": 3, "mamba_dt_limit": [0.0, math.inf]}
+        | {"mamba_conv_bias": False, "mamba_expand": 2, "mamba_dt_min": 1e-3, "mamba_chunk_size": 128},
+    ),
     "nemotron of transformers 5": (
         "nemotron_h",
         NEMOTRON_H | {"hybrid_override_pattern": "REMOVED", "layers_block_type": ["mamba", "attention"] * 2},
