@@ -29,6 +29,7 @@ FAMILIES = (
     "exaone4",
     "exaone4_5",
     "exaone_moe",
+    "falcon_h1",
     "flex_olmo",
     "gemma3",
     "gemma3_text",
@@ -184,7 +185,7 @@ GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
          "linear_num_value_heads", "full_attention_interval", "linear_num_heads", "linear_head_dim",
-         "model_max_length", "conv_L_cache", "block_multiple_of")  # fmt: skip
+         "model_max_length", "conv_L_cache", "mamba_d_ssm", "block_multiple_of")  # fmt: skip
 MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
          "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")  # fmt: skip
 TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
@@ -204,12 +205,18 @@ TEXT |= dict.fromkeys(
      "layer_norm_epsilon", *GIVEN_NUMBERS),
     NUMBER,
 )  # fmt: skip
+TEXT |= dict.fromkeys(
+    ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier", "ssm_in_multiplier",
+     "ssm_out_multiplier"),
+    NUMBER,
+) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
 TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
 TEXT |= dict.fromkeys(
     ("model_type", "hidden_act", "hidden_activation", "topk_method", "hybrid_override_pattern"), STRING
 )
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
 TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER, "time_step_limit": LIST}
+TEXT["mamba_dt_limit"] = LIST
 TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)

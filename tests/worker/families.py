@@ -43,6 +43,10 @@ KIMI_LINEAR |= {"moe_intermediate_size": 40, "num_experts_per_token": 3}
 LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
 OLMO_HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
+FALCON: dict[str, Any] = MAMBA | {"mamba_d_ssm": 96, "num_hidden_layers": 2, "mlp_multipliers": [0.8, 1.2]}
+FALCON |= {"ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 0.9], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75}
+FALCON |= {"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "key_multiplier": 0.6}
+FALCON |= {"embedding_multiplier": 2.0, "lm_head_multiplier": 0.4}
 NEMOTRON: dict[str, Any] = {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "moe", "mlp"]}
 NEMOTRON |= {"num_hidden_layers": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12}
 NEMOTRON |= {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -63,6 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": ERNIE_MOE,
     "exaone4": WINDOWS | {"head_dim": 32},
     "exaone_moe": EXAONE_MOE | WINDOWS | {"head_dim": 32},
+    "falcon_h1": FALCON,
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},

@@ -116,3 +116,25 @@ def test_on_a_gpu_there_are_no_kernels(checkpoint):
     """Then torch runs them, with this reason as a warning; Granite without Mamba-2 layers has kernels."""
     loaded = look_up(resolve(WorkerConfig(str(checkpoint("bamba")[0]), device="cpu")))
     assert _no_kernels(loaded) == "Mamba-2 layers have no kernels"
+
+
+def test_attention_and_a_mixer_in_one_layer(checkpoint):
+    """Each layer has pages and a state."""
+    folder, _ = checkpoint("falcon_h1")
+    runner, spec = load(folder, max_mamba_cache_size=7), read_spec(read_json(folder / "config.json"))
+    assert spec.attention_layers == (0, 1) and spec.delta.layers == {0, 1}
+    assert runner.pool.nbytes == 4097 * spec.kv_elements * 4 == 4097 * 4 * 2 * 2 * 2 * 16
+    assert runner.states.nbytes == 8 * spec.delta.state_bytes(4)
+
+
+def test_multipliers_are_rounded_once(checkpoint):
+    """In bfloat16, and of one row after the other."""
+    folder, _ = checkpoint("falcon_h1")
+    weights = load_file(folder / "model.safetensors")
+    layer = load(folder, dtype="bfloat16")._model._layers[1]
+    stored = weights["model.layers.1.mamba.in_proj.weight"].bfloat16().float()
+    sizes, factors = (96, 96, 24, 24, 4), (0.5, 1.5, 0.7, 1.3, 0.9)
+    rows = torch.cat([torch.full((n,), 1.25 * factor) for n, factor in zip(sizes, factors, strict=True)])
+    assert torch.equal(layer.beside.projection.weight, (stored * rows[:, None]).bfloat16())
+    stored = weights["model.layers.1.self_attn.k_proj.weight"].bfloat16().float()
+    assert torch.equal(layer.heads.qkv.weight[64:96], (stored * torch.tensor(0.9 * 0.6)).bfloat16())

@@ -20,7 +20,7 @@ from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_models import all_logits, computed, greedy, load
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2"]
-FAMILIES += ["granitemoehybrid", "bamba", "nemotron_h"]
+FAMILIES += ["granitemoehybrid", "bamba", "nemotron_h", "falcon_h1"]
 FEW = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 

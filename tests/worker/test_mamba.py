@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.model.mamba import grouped_norm, state_space
+from radixrt.worker.model.mamba import gated, state_space
 
 HEADS, DIM, GROUPS, STATE = 6, 5, 2, 7
 COUNTS, SLOTS = [1, 5, 1, 64, 1, 150], torch.tensor([3, 1, 6, 2, 7, 5])
@@ -98,12 +98,12 @@ def test_states_may_lie_apart():
 
 def test_the_norm_is_of_each_group_after_its_gate():
     x, gate, weight = random(4, 12), random(4, 12, seed=1), random(12, seed=2)
-    found = grouped_norm(x, gate, weight, 3, 1e-5)
-    gated = x.double() * gate.double() / (1 + (-gate.double()).exp())
+    found = gated(x, gate, weight, 3, 1e-5)
+    product = x.double() * gate.double() / (1 + (-gate.double()).exp())
     for group in range(3):
         part = slice(4 * group, 4 * group + 4)
-        size = (gated[:, part].square().mean(1, keepdim=True) + 1e-5).sqrt()
-        assert torch.allclose(found[:, part].double(), weight[part] * gated[:, part] / size, atol=1e-5)
+        size = (product[:, part].square().mean(1, keepdim=True) + 1e-5).sqrt()
+        assert torch.allclose(found[:, part].double(), weight[part] * product[:, part] / size, atol=1e-5)
 
 
 def test_a_token_is_the_same_in_any_company():
@@ -113,9 +113,9 @@ def test_a_token_is_the_same_in_any_company():
     gate, weight = random(51, HEADS * DIM, seed=7), random(HEADS * DIM, seed=8)
     together = states.clone()
     out = ran(inputs, constants, together, slots, [1] * 51)
-    normed = grouped_norm(out.flatten(1), gate, weight, GROUPS, 1e-5)
+    normed = gated(out.flatten(1), gate, weight, GROUPS, 1e-5)
     for token in range(51):
         own, one = states.clone(), slice(token, token + 1)
         alone = ran([value[one] for value in inputs], constants, own, slots[one], [1])
         assert torch.equal(alone, out[one]) and torch.equal(own[slots[token]], together[slots[token]])
-        assert torch.equal(grouped_norm(alone.flatten(1), gate[one], weight, GROUPS, 1e-5), normed[one])
+        assert torch.equal(gated(alone.flatten(1), gate[one], weight, GROUPS, 1e-5), normed[one])

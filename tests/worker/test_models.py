@@ -36,6 +36,8 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor"
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 ATTENTION_ALONE = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"}
+NO_FACTORS = {"mlp_multipliers": None, "ssm_multipliers": None, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0}
+NO_FACTORS |= {"attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "key_multiplier": 1.0}
 MLPS = ["mlp", "mlp", "linear_attention", "full_attention", "mlp", "mlp", "mlp"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 VARIANTS = [
@@ -158,6 +160,10 @@ VARIANTS = [
     ("nemotron_h", {"layers_block_type": ["mamba", "full_attention"], "num_hidden_layers": 2, "use_bias": True}),
     ("nemotron_h", {"layers_block_type": MLPS, "num_hidden_layers": 7, "mlp_bias": True, "use_conv_bias": False}),
     ("nemotron_h", {"moe_latent_size": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_groups": 4}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_d_ssm": None, "projectors_bias": True, "mamba_proj_bias": True}),
+    ("falcon_h1", {"attention_bias": True, "projectors_bias": True, "head_dim": 32, "rope_parameters": YARN}),
+    ("falcon_h1", NO_FACTORS),
     ("granite_swa", {"layer_types": None, "layer_rope_theta": None, "rope_parameters": YARN, "attention_bias": True}),
     ("granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": [1e4, 1e6], "num_key_value_heads": 1}),
 ]

@@ -149,6 +149,12 @@ MAMBA: dict[str, Any] = {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamb
 MAMBA |= {"mamba_d_state": 12, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": False}
 MAMBA |= {"num_hidden_layers": 3}
 BAMBA = MAMBA | {"attn_layer_indices": [1], "attn_rotary_emb": 4, "attention_bias": False, "mlp_bias": False}
+FALCON = MAMBA | {"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "embedding_multiplier": 5.656}
+FALCON |= {"attention_bias": False, "key_multiplier": 0.39, "lm_head_multiplier": 0.25, "mamba_d_ssm": 48}
+FALCON |= {"mamba_d_head": 6, "mamba_norm_before_gate": False, "mamba_rms_norm": False, "mamba_use_mlp": True}
+FALCON |= {"mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [0.88, 0.39], "projectors_bias": False}
+FALCON |= {"rope_theta": 1e11, "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35]}
+FALCON |= {"ssm_out_multiplier": 0.23, "head_dim": 16, "rope_scaling": None}
 GRANITE_4_H = GRANITE_4 | MAMBA | {"layer_types": ["mamba", "mamba", "attention"], "position_embedding_type": "nope"}
 NEMOTRON_H: dict[str, Any] = {"attention_bias": False, "chunk_size": 256, "conv_kernel": 4, "expand": 2}
 NEMOTRON_H |= {"head_dim": 16, "hybrid_override_pattern": "M-*-", "layer_norm_epsilon": 1e-4, "mamba_head_dim": 8}
@@ -162,6 +168,7 @@ NEMOTRON_3 |= {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size
 NEMOTRON_3 |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
 NEMOTRON_3 |= {"topk_group": 1, "partial_rotary_factor": 1.0, "rope_theta": 10_000}
 NEMOTRON_4 = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
+FALCON_2 = {"model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_ssm": 96}
 GRANITE_2 = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
 QWEN_NEXT = HYBRID | HYBRID_MOE | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []}
 QWEN_NEXT |= {"use_sliding_window": False, "rope_scaling": None, "rope_theta": 1e7, "partial_rotary_factor": 0.5}
@@ -317,10 +324,19 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron nano 9b v2": ("nemotron_h", NEMOTRON_H | {"hybrid_override_pattern": "M-MM*", "num_hidden_layers": 5}),
     "nemotron 3 nano": ("nemotron_h", NEMOTRON_H | NEMOTRON_3),
     "nemotron 3 super": ("nemotron_h", NEMOTRON_H | NEMOTRON_3 | {"moe_latent_size": 12}),
+    "nemotron by older names": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"n_groups": 1, "mamba_n_groups": 4, "conv_kernel": 2, "mamba_d_conv": 3, "mamba_dt_limit": [0.0, math.inf]}
+        | {"mamba_conv_bias": False, "mamba_expand": 2, "mamba_dt_min": 1e-3, "mamba_chunk_size": 128},
+    ),
     "nemotron of transformers 5": (
         "nemotron_h",
         NEMOTRON_H | {"hybrid_override_pattern": "REMOVED", "layers_block_type": ["mamba", "attention"] * 2},
     ),
+    "falcon h1 1.5b": ("falcon_h1", PLAIN | FALCON),
+    "falcon h1 34b": ("falcon_h1", PLAIN | FALCON | {"mamba_rms_norm": True}),
+    "falcon h1, of few words": ("falcon_h1", {"mamba_n_heads": 4, "mamba_d_ssm": 48, "num_key_value_heads": 2}),
     "granite moe, shared": ("granitemoeshared", PLAIN | GRANITE | {"shared_intermediate_size": 40}),
     "granite swash": ("granite_swa", PLAIN | SWASH | {"sliding_window": 16}),
     "granite swash moe": ("granitemoe_swa", PLAIN | SWASH | {"sliding_window": 16, "num_local_experts": 6}),
@@ -833,6 +849,10 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
             NEMOTRON_4 | {"hybrid_override_pattern": "ME*-", "moe_latent_size": 8, "mlp_bias": True},
             "mlp_bias True is not served",
         ),
+        (FALCON_2 | {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 numbers, expected 2"),
+        (FALCON_2 | {"ssm_multipliers": [1.0, "2"]}, "ssm_multipliers is .*, expected a list of numbers"),
+        (FALCON_2 | {"mamba_d_head": 16}, "mamba_n_heads 4 of mamba_d_head 16 are not the 96 elements"),
+        (FALCON_2 | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
         ({"model_type": "bamba", "attn_layer_indices": []}, "layer_types: none is attention"),
         ({"model_type": "bamba", "attn_layer_indices": ["1"]}, "attn_layer_indices is .* expected a number, or a list"),
         ({"model_type": "glm46v", "text_config": {"model_type": "glm"}}, "text_config: model_type 'glm'"),
@@ -852,7 +872,7 @@ MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "h
 MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-DEFAULT_LENGTH += ["bamba", "cohere2_moe", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
+DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
 REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set()}

@@ -412,3 +412,5 @@ class Layer:
     """float32[heads] (see `ModelSpec.sinks`)."""
     gate: Gate | None = None
     """See `ModelSpec.gate`."""
+    beside: Mamba | None = None
+    """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""

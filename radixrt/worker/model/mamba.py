@@ -62,14 +62,19 @@ def state_space(
     return out.to(kind)
 
 
-def grouped_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
-    """RMSNorm of x[T, D] silu(gate[T, D]), for each of `groups` equal parts alone, times weight[D], in float32."""
-    wide = gate.float()
+def gated(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, norm_first: bool = False
+) -> torch.Tensor:
+    """RMSNorm of x[T, D] silu(gate[T, D]), for each of `groups` equal parts alone, times weight[D], in float32. Without
+    a weight there is no norm; with `norm_first` the norm is that of x alone, and comes before the gate."""
     # As in `delta.short_conv`.
+    wide = gate.float()
     silu = F.silu(wide) if wide.is_cuda or wide.shape[1] % VECTOR == 0 else wide * sigmoid(wide)
-    parts = (x.float() * silu).unflatten(1, (groups, -1))
-    normed = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1)
-    return (weight.float() * normed).to(x.dtype)
+    if weight is None:
+        return (x.float() * silu).to(x.dtype)
+    parts = (x.float() if norm_first else x.float() * silu).unflatten(1, (groups, -1))
+    normed = weight.float() * (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1)
+    return (normed * silu if norm_first else normed).to(x.dtype)
 
 
 def _one_token(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.checkpoint import Weights, load_float32
 from radixrt.worker.model.delta import short_conv
-from radixrt.worker.model.mamba import grouped_norm, state_space
+from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.moe import softplus
 
@@ -37,8 +37,8 @@ class Mamba:
     """float32[heads]"""
     step_bias: torch.Tensor
     """float32[heads]"""
-    norm: torch.Tensor
-    """[values]"""
+    norm: torch.Tensor | None
+    """[values]; None: there is only a gate."""
     eps: float
     exact: bool
     """Results must not depend on how sequences are cut into steps."""
@@ -55,7 +55,7 @@ class Mamba:
             rates=-load_float32(weights, f"{at}A_log", spec.heads).exp(),
             skip=load_float32(weights, f"{at}D", spec.heads),
             step_bias=load_float32(weights, f"{at}dt_bias", spec.heads),
-            norm=weights.load(f"{at}norm.weight", (spec.values,)),
+            norm=None if spec.norm == "none" else weights.load(f"{at}norm.weight", (spec.values,)),
             eps=eps,
             exact=exact,
         )
@@ -71,7 +71,7 @@ class Mamba:
         out = state_space(
             x, self.steps(step), self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact
         )
-        return grouped_norm(out.flatten(1), z, self.norm, spec.groups, self.eps)
+        return gated(out.flatten(1), z, self.norm, spec.groups, self.eps, spec.norm == "before_gate")
 
     def steps(self, step: torch.Tensor) -> torch.Tensor:
         """Time steps float32[T, heads] of their projection [T, heads]."""

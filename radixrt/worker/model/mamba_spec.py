@@ -13,7 +13,7 @@ class MambaSpec:
     """Sizes are numbers of elements. Names of tensors are relative to `model.layers.<i>.mamba.`."""
 
     layers: frozenset[int]
-    """Layers with a mixer; the others have attention."""
+    """Layers with a mixer; the others have attention (see `beside`)."""
     heads: int
     head_dim: int
     groups: int
@@ -25,9 +25,15 @@ class MambaSpec:
     conv_bias: bool
     """The short convolution has a bias."""
     bias: bool
-    """The projections have biases."""
+    """The first projection has a bias."""
+    out_bias: bool
+    """The last one has."""
     limits: tuple[float, float] = (0.0, math.inf)
     """Time steps are clamped to these."""
+    norm: str = "after_gate"
+    """Where the norm is: `after_gate` or `before_gate`; `none`: there is only the gate."""
+    beside: bool = False
+    """The mixers are beside attention, in all layers, with the same input, and not in its place."""
     norms: None = None
     """Those of other layers."""
 
@@ -83,6 +89,7 @@ def read_mamba(config: dict[str, Any], layers: frozenset[int], inner: int | None
             kernel=config["mamba_d_conv"],
             conv_bias=bool(config["mamba_conv_bias"]),
             bias=bool(config["mamba_proj_bias"]),
+            out_bias=bool(config["mamba_proj_bias"]),
             limits=time_step_limit(config),
         )
     )

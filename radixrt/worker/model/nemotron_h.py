@@ -27,6 +27,9 @@ DEFAULTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_share
 SERVED = {"mlp_hidden_act": SQUARED_RELU, "mamba_hidden_act": "silu", "attention_bias": False, "mamba_proj_bias": False}
 SERVED |= {"residual_in_fp32": False, "sliding_window": None, "n_shared_experts": 1}
 """The only values of these fields that are served: those of the published models."""
+ALIASES = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+ALIASES |= {"mamba_dt_limit": "time_step_limit"}
+"""Other names of fields, which come first, as in transformers."""
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Of `hybrid_override_pattern`."""
 FUSED_NAMES = (("mlp.gate.weight", "mlp.experts.up_proj", "mlp.experts.down_proj"),)
@@ -37,6 +40,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     transformers does in prompts alone. Layers that predict further tokens are ignored."""
     check_served(config, SERVED)
     config = DEFAULTS | {name: value for name, value in config.items() if value is not None}
+    config |= {name: config[alias] for alias, name in ALIASES.items() if alias in config}
     kinds = layer_kinds(config)
     blocks = paired(kind in (*LINEAR, *FULL) for kind in kinds)
     mlps = [None if mlp is None else kinds[mlp] for _, mlp in blocks]
@@ -83,6 +87,7 @@ def mamba(config: dict[str, Any], kinds: list[str], blocks: Blocks) -> MambaSpec
             kernel=config["conv_kernel"],
             conv_bias=bool(config["use_conv_bias"]),
             bias=bool(config.get("use_bias")),
+            out_bias=bool(config.get("use_bias")),
             limits=time_step_limit(config),
         )
     )

@@ -32,7 +32,7 @@ class Reader(TensorReader):
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
-        if spec.delta is not None and number in spec.delta.layers:
+        if spec.delta is not None and number in spec.delta.layers and number not in spec.attention_layers:
             return self._recurrent_layer(number, spec.delta)
         if spec.blocks and spec.blocks[number][0] is None:
             return self._mlp_alone(number)
@@ -41,14 +41,22 @@ class Reader(TensorReader):
         mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
         attention_norm = self._norm_before(at, norms.before_attention, heads.rounding)
+        beside, name = None, at + "self_attn.o_proj"
+        if isinstance(spec.delta, MambaSpec) and spec.delta.beside:
+            beside, both = self._mamba(at + "mamba.", spec.delta), (name, at + "mamba.out_proj")
+            biases = spec.output_bias, spec.delta.out_bias
+            output = self._outputs(both, (inner, spec.delta.values), biases, AFTER_ATTENTION)
+        else:
+            output = self._output(name, shape, spec.output_bias, AFTER_ATTENTION, after)
         return Layer(
             attention_norm=attention_norm,
             heads=heads,
-            output=self._output(at + "self_attn.o_proj", shape, spec.output_bias, AFTER_ATTENTION, after),
+            output=output,
             mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
             sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
+            beside=beside,
         )
 
     def _mlp_norm(self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | NoMlp) -> Norm | NoNorm:
@@ -64,7 +72,7 @@ class Reader(TensorReader):
         if isinstance(delta, ShortConvSpec):
             net, name, inner, bias = self._gated_conv(at + "conv.", delta), "conv.out_proj", delta.channels, delta.bias
         elif isinstance(delta, MambaSpec):
-            net, name, inner, bias = self._mamba(at + "mamba.", delta), "mamba.out_proj", delta.values, delta.bias
+            net, name, inner, bias = self._mamba(at + "mamba.", delta), "mamba.out_proj", delta.values, delta.out_bias
         else:
             net, inner, bias = self._delta_net(f"{at}{delta.name}.", delta), delta.values, False
             name = f"{delta.name}.{delta.out}"

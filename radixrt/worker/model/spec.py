@@ -247,6 +247,8 @@ class ModelSpec:
     blocks: tuple[tuple[int | None, int | None], ...] = ()
     """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
     have there; None: it has none (see `blocks`)."""
+    multipliers: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
+    """Factors of weights (see `multipliers`)."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
@@ -261,7 +263,8 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
-        others = self.delta.layers if self.delta else frozenset()
+        beside = isinstance(self.delta, MambaSpec) and self.delta.beside
+        others = self.delta.layers if self.delta and not beside else frozenset()
         without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
         return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
 

@@ -14,6 +14,7 @@ from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear, concatenate
+from radixrt.worker.model.multipliers import Multiplied
 from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
@@ -50,6 +51,8 @@ class TensorReader:
         self._spec = spec
         if spec.blocks:
             self._weights = OfBlocks(weights, spec)
+        elif spec.multipliers:
+            self._weights = Multiplied(weights, spec)
         else:
             self._weights = PaddedHeads(weights, spec) if spec.layer_heads else Renamed(weights, spec.other_names)
         self._batch_invariant = batch_invariant
@@ -160,6 +163,16 @@ class TensorReader:
         if self._shard.rank:  # one of the ranks adds the bias
             product = dataclasses.replace(product, bias=None)
         return Output(product, self._group, turn, after, self._spec.residual_factor)
+
+    def _outputs(
+        self, names: tuple[str, str], columns: tuple[int, int], biases: tuple[bool, bool], turn: int
+    ) -> Output:
+        """Two projections back to the residual stream as one, of their inputs one after the other."""
+        hidden, found = self._spec.hidden_size, zip(names, columns, strict=True)
+        weight = torch.cat([self._weight(Piece(name, (hidden, size))) for name, size in found], dim=1)
+        own = [self._bias(Piece(name, (hidden, 0))) for name, bias in zip(names, biases, strict=True) if bias]
+        product = Linear(weight, sum(own) if own else None, self._batch_invariant, self._ops)
+        return Output(product, self._group, turn, None, self._spec.residual_factor)
 
     def norm(self, name: str, rounding: Rounding | None = None) -> Norm:
         weight = self._norm_weight(name, self._spec.hidden_size)
