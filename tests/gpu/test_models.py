@@ -87,9 +87,8 @@ def last_logits(runner: Runner, prompt: list[int], chunk: int = 8192) -> torch.T
     engine.add(prompt, GREEDY)
     while True:
         plan = engine.scheduler.plan()
-        logits = runner.logits(plan)
         if plan.samples.any():
-            return logits[-1]
+            return runner.logits(plan)[-1]
         engine.scheduler.apply(plan, runner.launch(plan)())
 
 
