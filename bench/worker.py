@@ -4,12 +4,12 @@
 
 Random weights in the shape of Llama 3.1 8B, unless another shape or a folder with a config.json is given. The limit of
 a decode row is the sum of: the KV bytes that a step reads (within windows), and the bytes of recurrent states that it
-reads and writes, over the copy bandwidth; the time of all
-matrix products of that batch in a CUDA graph; the bytes of the experts that the batch chooses, with random routing,
-over the bandwidth; and for products in FP8 (--quantization fp8) their weights' bytes over the bandwidth, or their FLOPs
-over twice the rate of bfloat16. The limit of a prefill row is that of its products plus that of attention, each by
-FLOPs or by bytes (of weights and chosen experts; of cached pages), whichever takes longer. Bandwidth and rate are
-measured in the same run. GPU idle is the share of time in which no kernel ran, by a trace of all kernels.
+reads and writes, over the copy bandwidth; the time of all matrix products of that batch in a CUDA graph; the bytes of
+the experts that the batch chooses, with random routing, over the bandwidth; and for products in FP8 (--quantization
+fp8) their weights' bytes over the bandwidth, or their FLOPs over twice the rate of bfloat16. The limit of a prefill row
+is that of its products plus that of attention, each by FLOPs or by bytes (of weights and chosen experts; of cached
+pages), whichever takes longer. Bandwidth and rate are measured in the same run. GPU idle is the share of time in which
+no kernel ran, by a trace of all kernels.
 """
 
 from __future__ import annotations
