@@ -159,6 +159,31 @@ GEMMA3_12B = {
 """Gemma 3 12B, its text."""
 
 
+QWEN35_9B = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "eos_token_id": 248044,
+}
+"""Qwen3.5 9B, its text: three of four layers have linear attention."""
+
+
 def sized(
     family: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, **others: Any
 ) -> dict[str, Any]:
@@ -199,6 +224,7 @@ SHAPES = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "gpt-oss-20b": GPT_OSS_20B,
     "gemma3-12b": GEMMA3_12B,
+    "qwen3.5-9b": QWEN35_9B,
     "qwen2.5-0.5b": sized("qwen2", 24, 896, 4864, 14, 2, 151936, **TIED),
     "llama-1b": sized("llama", 16, 2048, 8192, 32, 8, 128256, **TIED),
     "llama-3b": sized("llama", 28, 3072, 8192, 24, 8, 128256, **TIED),

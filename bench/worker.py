@@ -3,12 +3,13 @@
     python -m bench.worker [--shape qwen3-30b | --model FOLDER] [--kv-cache-dtype fp8_e4m3] [--quick]
 
 Random weights in the shape of Llama 3.1 8B, unless another shape or a folder with a config.json is given. The limit of
-a decode row is the sum of: the KV bytes that a step reads (within windows) over the copy bandwidth; the time of all
-matrix products of that batch in a CUDA graph; the bytes of the experts that the batch chooses, with random routing,
-over the bandwidth; and for products in FP8 (--quantization fp8) their weights' bytes over the bandwidth, or their FLOPs
-over twice the rate of bfloat16. The limit of a prefill row is that of its products plus that of attention, each by
-FLOPs or by bytes (of weights and chosen experts; of cached pages), whichever takes longer. Bandwidth and rate are
-measured in the same run. GPU idle is the share of time in which no kernel ran, by a trace of all kernels.
+a decode row is the sum of: the KV bytes that a step reads (within windows), and the bytes of recurrent states that it
+reads and writes, over the copy bandwidth; the time of all matrix products of that batch in a CUDA graph; the bytes of
+the experts that the batch chooses, with random routing, over the bandwidth; and for products in FP8 (--quantization
+fp8) their weights' bytes over the bandwidth, or their FLOPs over twice the rate of bfloat16. The limit of a prefill row
+is that of its products plus that of attention, each by FLOPs or by bytes (of weights and chosen experts; of cached
+pages), whichever takes longer. Bandwidth and rate are measured in the same run. GPU idle is the share of time in which
+no kernel ran, by a trace of all kernels.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ class Bench:
 
 
 def keys_read(model: Decoder, context: float) -> float:
-    """Keys that a decode reads per layer, averaged over layers, as some may have sliding windows."""
-    windows = model.spec.windows
+    """Keys that a decode reads per layer with attention, averaged over these, as some may have sliding windows."""
+    windows = model.spec.attention_windows
     return sum(context if window is None else min(context, window) for window in windows) / len(windows)
 
 
@@ -241,6 +242,8 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
         gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
         kv_ms = batch * keys_read(model, context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
+        if delta := model.spec.delta:
+            kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
         rows.append(
             {
                 "what": f"decode {batch} x {context}",
@@ -317,7 +320,9 @@ def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[
             bench.finish()
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
-        pairs = sum(float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.windows)
+        pairs = sum(
+            float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.attention_windows
+        )
         parts = (
             (per_token * new, weight_bytes(model, new)),
             (attention_flops(model, pairs, cached), keys_read(model, cached) * kv_bytes),

@@ -50,5 +50,7 @@ def test_bytes_that_graphs_keep():
     spec = read_spec(SHAPES["llama-8b"])
     heads = 2 * 32 * 128
     assert kept_bytes(spec, 0, 2) == 0 and kept_bytes(spec, 20, 2) == 2 * ((16 + 20) * 4096 + 20 * heads)
+    linear, plain = read_spec(SHAPES["qwen3.5-9b"]), 16 * 2 * 256
+    assert kept_bytes(linear, 16, 2) == 2 * 16 * (4096 + plain + 8192 + 4096 + 64 + 4096)
     latent = read_spec(SHAPES["deepseek-v2-lite"])
     assert kept_bytes(latent, 16, 2) == 2 * 16 * (2048 + 16 * (576 + 512 + 128 + 192))
