@@ -123,18 +123,16 @@ class Decoder:
                 if query_factors is not None:
                     heads.scale_queries(query_factors)
                 attended = attend(self._numbers[number], heads)
-                x = attended if layer.beside is None else self._joined(number, attended, x, states)
+                x = attended if layer.beside is None else self._joined(number, attended, x, mix)
             if number < len(self._layers) - 1:
                 x = self._after_attention(number, x, residual)
         return x, residual
 
-    def _joined(
-        self, number: int, attended: torch.Tensor, x: torch.Tensor | Rounded, states: Recurrence | None
-    ) -> torch.Tensor:
+    def _joined(self, number: int, attended: torch.Tensor, x: torch.Tensor | Rounded, mix: Mix | None) -> torch.Tensor:
         """The outputs [T, attention's and then the mixer's] of layer `number`, whose input is x. All layers have both,
         so that a layer has the same place among those with attention and those with a state."""
         layer = self._layers[number]
-        mixed = layer.beside.mix(x, self._numbers[number], states, self._ops)
+        mixed = mix(self._numbers[number], layer.beside, x)
         return torch.cat((layer.heads.gather(attended), mixed), dim=1)
 
     def finish(
