@@ -185,7 +185,7 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
     if config.speculative_algorithm != "ngram":
         return None
     if runner.num_states:
-        log.warning("tokens are not drafted: the states of linear attention cannot be taken back to before a wrong one")
+        log.warning("tokens are not drafted: recurrent states cannot be taken back to before a wrong one")
         return None
     among = MOST_SPARSE if runner.sparse else sys.maxsize
     return Drafter(config.speculative_num_draft_tokens, overlaps=runner.overlaps, among=among)

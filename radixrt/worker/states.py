@@ -1,5 +1,5 @@
-"""The slots of the state pool, for models with linear attention: in those layers, what a request reads of its prefix is
-one state of fixed size, not pages.
+"""The slots of the state pool, for models with recurrent layers (linear attention, Mamba-2): there, what a request
+reads of its prefix is one state of fixed size, not pages.
 
     slots:   0 trash | free | live, of a running request | a snapshot: the state after the last token of a page
 

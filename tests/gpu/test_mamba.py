@@ -1,0 +1,28 @@
+"""Models with Mamba-2 layers, which torch computes on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixrt.config import WorkerConfig, resolve
+from radixrt.worker.loading import load_runner
+from tests.worker.engine import Engine, prompts
+from tests.worker.families import make_model
+from tests.worker.test_models import greedy, wanted
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"])
+def test_torch_computes_the_tokens_of_transformers(tmp_path, family, caplog):
+    """In float32: one by one, then in one batch, in chunks and from snapshots."""
+    reference = make_model(tmp_path, family)
+    asked = prompts(6, 5, 150)
+    answers = [greedy(reference, prompt, 24) for prompt in asked]
+    config = WorkerConfig(str(tmp_path), device="cuda", dtype="float32", max_total_tokens=4096)
+    runner = load_runner(resolve(config))
+    assert "Mamba-2 layers have no kernels" in caplog.text
+    assert [Engine(runner).generate([prompt], wanted(answers))[0] for prompt in asked] == answers
+    engine = Engine(runner, chunk=64)
+    assert engine.generate(asked, wanted(answers)) == answers
+    turns = [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
+    expected = [greedy(reference, turn, 24) for turn in turns]
+    assert engine.generate(turns, wanted(answers)) == expected
