@@ -201,17 +201,6 @@ def sized(
     return LLAMA_8B | {"max_position_embeddings": 32768, "head_dim": hidden // heads} | sizes | others
 
 
-QWEN3_5 = {
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-    "rms_norm_eps": 1e-6,
-}
 TIED = {"tie_word_embeddings": True}
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}}
@@ -232,7 +221,6 @@ SHAPES = {
     "qwen3-4b": sized("qwen3", 36, 2560, 9728, 32, 8, 151936, head_dim=128, **TIED),
     "olmo2-7b": sized("olmo2", 32, 4096, 11008, 32, 32, 100352, bos_token_id=1, eos_token_id=2),
     "qwen2.5-7b": sized("qwen2", 28, 3584, 18944, 28, 4, 152064),
-    "qwen3.5-9b": sized("qwen3_5_text", 32, 4096, 12288, 16, 4, 248320, **QWEN3_5),
     "qwen2.5-14b": sized("qwen2", 48, 5120, 13824, 40, 8, 152064),
     "mixtral-8x7b": sized("mixtral", 32, 4096, 14336, 32, 8, 32000, bos_token_id=1, eos_token_id=2)
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
