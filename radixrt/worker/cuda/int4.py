@@ -35,8 +35,11 @@ FEW, SOME, MANY = Tile(16, 64, WIDTH, 2, 3), Tile(32, 64, WIDTH, 4, 3), Tile(64,
 takes fewer instructions for few rows than wgmma, which four warps multiply by."""
 WIDE, LARGE = Tile(64, 128, WIDTH, 4, 2), Tile(128, 128, WIDTH, 8, 2)
 """In place of MANY, where there is one for each multiprocessor, and for up to MOST_ROWS rows."""
-MOST_ROWS = 512
+MOST_ROWS = 256
 """The most rows for which the kernel here is used."""
+FEWEST_WEIGHTS = 1 << 25
+"""The fewest weights for which it is used with more rows than MANY has: those of fewer are dequantized in less time than
+its few programs take."""
 PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
 """K is divided as long as there are no more programs than this for each multiprocessor."""
 LEAST = 2
@@ -393,7 +396,7 @@ def by_torch(
 def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple[Tile, int] | None:
     """The tile and the number of programs that K is divided among; None where it is faster to dequantize the weight
     (bench/packed_linear.py)."""
-    if rows > MOST_ROWS:
+    if rows > MOST_ROWS or (rows > MANY.rows and columns * depth < FEWEST_WEIGHTS):
         return None
     tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)
     if tile is MANY and triton.cdiv(columns, WIDE.columns) >= processors(device):
