@@ -38,8 +38,8 @@ WIDE, LARGE = Tile(64, 128, WIDTH, 4, 2), Tile(128, 128, WIDTH, 8, 2)
 MOST_ROWS = 256
 """The most rows for which the kernel here is used."""
 FEWEST_WEIGHTS = 1 << 25
-"""The fewest weights for which it is used with more rows than MANY has: those of fewer are dequantized in less time than
-its few programs take."""
+"""The fewest weights for which it is used with more rows than MANY has: fewer are dequantized in less time than its few
+programs take."""
 PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
 """K is divided as long as there are no more programs than this for each multiprocessor."""
 LEAST = 2
