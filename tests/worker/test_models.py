@@ -294,6 +294,12 @@ ALIKE = (
     "hyperclovax",
     "laguna",
     "cohere2_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "bamba",
+    "falcon_h1",
+    "lfm2_moe",
 )
 """Families whose logits are tested, and that decode as others do."""
 
