@@ -52,6 +52,17 @@ def test_the_next_turn_finds_what_the_turn_before_left(clock):
     assert sorted(bench.finish) == [0, 1, 2, 3] and bench.cache.leased_pages == 0
 
 
+def test_a_cleared_cache_keeps_none(clock):
+    bench, history = crowded()
+    assert bench.cache.kept.leases()
+    bench.cache.clear()
+    bench.cache.check()
+    assert not bench.cache.kept.leases() and bench.cache.evictable_pages == 0
+    bench.add(3, history, 2, namespace="a")
+    bench.drain()
+    assert bench.cached[3] == 0
+
+
 def test_without_it_the_stranger_takes_it(clock, monkeypatch):
     monkeypatch.setattr(kept, "LEAST", 2.0)
     bench, history = crowded()
