@@ -242,7 +242,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
         gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
         kv_ms = batch * keys_read(model, context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
-        if delta := model.spec.delta:
+        if delta := model.spec.recurrent:
             kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
         rows.append(
             {

@@ -236,7 +236,7 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
-    if isinstance(loaded.spec.delta, MambaSpec):
+    if isinstance(loaded.spec.recurrent, MambaSpec):
         return "Mamba-2 layers have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
@@ -247,10 +247,10 @@ def _no_kernels(loaded: Loaded) -> str:
         import triton  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    if loaded.spec.delta is not None:
+    if loaded.spec.recurrent is not None:
         from radixrt.worker.cuda.delta_step import no_kernels
 
-        return no_kernels(loaded.spec.delta)
+        return no_kernels(loaded.spec.recurrent)
     return ""
 
 
@@ -317,7 +317,7 @@ def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> st
         f"the GPU's memory does not hold this: {total / 1e9:.1f} GB in all, {free / 1e9:.1f} GB free now, a token of "
         f"KV takes {each} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
         f"--gpu-memory-utilization ({config.gpu_memory_utilization}), --max-total-tokens, "
-        f"{'--max-mamba-cache-size ' if loaded.spec.delta else ''}or --max-num-batched-tokens. ({error})"
+        f"{'--max-mamba-cache-size ' if loaded.spec.recurrent else ''}or --max-num-batched-tokens. ({error})"
     )
 
 

@@ -41,15 +41,15 @@ def make_states(
     Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
     (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
     """
-    if loaded.spec.delta is None:
+    if loaded.spec.recurrent is None:
         return None
     count = config.max_mamba_cache_size
     if not count:
-        each = loaded.spec.delta.state_bytes(loaded.dtype.itemsize)
+        each = loaded.spec.recurrent.state_bytes(loaded.dtype.itemsize)
         memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved, group)
         count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
         count = count if group is None else group.smallest(count)
-    return StatePool(loaded.spec.delta, count + 1, loaded.dtype, loaded.device)
+    return StatePool(loaded.spec.recurrent, count + 1, loaded.dtype, loaded.device)
 
 
 def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: TorchGroup | None = None) -> int:

@@ -128,9 +128,9 @@ def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, f
 
 def _states_of_one(model: Decoder, tokens: int) -> Recurrence | None:
     """Fresh recurrent states for one prompt, if the model has any."""
-    if model.spec.delta is None:
+    if model.spec.recurrent is None:
         return None
-    pool = StatePool(model.spec.delta, 2, model.dtype, model.device)
+    pool = StatePool(model.spec.recurrent, 2, model.dtype, model.device)
     slots, bounds = (torch.tensor(x, device=model.device) for x in ([1], [0, tokens]))
     return Recurrence(pool.layer, slots, bounds)
 

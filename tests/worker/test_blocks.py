@@ -37,18 +37,18 @@ def test_a_mixer_and_the_mlp_after_it_are_one_layer(pattern, layers):
 @pytest.mark.parametrize(("pattern", "layers", "attention", "states"), [(NANO_9B_V2, 31, 4, 27), (NANO_3, 29, 6, 23)])
 def test_published_patterns(pattern, layers, attention, states):
     spec = read_spec(SIZES | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)})
-    assert (spec.num_layers, len(spec.attention_layers), len(spec.delta.layers)) == (layers, attention, states)
+    assert (spec.num_layers, len(spec.attention_layers), len(spec.recurrent.layers)) == (layers, attention, states)
     assert spec.kv_elements == 2 * attention * 8 * 128
-    assert spec.delta.state_bytes(2) == states * (2 * 3 * (8192 + 2 * 8 * 128) + 4 * 8192 * 128)
+    assert spec.recurrent.state_bytes(2) == states * (2 * 3 * (8192 + 2 * 8 * 128) + 4 * 8192 * 128)
 
 
 def test_pages_and_states_are_those_of_the_layers_that_have_them(checkpoint):
     folder, _ = checkpoint("nemotron_h")
     runner, spec = load(folder, max_mamba_cache_size=7), read_spec(read_json(folder / "config.json"))
-    assert spec.attention_layers == (2,) and spec.delta.layers == {0, 1, 3}
+    assert spec.attention_layers == (2,) and spec.recurrent.layers == {0, 1, 3}
     assert spec.blocks == ((0, 1), (2, None), (3, 4), (5, 6), (None, 7)) and spec.experts.layers == {2, 3}
     assert runner.pool.nbytes == 4097 * spec.kv_elements * 4
-    assert runner.num_states == 8 and runner.states.nbytes == 8 * spec.delta.state_bytes(4)
+    assert runner.num_states == 8 and runner.states.nbytes == 8 * spec.recurrent.state_bytes(4)
 
 
 def logits(folder, **settings) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_time_steps_are_limited_in_prompts_and_answers_alike(checkpoint, tmp_pat
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"time_step_limit": written}))
     runner = load(tmp_path / "model")
-    low, high = runner._model.spec.delta.limits
+    low, high = runner._model.spec.recurrent.limits
     assert (low, high) == {"[0.0, 0.3]": (0.0, 0.3), "None": (0.0, torch.inf)}.get(str(written), (0.3, torch.inf))
     steps = runner._model._layers[0].heads.steps(torch.randn(50, 4))
     assert (written is None) == bool((steps < 0.3).any() and (steps > 0.3).any())
@@ -122,9 +122,9 @@ def test_attention_and_a_mixer_in_one_layer(checkpoint):
     """Each layer has pages and a state."""
     folder, _ = checkpoint("falcon_h1")
     runner, spec = load(folder, max_mamba_cache_size=7), read_spec(read_json(folder / "config.json"))
-    assert spec.attention_layers == (0, 1) and spec.delta.layers == {0, 1}
+    assert spec.attention_layers == (0, 1) and spec.recurrent.layers == {0, 1}
     assert runner.pool.nbytes == 4097 * spec.kv_elements * 4 == 4097 * 4 * 2 * 2 * 2 * 16
-    assert runner.states.nbytes == 8 * spec.delta.state_bytes(4)
+    assert runner.states.nbytes == 8 * spec.recurrent.state_bytes(4)
 
 
 def test_multipliers_are_rounded_once(checkpoint):

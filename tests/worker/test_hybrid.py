@@ -131,14 +131,14 @@ def test_deterministic_to_the_last_bit(checkpoint, family, dtype, kv_dtype):
 def test_pages_hold_the_layers_with_attention_alone(checkpoint):
     folder, _ = checkpoint("qwen3_next")
     runner, spec = load(folder, max_mamba_cache_size=7), read_spec(read_json(folder / "config.json"))
-    assert spec.attention_layers == (1, 3) and spec.delta.layers == {0, 2}
+    assert spec.attention_layers == (1, 3) and spec.recurrent.layers == {0, 2}
     assert runner.pool.nbytes == 4097 * spec.kv_elements * 4 and spec.kv_elements == 2 * 2 * 2 * 16
-    assert runner.num_states == 8 and runner.states.nbytes == 8 * spec.delta.state_bytes(4)
+    assert runner.num_states == 8 and runner.states.nbytes == 8 * spec.recurrent.state_bytes(4)
 
 
 def test_states_are_copied_at_once(checkpoint):
     spec = read_spec(read_json(checkpoint("qwen3_next")[0] / "config.json"))
-    pool = StatePool(spec.delta, 5, torch.float32, torch.device("cpu"))
+    pool = StatePool(spec.recurrent, 5, torch.float32, torch.device("cpu"))
     for slot in range(5):
         pool.convs[slot], pool.rules[slot] = slot + 1, slot + 1
     pool.copy(torch.tensor([[1, 0, 1], [2, 3, 4]], dtype=torch.int32).numpy())

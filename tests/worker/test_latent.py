@@ -19,13 +19,13 @@ from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.expert_spec import Routing
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.quantized import Products
 from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import ScaledLinear
-from radixrt.worker.model.spec import Routing
 from radixrt.worker.runner import TorchRunner
 from radixrt.worker.scales import choose_scales
 from tests.worker.engine import GREEDY, Engine, prompts

@@ -60,8 +60,8 @@ def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, 
         ({"num_heads": 12, "num_kv_heads": 6}, 4, "num_key_value_heads, 6"),
         ({"num_heads": 12, "num_kv_heads": 3}, 4, "no multiple of the model's num_key_value_heads, 3"),
         ({"intermediate_size": 126}, 4, "intermediate_size, 126"),
-        ({"delta": DELTA}, 4, "linear_num_key_heads, 6"),
-        ({"delta": dataclasses.replace(DELTA, key_heads=4)}, 4, "linear_num_value_heads, 6"),
+        ({"recurrent": DELTA}, 4, "linear_num_key_heads, 6"),
+        ({"recurrent": dataclasses.replace(DELTA, key_heads=4)}, 4, "linear_num_value_heads, 6"),
     ],
 )
 def test_what_does_not_divide_is_named(checkpoint, changes, size, words):

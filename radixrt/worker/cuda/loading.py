@@ -228,9 +228,9 @@ def _largest_step(
 
 def _same_states(loaded: Loaded, slots: int) -> StatePool | None:
     """A pool whose slots are all the same memory, for steps whose results do not matter."""
-    if loaded.spec.delta is None:
+    if loaded.spec.recurrent is None:
         return None
-    pool = StatePool(loaded.spec.delta, 1, loaded.dtype, loaded.device)
+    pool = StatePool(loaded.spec.recurrent, 1, loaded.dtype, loaded.device)
     pool.convs, pool.rules = (states.expand(slots, *states.shape[1:]) for states in (pool.convs, pool.rules))
     return pool
 

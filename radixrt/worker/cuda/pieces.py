@@ -62,7 +62,7 @@ def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
     heads = spec.head_dim + spec.value_dim
     if latent := spec.latent:
         heads += latent.value_dim + latent.nope_dim + latent.rope_dim
-    linear = sum(projected_widths(spec.delta)) + math.prod(result_shape(spec.delta)) if spec.delta else 0
+    linear = sum(projected_widths(spec.recurrent)) + math.prod(result_shape(spec.recurrent)) if spec.recurrent else 0
     return itemsize * (sum(sizes) * spec.hidden_size + tokens * (spec.num_heads * heads + linear))
 
 
@@ -117,7 +117,7 @@ class Pieces:
             self._full = torch.empty((*place, spec.latent.nope_dim + spec.rope_dim), **kinds) if full else None
         self._projected = self._mixed = None
         """With linear attention: what its layers project, and its results."""
-        if delta := spec.delta:
+        if delta := spec.recurrent:
             kinds = {"dtype": model.dtype, "device": model.device}
             self._projected = tuple(torch.empty((most, width), **kinds) for width in projected_widths(delta))
             self._mixed = torch.zeros((most, *result_shape(delta)), **kinds)

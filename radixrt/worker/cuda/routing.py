@@ -20,8 +20,8 @@ import triton.language as tl
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
 from radixrt.worker.cuda.staging import ALIGN
+from radixrt.worker.model.expert_spec import Routing
 from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
-from radixrt.worker.model.spec import Routing
 
 TILE_FIELDS = 3
 """Integers of a tile: its expert, the first of its sorted rows, how many rows it has."""

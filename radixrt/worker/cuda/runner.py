@@ -121,7 +121,7 @@ class CudaRunner(ModelRunner):
             chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
             tree_attention, flashinfer, full = False, None, None
         self._compiled = Kernels(shape, few, many, exact)
-        self._by_tokens = exact or (spec.delta is not None and by_tokens(spec.delta, model.dtype, self._device))
+        self._by_tokens = exact or (spec.recurrent is not None and by_tokens(spec.recurrent, model.dtype, self._device))
         chip = Chip(shape.heads, processors)
         shares = tree_attention and None in self._windows
         self._cuts = Cuts(

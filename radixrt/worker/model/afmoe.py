@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import (
-    ExpertsSpec,
-    GateSpec,
-    ModelSpec,
-    NormsSpec,
-    Routing,
-    check_served,
-    common,
-    layer_kinds,
-    layer_windows,
-    rope_parameters,
-    with_experts,
-)
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import check_served, common, layer_kinds, layer_windows, rope_parameters, with_experts
+from radixrt.worker.model.spec import GateSpec, ModelSpec, NormsSpec
 
 NORMS = NormsSpec(
     after_attention="post_attention_layernorm",

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import XIELU, ModelSpec, NormsSpec, check_served
+from radixrt.worker.model.fields import check_served
+from radixrt.worker.model.spec import XIELU, ModelSpec, NormsSpec
 
 NORMS = NormsSpec(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
 ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

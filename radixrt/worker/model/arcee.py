@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec, check_served
+from radixrt.worker.model.fields import check_served
+from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

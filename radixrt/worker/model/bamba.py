@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from radixrt.worker.model.fields import check_served, common
 from radixrt.worker.model.mamba_spec import linear_layers, read_mamba
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served, common
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144}
 """Defaults of transformers for fields that config.json lacks."""
@@ -30,4 +31,4 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         mlp_bias=bool(config.get("mlp_bias")),
         other_names=OTHER_NAMES,
     )
-    return dataclasses.replace(plain, delta=mamba)
+    return dataclasses.replace(plain, recurrent=mamba)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served, common
+from radixrt.worker.model.fields import check_served, common
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 NORMS = NormsSpec(before_mlp="input_layernorm", float32_weight=True, centered=True)
 DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "rope_theta": 5e5}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import cohere
-from radixrt.worker.model.spec import ModelSpec, layer_kinds, layer_windows, rope_parameters
+from radixrt.worker.model.fields import layer_kinds, layer_windows, rope_parameters
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4}
 """Defaults of transformers for fields that config.json lacks."""

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import cohere, cohere2
-from radixrt.worker.model.spec import (
-    ExpertsSpec,
-    ModelSpec,
-    NormsSpec,
-    Routing,
-    check_served,
-    moe_layers,
-    with_experts,
-)
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import check_served, moe_layers, with_experts
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 DEFAULTS = {"head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0}
 DEFAULTS |= {"norm_topk_prob": True, "expert_selection_fn": "softmax", "layer_norm_eps": 1e-5}

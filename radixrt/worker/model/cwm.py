@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import ModelSpec, layer_windows
+from radixrt.worker.model.fields import layer_windows
+from radixrt.worker.model.spec import ModelSpec
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import common, rope_parameters, with_experts
 from radixrt.worker.model.rope import yarn_mscale
-from radixrt.worker.model.spec import ExpertsSpec, LatentSpec, ModelSpec, Routing, common, rope_parameters, with_experts
+from radixrt.worker.model.spec import LatentSpec, ModelSpec
 
 DEFAULTS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS |= {"v_head_dim": 128}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.deepseek_v2 import DEFAULTS, latent_decoder, with_routed_experts
-from radixrt.worker.model.spec import ModelSpec, Routing, check_served
+from radixrt.worker.model.expert_spec import Routing
+from radixrt.worker.model.fields import check_served
+from radixrt.worker.model.spec import ModelSpec
 
 ROUTED = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "n_routed_experts": 256, "n_shared_experts": 1}
 ROUTED |= {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}

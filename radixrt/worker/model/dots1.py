@@ -6,7 +6,8 @@ from typing import Any
 
 from radixrt.worker.model.deepseek_v2 import with_routed_experts
 from radixrt.worker.model.deepseek_v3 import sigmoid_routing
-from radixrt.worker.model.spec import ModelSpec, common, layer_windows
+from radixrt.worker.model.fields import common, layer_windows
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"sliding_window": 4096, "max_window_layers": 62, "num_key_value_heads": 32}
 DEFAULTS |= {"max_position_embeddings": 2048}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common
+from radixrt.worker.model.fields import common
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
 DEFAULTS |= {"tie_word_embeddings": True}

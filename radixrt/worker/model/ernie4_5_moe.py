@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import ernie4_5
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing, check_served, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import check_served, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2}
 DEFAULTS |= {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12}

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import olmo2
-from radixrt.worker.model.spec import ModelSpec, common, layer_kinds, layer_windows, rope_parameters
+from radixrt.worker.model.fields import common, layer_kinds, layer_windows, rope_parameters
+from radixrt.worker.model.spec import ModelSpec
 
 NORMS = dataclasses.replace(olmo2.NORMS, float32_weight=False)
 DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5}

@@ -7,7 +7,8 @@ from typing import Any
 from radixrt.worker.model import exaone4
 from radixrt.worker.model.deepseek_v2 import with_routed_experts
 from radixrt.worker.model.deepseek_v3 import sigmoid_routing
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served, moe_layers
+from radixrt.worker.model.fields import check_served, moe_layers
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 DEFAULTS = {"first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8}
 DEFAULTS |= {"num_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from radixrt.worker.model.fields import check_served, common
 from radixrt.worker.model.mamba_spec import MambaSpec, read_mamba
 from radixrt.worker.model.multipliers import Multipliers
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served, common
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
 DEFAULTS |= {"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True}
@@ -35,7 +36,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         other_names=OTHER_NAMES,
         embedding_factor=config.get("embedding_multiplier") or 1.0,
         logits_factor=config.get("lm_head_multiplier") or 1.0,
-        delta=mamba,
+        recurrent=mamba,
     )
     return dataclasses.replace(plain, multipliers=multipliers(config, plain, mamba))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import olmo2
+from radixrt.worker.model.fields import with_experts
 from radixrt.worker.model.olmoe import experts_spec
-from radixrt.worker.model.spec import ModelSpec, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5}
 """Defaults of transformers for fields that config.json lacks."""

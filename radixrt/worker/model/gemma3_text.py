@@ -5,15 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from radixrt.worker.model.spec import (
-    ModelSpec,
-    NormsSpec,
-    common,
-    layer_kinds,
-    layer_windows,
-    rope_parameters,
-    ropes_by_kind,
-)
+from radixrt.worker.model.fields import common, layer_kinds, layer_windows, rope_parameters, ropes_by_kind
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 NORMS = NormsSpec(
     after_attention="post_attention_layernorm",

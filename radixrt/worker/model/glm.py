@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common
+from radixrt.worker.model.fields import common
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5}
 DEFAULTS |= {"rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131_072}

@@ -6,7 +6,8 @@ from typing import Any
 
 from radixrt.worker.model.deepseek_v2 import with_routed_experts
 from radixrt.worker.model.deepseek_v3 import sigmoid_routing
-from radixrt.worker.model.spec import ModelSpec, common
+from radixrt.worker.model.fields import common
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "norm_topk_prob": True}
 DEFAULTS |= {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import glm4
-from radixrt.worker.model.spec import ModelSpec, text_config
+from radixrt.worker.model.fields import text_config
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "max_position_embeddings": 32_768}
 """Defaults of transformers for fields that config.json lacks."""

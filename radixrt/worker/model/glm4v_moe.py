@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import glm4_moe
-from radixrt.worker.model.spec import ModelSpec, text_config
+from radixrt.worker.model.fields import text_config
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"attention_bias": True, "max_position_embeddings": 65_536}
 """Defaults of transformers for fields that config.json lacks."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from radixrt.worker.model.spec import CLAMPED_SWIGLU, ExpertsSpec, ModelSpec, common, layer_windows, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import common, layer_windows, with_experts
+from radixrt.worker.model.spec import CLAMPED_SWIGLU, ModelSpec
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 DEFAULTS = {

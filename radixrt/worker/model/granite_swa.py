@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import granite
-from radixrt.worker.model.spec import ModelSpec, layer_windows, rope_parameters
+from radixrt.worker.model.fields import layer_windows, rope_parameters
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 DEFAULTS |= {"max_position_embeddings": 8192}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import granite
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 AT = "block_sparse_moe."
 FUSED_NAMES = (

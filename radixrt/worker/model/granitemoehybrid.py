@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import granite
+from radixrt.worker.model.fields import check_served
 from radixrt.worker.model.granitemoeshared import with_shared
 from radixrt.worker.model.mamba_spec import linear_layers, read_mamba
-from radixrt.worker.model.spec import ModelSpec, check_served
+from radixrt.worker.model.spec import ModelSpec
 
 OTHER_NAMES = ((".mlp.gate_up_proj", ".shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear"))
 
@@ -27,5 +28,5 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     else:
         plain = granite.spec(config | {"intermediate_size": shared})
         plain = dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES)
-    plain = dataclasses.replace(plain, delta=mamba)
+    plain = dataclasses.replace(plain, recurrent=mamba)
     return plain if positions == "rope" else dataclasses.replace(plain, layer_ropes=(None,) * plain.num_layers)

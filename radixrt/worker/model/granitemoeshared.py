@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import granite, granitemoe
-from radixrt.worker.model.spec import ModelSpec, with_experts
+from radixrt.worker.model.fields import with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 OTHER_NAMES = (
     (".mlp.shared_experts.gate_up_proj", ".shared_mlp.input_linear"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import ModelSpec, check_served, rope_parameters
+from radixrt.worker.model.fields import check_served, rope_parameters
+from radixrt.worker.model.spec import ModelSpec
 
 SERVED = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False}
 """The only values of these fields that are served: those of the published models."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import hunyuan_v1_dense
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, check_served, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import check_served, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 SERVED = {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 SERVED |= {"group_limited_greedy": False}

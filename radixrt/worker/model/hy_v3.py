@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing, check_served, moe_layers, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import check_served, moe_layers, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0}
 DEFAULTS |= {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import granite
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served
+from radixrt.worker.model.fields import check_served
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 NORMS = NormsSpec(after_attention="post_norm1", after_mlp="post_norm2")
 

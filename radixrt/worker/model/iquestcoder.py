@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import ModelSpec, check_served
+from radixrt.worker.model.fields import check_served
+from radixrt.worker.model.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

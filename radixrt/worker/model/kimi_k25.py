@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import kimi_k2
-from radixrt.worker.model.spec import ModelSpec, text_config
+from radixrt.worker.model.fields import text_config
+from radixrt.worker.model.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -8,8 +8,9 @@ from typing import Any
 from radixrt.worker.model.deepseek_v2 import latent_decoder, with_routed_experts
 from radixrt.worker.model.deepseek_v3 import sigmoid_routing
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.fields import check_served, moe_layers
 from radixrt.worker.model.qwen3_next import FULL, LINEAR, check_kinds
-from radixrt.worker.model.spec import ModelSpec, check_served, moe_layers
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS |= {"v_head_dim": 128, "moe_intermediate_size": 1024, "n_shared_experts": 1, "n_routed_experts": 256}
@@ -64,7 +65,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     )
     plain = dataclasses.replace(
         latent_decoder(config | {"mlp_bias": False}, interleaved=False),
-        delta=delta,
+        recurrent=delta,
         layer_ropes=(None,) * len(layers),
         other_names=OTHER_NAMES,
     )

@@ -6,11 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from radixrt.worker.model.spec import (
-    ExpertsSpec,
-    GateSpec,
-    ModelSpec,
-    Routing,
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import (
     check_served,
     common,
     layer_windows,
@@ -20,6 +17,7 @@ from radixrt.worker.model.spec import (
     ropes_by_kind,
     with_experts,
 )
+from radixrt.worker.model.spec import GateSpec, ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 512, "max_position_embeddings": 131_072}
 DEFAULTS |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "gating": True}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.delta_spec import ShortConvSpec
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, common
+from radixrt.worker.model.fields import common
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-5, "rope_theta": 1e6}
 DEFAULTS |= {"tie_word_embeddings": True, "conv_bias": False, "conv_L_cache": 3}
@@ -57,6 +58,6 @@ def with_convolutions(config: dict[str, Any]) -> ModelSpec:
         qk_norm=True,
         qk_norm_names=("q_layernorm", "k_layernorm"),
         norms=NORMS,
-        delta=found if found.layers else None,
+        recurrent=found if found.layers else None,
         other_names=OTHER_NAMES,
     )

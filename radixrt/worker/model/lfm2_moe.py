@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import lfm2
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
 DEFAULTS |= {"use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True}

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import (
-    ExpertsSpec,
-    ModelSpec,
-    common,
-    layer_windows,
-    moe_layers,
-    rope_parameters,
-    ropes_by_kind,
-    with_experts,
-)
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import common, layer_windows, moe_layers, rope_parameters, ropes_by_kind, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024, "num_experts_per_tok": 8}
 DEFAULTS |= {"moe_intermediate_size": 896, "norm_topk_prob": True, "max_position_embeddings": 131_072}

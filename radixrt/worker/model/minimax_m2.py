@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, Routing, check_served, common, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
+from radixrt.worker.model.fields import check_served, common, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8, "use_qk_norm": True}
 SERVED = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import ministral3, mistral, mistral4
-from radixrt.worker.model.spec import ModelSpec, text_config
+from radixrt.worker.model.fields import text_config
+from radixrt.worker.model.spec import ModelSpec
 
 PARTS = {"mistral": mistral.spec, "ministral3": ministral3.spec, "mistral4": mistral4.spec}
 

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model.deepseek_v2 import latent_decoder, with_routed_experts
+from radixrt.worker.model.expert_spec import Routing
+from radixrt.worker.model.fields import check_served
 from radixrt.worker.model.ministral3 import YARN, with_query_scaling
-from radixrt.worker.model.spec import ModelSpec, Routing, check_served
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
 DEFAULTS |= {"v_head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4}

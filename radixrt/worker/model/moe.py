@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from radixrt.worker.model.checkpoint import Weights
+from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.int4 import Int4, concatenate_int4
 from radixrt.worker.model.linear import Linear, concatenate
 from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.model.spec import SQUARED_RELU, ExpertsSpec, ModelSpec, Routing
+from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec
 
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Ops

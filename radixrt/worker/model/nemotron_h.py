@@ -8,16 +8,10 @@ from typing import Any
 
 from radixrt.worker.model.blocks import Blocks, paired
 from radixrt.worker.model.deepseek_v3 import sigmoid_routing
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import check_served, common, with_experts
 from radixrt.worker.model.mamba_spec import FULL, LINEAR, MambaSpec, checked, time_step_limit
-from radixrt.worker.model.spec import (
-    SQUARED_RELU,
-    ExpertsSpec,
-    ModelSpec,
-    NormsSpec,
-    check_served,
-    common,
-    with_experts,
-)
+from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec, NormsSpec
 
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21_504}
 DEFAULTS |= {"max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 128, "mamba_head_dim": 64}
@@ -49,7 +43,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norms=NormsSpec(float32_weight=True),
         mlp_bias=bool(config.get("mlp_bias")),
         layer_ropes=(None,) * len(blocks),
-        delta=mamba(config, kinds, blocks),
+        recurrent=mamba(config, kinds, blocks),
         blocks=blocks,
     )
     plain = dataclasses.replace(plain, activation=SQUARED_RELU)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, common
+from radixrt.worker.model.fields import common
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 NORMS = NormsSpec(
     before_attention=None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import olmo2
-from radixrt.worker.model.spec import ModelSpec, layer_kinds, layer_windows, rope_parameters, ropes_by_kind
+from radixrt.worker.model.fields import layer_kinds, layer_windows, rope_parameters, ropes_by_kind
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"sliding_window": 4096, "rope_theta": 5e5}
 

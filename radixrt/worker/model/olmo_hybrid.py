@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import olmo2
+from radixrt.worker.model.fields import check_served
 from radixrt.worker.model.qwen3_next import FULL, LINEAR, check_kinds, delta
-from radixrt.worker.model.spec import ModelSpec, NormsSpec, check_served
+from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 DEFAULTS = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-6}
 DEFAULTS |= {"max_position_embeddings": 65_536}
@@ -42,6 +43,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         beta_factor=2.0 if config["linear_allow_neg_eigval"] else 1.0,
         norms=NormsSpec(float32_weight=True),
     )
-    plain = olmo2.spec(config, delta=linear, other_names=OTHER_NAMES)
+    plain = olmo2.spec(config, recurrent=linear, other_names=OTHER_NAMES)
     has_rope = (config.get("rope_parameters") or {"rope_theta": 10_000.0}).get("rope_theta") is not None
     return plain if has_rope else dataclasses.replace(plain, layer_ropes=(None,) * layers)

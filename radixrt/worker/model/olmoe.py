@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import llama
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, check_served, with_experts
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import check_served, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common
+from radixrt.worker.model.fields import common
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 OTHER_NAMES = ("su", "yarn")

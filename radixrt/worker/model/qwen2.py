@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common, layer_windows
+from radixrt.worker.model.fields import common, layer_windows
+from radixrt.worker.model.spec import ModelSpec
 
 
 def spec(config: dict[str, Any], qkv_bias: bool = True) -> ModelSpec:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import qwen2
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import with_experts
 from radixrt.worker.model.qwen3_moe import sparse_layers
-from radixrt.worker.model.spec import ExpertsSpec, ModelSpec, with_experts
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 16, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 """Defaults of transformers for fields that config.json lacks."""

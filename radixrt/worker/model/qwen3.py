@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common, layer_windows
+from radixrt.worker.model.fields import common, layer_windows
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128, "num_key_value_heads": 32}
 """Defaults of transformers for fields that config.json lacks."""

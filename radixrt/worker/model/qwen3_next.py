@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.fields import check_served, common, with_experts
 from radixrt.worker.model.qwen3_moe import sparse_layers
-from radixrt.worker.model.spec import ExpertsSpec, GateSpec, ModelSpec, NormsSpec, check_served, common, with_experts
+from radixrt.worker.model.spec import GateSpec, ModelSpec, NormsSpec
 
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
 DEFAULTS |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -39,7 +41,7 @@ def hybrid(config: dict[str, Any], fused: bool = False) -> ModelSpec:
         norms=NormsSpec(float32_weight=True, offset=1.0),
         gate=GateSpec("q_proj", in_q=True),
     )
-    return dataclasses.replace(plain, delta=delta(config, kinds, fused=fused))
+    return dataclasses.replace(plain, recurrent=delta(config, kinds, fused=fused))
 
 
 def check_kinds(kinds: list[str], layers: int) -> None:

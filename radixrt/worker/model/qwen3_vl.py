@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import qwen3
-from radixrt.worker.model.spec import ModelSpec, text_config
+from radixrt.worker.model.fields import text_config
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"rope_theta": 5e5, "num_key_value_heads": 32, "max_position_embeddings": 128_000}
 """Defaults of transformers for fields that config.json lacks."""

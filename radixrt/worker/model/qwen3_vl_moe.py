@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model import qwen3_moe, qwen3_vl
-from radixrt.worker.model.spec import ModelSpec, text_config
+from radixrt.worker.model.fields import text_config
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = qwen3_vl.DEFAULTS | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_local_experts": 60}
 DEFAULTS |= {"moe_intermediate_size": 1408}

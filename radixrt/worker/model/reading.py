@@ -10,6 +10,7 @@ from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput
 from radixrt.worker.model.checkpoint import load_float32
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
@@ -20,7 +21,7 @@ from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, Ungate
 from radixrt.worker.model.moe import read_experts, squared_relu
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
 from radixrt.worker.model.short_conv import ShortConv
-from radixrt.worker.model.spec import XIELU, ExpertsSpec, GateSpec, NormsSpec
+from radixrt.worker.model.spec import XIELU, GateSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece, TensorReader
 
 XIELU_FIXED = 0.5, -1e-6
@@ -32,8 +33,8 @@ class Reader(TensorReader):
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
-        if spec.delta is not None and number in spec.delta.layers and number not in spec.attention_layers:
-            return self._recurrent_layer(number, spec.delta)
+        if spec.recurrent is not None and number in spec.recurrent.layers and number not in spec.attention_layers:
+            return self._recurrent_layer(number, spec.recurrent)
         if spec.blocks and spec.blocks[number][0] is None:
             return self._mlp_alone(number)
         heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
@@ -42,10 +43,10 @@ class Reader(TensorReader):
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
         attention_norm = self._norm_before(at, norms.before_attention, heads.rounding)
         beside, name = None, at + "self_attn.o_proj"
-        if isinstance(spec.delta, MambaSpec) and spec.delta.beside:
-            beside, both = self._mamba(at + "mamba.", spec.delta), (name, at + "mamba.out_proj")
-            biases = spec.output_bias, spec.delta.out_bias
-            output = self._outputs(both, (inner, spec.delta.values), biases, AFTER_ATTENTION)
+        if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.beside:
+            beside, both = self._mamba(at + "mamba.", spec.recurrent), (name, at + "mamba.out_proj")
+            biases = spec.output_bias, spec.recurrent.out_bias
+            output = self._outputs(both, (inner, spec.recurrent.values), biases, AFTER_ATTENTION)
         else:
             output = self._output(name, shape, spec.output_bias, AFTER_ATTENTION, after)
         return Layer(
@@ -98,7 +99,7 @@ class Reader(TensorReader):
         return Mamba.read(mamba, projection, self._weights, at, self._spec.norm_eps, self._batch_invariant)
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
-        heads, own, ups = delta.value_heads, self._shard.spec(self._spec).delta, None
+        heads, own, ups = delta.value_heads, self._shard.spec(self._spec).recurrent, None
         qkv = [self._rows(at + name, size) for name, size in zip(delta.qkv, delta.qkv_sizes, strict=False)]
         ba = [self._rows(at + name, heads) for name in (delta.b, delta.a)]
         if delta.fused:  # grouped by heads of k, of which ranks have consecutive ones

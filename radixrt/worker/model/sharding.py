@@ -47,11 +47,11 @@ class Shard:
         stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
-        alternating = whole.delta is not None and whole.delta.norms is not None
+        alternating = whole.recurrent is not None and whole.recurrent.norms is not None
         if whole.parallel or whole.norms.centered or alternating:
             # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
             raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
-        if isinstance(whole.delta, MambaSpec):
+        if isinstance(whole.recurrent, MambaSpec):
             raise ValueError(f"tensor_parallel_size {self.size} is not served with Mamba layers; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
@@ -63,11 +63,11 @@ class Shard:
             inner = self._share("moe_intermediate_size", whole.experts.intermediate_size)
             shared = self._share("shared experts' intermediate size", whole.experts.shared_size)
             changes["experts"] = dataclasses.replace(whole.experts, intermediate_size=inner, shared_size=shared)
-        if whole.delta is not None:
-            changes["delta"] = self._delta(whole.delta)
+        if whole.recurrent is not None:
+            changes["recurrent"] = self._recurrent(whole.recurrent)
         return dataclasses.replace(whole, **changes)
 
-    def _delta(self, whole: DeltaSpec | ShortConvSpec) -> DeltaSpec | ShortConvSpec:
+    def _recurrent(self, whole: DeltaSpec | ShortConvSpec) -> DeltaSpec | ShortConvSpec:
         """Linear attention is divided by heads, short convolutions by channels."""
         if isinstance(whole, ShortConvSpec):
             return dataclasses.replace(whole, channels=self._share("hidden_size", whole.channels))

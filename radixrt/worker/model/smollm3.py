@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.worker.model.spec import ModelSpec, common, layer_windows, rope_parameters
+from radixrt.worker.model.fields import common, layer_windows, rope_parameters
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model import glm4_moe
-from radixrt.worker.model.spec import ModelSpec, check_served
+from radixrt.worker.model.fields import check_served
+from radixrt.worker.model.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6, "moe_intermediate_size": 1280}
 """Defaults of transformers for fields that config.json lacks."""

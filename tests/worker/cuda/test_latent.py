@@ -18,10 +18,10 @@ from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import Items, make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.loading import look_up
+from radixrt.worker.model.expert_spec import Routing
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.moe import Experts
-from radixrt.worker.model.spec import Routing
 from tests.checkpoints import make_model
 from tests.worker.cuda.test_kernels import SEQUENCES, error
 from tests.worker.pages import make_plan
