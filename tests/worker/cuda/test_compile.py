@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
+from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step
 from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
@@ -145,28 +145,29 @@ for block in (1024, 128):
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
 pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
 build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
-pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*bf16"]
+pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
 constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True}
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants, 1)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
-t, fields = delta_chunks.best_tiles(), delta_chunks.CHUNK_FIELDS
-constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": fields}
+t = delta_chunks.best_tiles()
+constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": cutting.CHUNK_FIELDS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
 build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False}, 2)
-chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
+chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
+constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
 pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
-constants = chunks | {"COLUMNS": t.columns, "FIELDS": delta_chunks.SEQUENCE_FIELDS, "CHUNK_FIELDS": fields}
+constants = chunks | fields | {"COLUMNS": t.columns}
 build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps, room=room)
 pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
-build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": fields}, t.output_warps, 1)
+build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": cutting.CHUNK_FIELDS}, t.output_warps, 1)
 """
 
 PACKED = """
