@@ -85,8 +85,8 @@ class Case:
         return self.out
 
     def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
-        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
+        x = delta_chunks.convolved(self.net, self.inputs.x, states, self.lists)
+        delta_chunks.by_chunks(x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
@@ -169,10 +169,9 @@ def swept(case: Case) -> None:
     if max(case.counts) == 1:
         ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
     else:
-        candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(output_warps=8)]
+        candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(within_warps=8)]
         candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]
-        candidates += [Tiles(columns=32, warps=2, stages=stages) for stages in (2, 3)]
-        candidates += [Tiles(columns=16, warps=1, stages=stages) for stages in (2, 3)]
+        candidates += [Tiles(columns=128, warps=8, stages=2), Tiles(columns=32, warps=2), Tiles(columns=16, warps=1)]
         ways = {str(tiles): lambda s, t=tiles: case.by_chunks(s, t) for tiles in candidates}
     for name, way in ways.items():
         print(f"    {case.name}: {case.ms(way):.4f} {name}", flush=True)

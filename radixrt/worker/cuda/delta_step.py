@@ -151,15 +151,23 @@ class DeltaStep:
             torch.mul(after, self._convolved(net, before * x, states), out=out)
             return
         inputs = DeltaInputs.of(net, *projected)
-        x = self._convolved(net, inputs.x, states)
         few, many = self._caches
-        if self._ones is not None:
-            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones.chunks)], few)
-        elif self._decodes is not None:
+        if self._by_tokens:
+            x = self._convolved(net, inputs.x, states)
+            if self._ones is not None:
+                delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones.chunks)], few)
+            if self._lists is not None:
+                delta.by_tokens(x, inputs, net, states, self._lists, out, many)
+            return
+        first = 0
+        if self._decodes is not None:
+            first, width = len(self._decodes), inputs.x.shape[1]
+            x = inputs.x.new_empty((first, width))
+            convolutions.conv_step(inputs.x, net, states.conv, self._decodes, x, few)
             delta.decode(x, inputs, net, states, self._decodes, out, few)
         if self._lists is not None:
-            by_lists = delta.by_tokens if self._by_tokens else delta_chunks.by_chunks
-            by_lists(x, inputs, net, states, self._lists, out, many)
+            x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first=first)
 
     def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

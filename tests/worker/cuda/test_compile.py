@@ -139,7 +139,7 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
-numbers |= {"eps": f, "scale": f}
+numbers |= {"eps": f, "scale": f, "rows": i}
 for block in (1024, 128):
     pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
@@ -150,24 +150,22 @@ fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELD
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
     constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
-constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True}
-build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants, 1)
+constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
+build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
-constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": cutting.CHUNK_FIELDS}
+constants = {"K": 4, "ROWS": convolutions.ROWS, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False}, 2)
-chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16}
-pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
+build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False, "WHOLE": True})
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
+chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
-pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
-constants = chunks | fields | {"COLUMNS": t.columns}
-build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps, room=room)
-pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
-build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": cutting.CHUNK_FIELDS}, t.output_warps, 1)
+pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages}
+build(delta_chunks._across_kernel, pointers, numbers, constants, t.warps, room=room)
 """
 
 PACKED = """

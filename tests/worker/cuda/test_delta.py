@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -94,18 +93,20 @@ class Case:
         return out
 
     def by_chunks(self, *sequences: list, states: LayerStates) -> torch.Tensor:
-        return self.by(delta_chunks.by_chunks, *sequences, states=states)
+        lists, (_, out) = self.lists(*sequences), self.empty()
+        x = delta_chunks.convolved(self.net, self.inputs.x, states, lists)
+        delta_chunks.by_chunks(x, self.inputs, self.net, states, lists, out)
+        return out
 
     def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
-        return self.by(delta.by_tokens, *sequences, states=states)
-
-    def by(self, way: Callable[..., None], *sequences: list, states: LayerStates) -> torch.Tensor:
-        """By one of the two ways, for what `parts_of` takes."""
-        lists = Cut(*(self.sent(x) for x in cut(parts_of(*sequences))))
-        x, out = self.empty()
+        lists, (x, out) = self.lists(*sequences), self.empty()
         convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
-        way(x, self.inputs, self.net, states, lists, out)
+        delta.by_tokens(x, self.inputs, self.net, states, lists, out)
         return out
+
+    def lists(self, *sequences: list) -> Cut:
+        """For what `parts_of` takes."""
+        return Cut(*(self.sent(x) for x in cut(parts_of(*sequences))))
 
     def part(self, tokens: slice) -> Case:
         """The same layer with some of the tokens."""
@@ -150,11 +151,9 @@ FEW_TOKENS = [0, 1, 3, 9, 19, 32]
 """In place of BOUNDS where each token takes long in the interpreter."""
 
 
-@pytest.mark.parametrize(("way", "few"), [("by_chunks", 0), ("by_chunks", 32), ("by_tokens", 0)])
-def test_many_tokens(way, few, device, monkeypatch):
-    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. With the convolution of whole chunks and
-    of parts."""
-    monkeypatch.setattr(convolutions, "FEW", few)
+@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
+def test_many_tokens(way, device):
+    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay."""
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
         case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
@@ -298,10 +297,8 @@ def test_lists_are_cut_where_states_are_stored():
 
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
-@pytest.mark.parametrize("few", [0, 32])
-def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
+def test_states_are_stored_within_a_step(way, device):
     """They are those of a step that ends there; and what follows is the same, to the last bit."""
-    monkeypatch.setattr(convolutions, "FEW", few)
     on_cpu = device.type == "cpu"
     first, second, end = (4, 9, 14) if on_cpu and way == "by_tokens" else (70, 140, 150)
     for spec in specs(device):
