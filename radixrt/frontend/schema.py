@@ -49,6 +49,7 @@ class StreamOptions(msgspec.Struct):
 
 Unserved = msgspec.defstruct(
     "Unserved", [(name, Any, None) for name in UNSERVED + structured.FIELDS if name != "response_format"], kw_only=True
+    continuous_usage_stats: bool | None = False
 )
 
 
@@ -103,6 +104,10 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
 
     def tool_use(self) -> ToolUse:
         """Which tools an answer may or must call."""
+    def counts_tokens(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
         return NO_TOOLS
 
     def constraint(self) -> Constraint | None:
