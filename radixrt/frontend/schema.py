@@ -213,6 +213,8 @@ class Chat(Common, kw_only=True):
     echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    """As in SGLang: an object with `effort`, which is reasoning_effort, and `enabled`."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
@@ -226,8 +228,19 @@ class Chat(Common, kw_only=True):
         if self.function_call not in (None, "none", "auto"):
             refuse("function_call", "is not served; use tool_choice")
         check_verbosity(self.verbosity, "verbosity")
-        effort = effort_args(self.reasoning_effort, "reasoning_effort")
-        return [chat_prompt(self, self.messages, use.shown, effort)]
+        return [chat_prompt(self, self.messages, use.shown, self._thinking())]
+
+    def _thinking(self) -> dict[str, Any]:
+        """The chat template's arguments for `reasoning_effort` and `reasoning`."""
+        asked = self.reasoning or {}
+        enabled, effort = asked.get("enabled"), asked.get("effort")
+        if not isinstance(enabled, bool | None):
+            refuse("reasoning.enabled", "must be true or false")
+        if effort is not None and self.reasoning_effort not in (None, effort):
+            refuse("reasoning.effort", "is reasoning_effort by another name: only one of them can be followed")
+        told = {} if enabled is None else thinking_args(enabled)
+        field = "reasoning_effort" if effort is None else "reasoning.effort"
+        return told | effort_args(self.reasoning_effort if effort is None else effort, field)
 
     def tool_use(self) -> ToolUse:
         """See Common."""
@@ -279,7 +292,13 @@ def effort_args(effort: Any, field: str) -> dict[str, Any]:
         return {}
     if effort not in EFFORTS:
         refuse(field, f"must be one of {', '.join(EFFORTS)}, not {effort!r}")
-    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return thinking_args(effort != "none") | {"reasoning_effort": effort}
+
+
+def thinking_args(thinks: bool) -> dict[str, Any]:
+    """The chat template's arguments that turn thinking on or off: those of Qwen's and GLM's, and of DeepSeek's, Kimi's
+    and Granite's. A template ignores the other's."""
+    return {"enable_thinking": thinks, "thinking": thinks}
 
 
 def chat_prompt(
