@@ -60,7 +60,7 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("qwen3_5_text", marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
-        "lfm2",
+        pytest.param("lfm2", marks=pytest.mark.slow),
         pytest.param("deepseek_v2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("minimax_m2", marks=pytest.mark.slow),
