@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FACTORS = 4
-"""Of each token of a chunk, in `_across_kernel`: of its key for what the state knows of it; of its key for the state; of
-its query; and what the chunk leaves of the state."""
+"""Of each token of a chunk, in `_across_kernel`: of its key, for what the state knows of it, and for what the state
+becomes; of its query; and what the whole chunk leaves of the state."""
 
 
 # ---------------------------------------------------------------- within chunks
