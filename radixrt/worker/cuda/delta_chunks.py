@@ -318,7 +318,7 @@ def convolved(
 
 def by_chunks(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, tiles: Tiles | None = None, first: int = 0,
+    cache: KernelCache | None = None, first: int = 0, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """What `delta.by_tokens` does, for the tokens of the chunks in `lists`; x[chunks, TOKENS, channels] has zeros for
     tokens that a chunk lacks. Results of tokens before the `first` one stay."""

@@ -160,10 +160,10 @@ class DeltaStep:
         if self._lists is not None and self._by_tokens:
             x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
             convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
-            delta.by_tokens(x, inputs, net, states, self._lists, out, many)
+            delta.by_tokens(x, inputs, net, states, self._lists, out, many, first)
         elif self._lists is not None:
             x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
-            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first=first)
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first)
 
     def _decode(
         self, net: DeltaNet, inputs: DeltaInputs, states: LayerStates, slots: torch.Tensor, out: torch.Tensor

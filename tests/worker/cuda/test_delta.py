@@ -247,6 +247,26 @@ def test_decays_that_underflow_leave_no_trace(device):
         assert_alike((out, found), (real, expected), limit(device))
 
 
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
+    """By what a runner calls: decodes come first."""
+    for spec in specs(device):
+        case = Case(spec, 3 + 12, device)
+        monkeypatch.setattr(DeltaInputs, "of", lambda *_, case=case: case.inputs)
+        pool = StatePool(replace(spec, layers=frozenset({0, 1})), SLOTS, case.inputs.x.dtype, device)
+        found, expected = LayerStates(*pool.layer(1)), case.states()
+        found.conv.copy_(expected.conv)
+        found.rule.copy_(expected.rule)
+        slots, bounds = [3, 1, 6, 2], [0, 1, 2, 3, 15]
+        lists = Cut(*(case.sent(x) for x in cut(parts_of(slots, bounds).after(3))))
+        step = delta_step.DeltaStep(pool, torch.tensor(slots[:3], device=device), lists, by_tokens)
+        _, out = case.empty()
+        step.put(1, case.net, (out, out), out)
+        real = case.expected(slots, bounds, expected)
+        for rows in (slice(3), slice(3, 15)):
+            assert_alike((out[rows], found), (real[rows], expected), limit(device))
+
+
 def test_copies_of_states(device):
     """Snapshots and live states, several at once; from slot 0: zeros."""
     spec = replace(SMALL, layers=frozenset({0, 2}))
