@@ -132,8 +132,8 @@ def conv_chunks(
     x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with zeros
-    for tokens that a chunk lacks."""
+    """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with
+    zeros for tokens that a chunk lacks."""
     channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
     launch(
         _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS), cache,

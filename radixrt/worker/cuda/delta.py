@@ -252,10 +252,10 @@ def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: Kernel
 
 def by_tokens(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None,
+    cache: KernelCache | None = None, first: int = 0,
 ) -> None:  # fmt: skip
     """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
-    its sequence is cut."""
+    its sequence is cut. Results of tokens before the `first` one stay."""
     spec = net.spec
     columns = min(COLUMNS, spec.value_dim)
     assert spec.value_dim % columns == 0, spec
@@ -266,4 +266,4 @@ def by_tokens(
         spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
         triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1, num_stages=3,
     )  # fmt: skip
-    norm_and_gate(out, inputs.z, net, cache)
+    norm_and_gate(out[first:], inputs.z[first:], net, cache)

@@ -7,6 +7,9 @@ With G the sums of a chunk's decays, S the state before it, and rows for its tok
     N = L (v - exp(G) k S),   out = exp(G) q S + P N                        _across_kernel: chunk after chunk
     S = exp(G_last) S + (exp(G_last - G) k)^T N
 
+With a decay for each element of a key, G is a vector, and its exponentials are factors of k's and q's elements
+(`_within_each_kernel`).
+
 q and k are normalized by factors of rows and columns of these products, so that the products are of what the model
 projects. Products are bfloat16, sums and states float32. q, k and v are stored by chunk, with zeros for tokens that a
 chunk lacks.
@@ -33,8 +36,10 @@ if TYPE_CHECKING:
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FACTORS = 4
-"""Of each token of a chunk, in `_across_kernel`: of its key for what the state knows of it; of its key for the state; of
-its query; and what the chunk leaves of the state."""
+"""Of each token of a chunk, in `_across_kernel`: of its key, for what the state knows of it, and for what the state
+becomes; of its query; and what the whole chunk leaves of the state."""
+ROWS = 16
+"""Tokens of a chunk whose products are computed one by one, if each element of a key has a decay of its own."""
 
 
 # ---------------------------------------------------------------- within chunks
@@ -132,15 +137,93 @@ def _within_kernel(
     tl.store(solved_ptr + at, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _row(x, index, row):
+    """x[B, N, D] at a row of each block: [B, 1, D]."""
+    return tl.sum(tl.where(index == row, x, 0.0), 1, keep_dims=True)
+
+
+@triton.jit
+def _within_each_kernel(
+    x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, solved_ptr, scores_ptr, faded_ptr, left_ptr, scale,
+    a_stride, b_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    head = tl.program_id(0)
+    chunk = chunks_ptr + tl.program_id(1) * FIELDS
+    begin = tl.load(chunk).to(tl.int64)
+    count = tl.load(chunk + 1)
+    i = tl.arange(0, TOKENS)
+    inside = i < count
+    token = begin + i
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    d = tl.arange(0, KEY_DIM)
+    WIDTH: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    q_at = x_ptr + (tl.program_id(1).to(tl.int64) * TOKENS + i)[:, None] * WIDTH
+    q_at += head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d[None, :]
+    q = tl.load(q_at).to(tl.float32)
+    k = tl.load(q_at + KEYS).to(tl.float32)
+    of_a = head * KEY_DIM + d
+    a = tl.load(a_ptr + token[:, None] * a_stride + of_a[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32)
+    beta = tl.where(inside, FACTOR * tl.sigmoid(b), 0.0)
+    decay = decay_of(a, tl.load(rates_ptr + head), tl.load(dt_bias_ptr + of_a)[None, :])
+    decay = tl.where(inside[:, None], decay, 0.0)
+    sums = tl.cumsum(decay, 0)
+    last = tl.sum(decay, 0)
+    q *= (tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS) * scale)[:, None]
+    k *= tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)[:, None]
+    tile = tl.program_id(1).to(tl.int64) * VALUE_HEADS + head
+    at = faded_ptr + tile * (3 * TOKENS * KEY_DIM) + i[:, None] * KEY_DIM + d[None, :]
+    kept = tl.exp(sums)
+    tl.store(at, (k * kept).to(faded_ptr.dtype.element_ty))
+    tl.store(at + TOKENS * KEY_DIM, (k * tl.exp(last[None, :] - sums)).to(faded_ptr.dtype.element_ty))
+    tl.store(at + 2 * TOKENS * KEY_DIM, (q * kept).to(faded_ptr.dtype.element_ty))
+    tl.store(left_ptr + tile * KEY_DIM + d, tl.exp(last))
+    # Blocks of ROWS tokens. Below the diagonal, by the decays from the first token of the rows' block on and up to it,
+    # so that no exponent is positive; on it, row by row.
+    COUNT: tl.constexpr = TOKENS // ROWS
+    inner = tl.arange(0, ROWS)[None, :, None]
+    sums = tl.reshape(sums, (COUNT, ROWS, KEY_DIM))
+    q, k = tl.reshape(q, (COUNT, ROWS, KEY_DIM)), tl.reshape(k, (COUNT, ROWS, KEY_DIM))
+    starts = _row(sums, inner, 0)
+    own = tl.exp(sums - starts)
+    own_q = tl.reshape((q * own).to(HALF), (TOKENS, KEY_DIM))
+    own_k = tl.reshape((k * own).to(HALF), (TOKENS, KEY_DIM))
+    number = tl.arange(0, COUNT)[:, None, None]
+    block = (i // ROWS)[:, None]
+    scores = tl.zeros([TOKENS, TOKENS], tl.float32)
+    alike = tl.zeros([TOKENS, TOKENS], tl.float32)
+    for n in range(1, COUNT):
+        start = tl.sum(tl.where(number == n, starts, 0.0), 0, keep_dims=True)
+        before = (tl.exp(tl.where(number < n, start - sums, float("-inf"))) * k).to(HALF)
+        before = tl.trans(tl.reshape(before, (TOKENS, KEY_DIM)))
+        scores = tl.where(block == n, _dot(own_q, before, HALF), scores)
+        alike = tl.where(block == n, _dot(own_k, before, HALF), alike)
+    same = block == (i // ROWS)[None, :]
+    for row in range(ROWS):
+        key = _row(k, inner, row) * tl.exp(tl.where(inner >= row, sums - _row(sums, inner, row), float("-inf")))
+        here = same & (i % ROWS == row)[None, :]
+        scores = tl.where(here, tl.reshape(tl.sum(q * key, 2), (TOKENS, 1)), scores)
+        alike = tl.where(here, tl.reshape(tl.sum(k * key, 2), (TOKENS, 1)), alike)
+    at = tile * (TOKENS * TOKENS) + i[:, None] * TOKENS + i[None, :]
+    tl.store(scores_ptr + at, scores.to(scores_ptr.dtype.element_ty))
+    alike = tl.where(i[:, None] > i[None, :], alike * beta[:, None], 0.0)
+    inverse = _inverse(alike, TOKENS, BLOCK, UNIT)
+    tl.store(solved_ptr + at, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
+
+
 # ---------------------------------------------------------------- from chunk to chunk
 
 
 @triton.jit
 def _across_kernel(
-    x_ptr, solved_ptr, scores_ptr, factors_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, state_stride,
+    x_ptr, solved_ptr, scores_ptr, factors_ptr, faded_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, state_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
-    FACTORS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    FACTORS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
@@ -165,19 +248,30 @@ def _across_kernel(
         tile = chunk * VALUE_HEADS + head
         fields = chunks_ptr + chunk * CHUNK_FIELDS
         row = x_ptr + (chunk * TOKENS + i)[:, None] * WIDTH
-        q = tl.load(row + of_q[None, :])
-        k = tl.load(row + (KEYS + of_q)[None, :])
         v = tl.load(row + of_v[None, :])
         solved = tl.load(solved_ptr + tile * (TOKENS * TOKENS) + of_tile)
         scores = tl.load(scores_ptr + tile * (TOKENS * TOKENS) + of_tile)
-        factors = factors_ptr + tile * (FACTORS * TOKENS) + i
-        of_known, of_state, of_query = tl.load(factors), tl.load(factors + TOKENS), tl.load(factors + 2 * TOKENS)
-        left = tl.load(factors_ptr + tile * (FACTORS * TOKENS) + 3 * TOKENS)
         narrow = state.to(HALF)
-        new = tl.trans(v).to(tl.float32) - _dot(narrow, tl.trans(k), HALF) * of_known[None, :]
-        new = _dot(new, tl.trans(solved), HALF)
-        out = _dot(narrow, tl.trans(q), HALF) * of_query[None, :]
-        state = state * left + _dot(new * of_state[None, :], k, HALF)
+        if EACH:
+            faded = faded_ptr + tile * (3 * TOKENS * KEY_DIM) + i[:, None] * KEY_DIM + d[None, :]
+            of_known = tl.load(faded)
+            of_state = tl.load(faded + TOKENS * KEY_DIM)
+            of_query = tl.load(faded + 2 * TOKENS * KEY_DIM)
+            left = tl.load(factors_ptr + tile * KEY_DIM + d)[None, :]
+            new = tl.trans(v).to(tl.float32) - _dot(narrow, tl.trans(of_known), HALF)
+            new = _dot(new, tl.trans(solved), HALF)
+            out = _dot(narrow, tl.trans(of_query), HALF)
+            state = state * left + _dot(new, of_state, HALF)
+        else:
+            q = tl.load(row + of_q[None, :])
+            k = tl.load(row + (KEYS + of_q)[None, :])
+            factors = factors_ptr + tile * (FACTORS * TOKENS) + i
+            of_known, of_state, of_query = tl.load(factors), tl.load(factors + TOKENS), tl.load(factors + 2 * TOKENS)
+            left = tl.load(factors_ptr + tile * (FACTORS * TOKENS) + 3 * TOKENS)
+            new = tl.trans(v).to(tl.float32) - _dot(narrow, tl.trans(k), HALF) * of_known[None, :]
+            new = _dot(new, tl.trans(solved), HALF)
+            out = _dot(narrow, tl.trans(q), HALF) * of_query[None, :]
+            state = state * left + _dot(new * of_state[None, :], k, HALF)
         out += _dot(new, tl.trans(scores), HALF)
         t = tl.load(fields).to(tl.int64) + i
         inside = i < tl.load(fields + 1)
@@ -198,6 +292,7 @@ class Tiles:
     """Parameters that the kernels are compiled with."""
 
     within_warps: int = 4
+    each_warps: int = 8
     block: int = 16
     """Size of the diagonal blocks that are inverted on their own."""
     columns: int = 64
@@ -223,27 +318,38 @@ def convolved(
 
 def by_chunks(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, tiles: Tiles | None = None, first: int = 0,
+    cache: KernelCache | None = None, first: int = 0, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """What `delta.by_tokens` does, for the tokens of the chunks in `lists`; x[chunks, TOKENS, channels] has zeros for
     tokens that a chunk lacks. Results of tokens before the `first` one stay."""
     spec, tiles = net.spec, tiles or best_tiles()
     number, heads = len(lists.chunks), spec.value_heads
     solved, scores = x.new_empty((2, number, heads, TOKENS, TOKENS))
-    factors = torch.empty((number, heads, FACTORS, TOKENS), dtype=torch.float32, device=x.device)
+    each = net.ups is not None
+    wide = {"dtype": torch.float32, "device": x.device}
     half = TYPES[x.dtype]
     unit = tl.float32 if half == tl.float32 else tl.float16
     sizes = spec.key_heads, heads, spec.key_dim, spec.value_dim
-    launch(
-        _within_kernel, (heads, number, 1), cache,
-        x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, solved, scores, factors, spec.key_dim**-0.5,
-        inputs.a.stride(0), inputs.b.stride(0), *sizes, spec.beta_factor, TOKENS, CHUNK_FIELDS, FACTORS, half, unit,
-        tiles.block, num_warps=tiles.within_warps, num_stages=1,
-    )  # fmt: skip
+    given = x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, solved, scores
+    numbers = spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), *sizes, spec.beta_factor, TOKENS, CHUNK_FIELDS
+    if each:
+        factors = torch.empty((number, heads, spec.key_dim), **wide)
+        faded = x.new_empty((number, heads, 3, TOKENS, spec.key_dim))
+        launch(
+            _within_each_kernel, (heads, number, 1), cache,
+            *given, faded, factors, *numbers, half, unit, tiles.block, ROWS, num_warps=tiles.each_warps, num_stages=1,
+        )  # fmt: skip
+    else:
+        factors = faded = torch.empty((number, heads, FACTORS, TOKENS), **wide)
+        launch(
+            _within_kernel, (heads, number, 1), cache,
+            *given, factors, *numbers, FACTORS, half, unit, tiles.block, num_warps=tiles.within_warps, num_stages=1,
+        )  # fmt: skip
     columns = min(tiles.columns, spec.value_dim)
     launch(
         _across_kernel, (heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
-        x, solved, scores, factors, lists.chunks, lists.sequences, states.rule, out, states.rule.stride(0), *sizes,
-        columns, TOKENS, SEQUENCE_FIELDS, CHUNK_FIELDS, FACTORS, half, tiles.stages, num_warps=tiles.warps,
+        x, solved, scores, factors, faded, lists.chunks, lists.sequences, states.rule, out, states.rule.stride(0),
+        *sizes, columns, TOKENS, SEQUENCE_FIELDS, CHUNK_FIELDS, FACTORS, each, half, tiles.stages,
+        num_warps=tiles.warps,
     )  # fmt: skip
     norm_and_gate(out[first:], inputs.z[first:], net, cache)

@@ -43,8 +43,8 @@ def no_kernels(spec: Spec) -> str:
 
 def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the tokens of a sequence have to be computed one after the other, also where that need not be exact."""
-    if isinstance(spec, ShortConvSpec) or spec.rank:
-        return isinstance(spec, DeltaSpec)
+    if isinstance(spec, ShortConvSpec):
+        return False
     sizes = spec.key_dim, spec.value_dim
     if device.type != "cuda":
         return any(size & (size - 1) for size in sizes)
@@ -132,7 +132,8 @@ class DeltaStep:
         self._decodes = decodes
         self._lists = lists
         self._by_tokens = by_tokens
-        self._ones = Cut.of_ones(decodes) if decodes is not None and by_tokens else None
+        self._ones: Cut | None = None
+        """The lists of `decodes`, once a layer needs them."""
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
@@ -151,23 +152,31 @@ class DeltaStep:
             torch.mul(after, self._convolved(net, before * x, states), out=out)
             return
         inputs = DeltaInputs.of(net, *projected)
-        few, many = self._caches
-        if self._by_tokens:
-            x = self._convolved(net, inputs.x, states)
-            if self._ones is not None:
-                delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones.chunks)], few)
-            if self._lists is not None:
-                delta.by_tokens(x, inputs, net, states, self._lists, out, many)
-            return
+        _, many = self._caches
         first = 0
         if self._decodes is not None:
-            first, width = len(self._decodes), inputs.x.shape[1]
-            x = inputs.x.new_empty((first, width))
-            convolutions.conv_step(inputs.x, net, states.conv, self._decodes, x, few)
-            delta.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._lists is not None:
+            first = len(self._decodes)
+            self._decode(net, inputs, states, self._decodes, out[:first])
+        if self._lists is not None and self._by_tokens:
+            x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
+            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
+            delta.by_tokens(x, inputs, net, states, self._lists, out, many, first)
+        elif self._lists is not None:
             x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
-            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first=first)
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first)
+
+    def _decode(
+        self, net: DeltaNet, inputs: DeltaInputs, states: LayerStates, slots: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        few, _ = self._caches
+        x = inputs.x.new_empty((len(slots), inputs.x.shape[1]))
+        convolutions.conv_step(inputs.x, net, states.conv, slots, x, few)
+        if not self._by_tokens and net.ups is None:
+            delta.decode(x, inputs, net, states, slots, out, few)
+            return
+        if self._ones is None:
+            self._ones = Cut.of_ones(slots)
+        delta.by_tokens(x, inputs, net, states, self._ones, out, few)
 
     def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -164,9 +164,13 @@ pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
-pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*bf16", "*fp32"]
+constants = {"ROWS": delta_chunks.ROWS} | {name: x for name, x in constants.items() if name != "FACTORS"}
+build(delta_chunks._within_each_kernel, pointers, numbers, constants, t.each_warps, 1, room=room)
 constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages}
-build(delta_chunks._across_kernel, pointers, numbers, constants, t.warps, room=room)
+for each in (False, True):
+    pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if each else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+    build(delta_chunks._across_kernel, pointers, numbers, constants | {"EACH": each}, t.warps, room=room)
 """
 
 PACKED = """
