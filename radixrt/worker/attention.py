@@ -101,7 +101,7 @@ class TorchAttention:
         """Attention of each query to tokens of its own: [count, heads, rank] for q[count, heads, D] and slots[count,
         top_k]."""
         assert self.pool.latent is not None
-        each = 1 if self.exact else max(1, sparse.MOST_ELEMENTS // (slots.shape[1] * q.shape[-1]))
+        each = 1 if self.exact else sparse.at_once(q.device, slots.shape[1] * q.shape[-1])
         parts = []
         for some, own in zip(q.split(each), slots.split(each), strict=True):
             k, _ = self.pool.read(layer, own.flatten(), q.dtype)

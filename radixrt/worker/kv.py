@@ -116,6 +116,10 @@ class IndexPool:
     def nbytes(self) -> int:
         return self._keys.nbytes
 
+    def layer(self, number: int) -> torch.Tensor:
+        """A view of the keys of the `number`-th layer with an indexer, [slots, dim]."""
+        return self._keys[number]
+
     def write(self, number: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Store keys[T, dim] of the `number`-th layer with an indexer at int64 slots[T]."""
         self._keys[number, slots] = keys

@@ -122,7 +122,8 @@ class PagedStep:
                 merges = make_merges([items.items])
                 lists = items.items, items.starts, merges.queries, merges.entries
                 self._pieces[window].append(tuple(None if x is None else packer.add(x) for x in lists))
-                self._partials = max(self._partials, merges.partials)
+                if len(merges.entries):  # otherwise, all results are written directly
+                    self._partials = max(self._partials, merges.partials)
 
     def sent(self, integers: torch.Tensor) -> None:
         self._lists = {

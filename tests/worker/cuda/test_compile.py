@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step
-from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, variants
+from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, sparse, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -138,6 +138,10 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+for half, page in (("*bf16", 1), ("*fp32", 16)):
+    constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": sparse.KEYS, "FINITE": 3e38}
+    pointers = [half, "*fp32", half, "*i32", "*i32", "*fp32"]
+    build(sparse._index_scores_kernel, pointers, {"stride": i, "columns": i}, constants, 8)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}
