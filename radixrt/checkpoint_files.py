@@ -31,6 +31,8 @@ FAMILIES = (
     "exaone_moe",
     "falcon_h1",
     "flex_olmo",
+    "gemma",
+    "gemma2",
     "gemma3",
     "gemma3_text",
     "glm",
@@ -210,7 +212,11 @@ TEXT |= dict.fromkeys(
      "ssm_out_multiplier"),
     NUMBER,
 ) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
-TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
+TEXT |= dict.fromkeys(
+    ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping",
+     "final_logit_softcapping"),
+    POSITIVE,
+)  # fmt: skip
 TEXT |= dict.fromkeys(
     ("model_type", "hidden_act", "hidden_activation", "topk_method", "hybrid_override_pattern"), STRING
 )

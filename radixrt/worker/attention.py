@@ -39,13 +39,15 @@ class TorchAttention:
         windows: tuple[int | None, ...],
         scale: float | None = None,
         sinks: tuple[torch.Tensor | None, ...] | None = None,
+        cap: float | None = None,
     ) -> None:
-        """`scale` multiplies the scores; None: head_dim^-0.5."""
+        """`scale` multiplies the scores; None: head_dim^-0.5. `cap`: see `ModelSpec.score_cap`."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._sinks = sinks or (None,) * len(windows)
+        self._cap = cap
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
@@ -70,42 +72,80 @@ class TorchAttention:
             at = torch.arange(end - count, end, device=q.device)[:, None]
             keys = torch.arange(first, end, device=q.device)
             mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
-        if (sinks := self._sinks[layer]) is not None:
-            return attend_with_sinks(q, k, v, mask, sinks, self._scale)
-        if self.pool.latent is not None:
-            return self._of_one_head(q, k, v, mask)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    def _of_one_head(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention with one KV head: all heads' queries are stacked, so that the keys are not repeated for each."""
-        count, heads, _ = q.shape
-        mask = None if mask is None else mask.repeat_interleave(heads, 0)
-        q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
-        return out[0, 0].unflatten(0, (count, heads))
+        return attend(q, k, v, mask, self._scale, self._sinks[layer], self._cap)
 
 
-SINK_QUERIES = 64
-"""Queries that are computed at once: each head needs a mask of its own, [heads, queries, keys]."""
-
-
-def attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, scale: float
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """Attention with sinks: [T, heads, D] for q[T, heads, D] over k, v [L, kv_heads, D], under the bool mask[T, L]
-    (True: visible; None: all are).
+    """Attention: [T, heads, width of V] for q[T, heads, D] over k, v [L, kv_heads, D], under the bool mask[T, L] (True:
+    visible; None: all are). A model has `sinks` [heads] or a `cap`, or neither."""
+    if sinks is not None:
+        return _with_sinks(q, k, v, mask, scale, sinks)
+    if cap is not None:
+        return _with_cap(q, k, v, mask, scale, cap)
+    if k.shape[1] == 1:
+        return _of_one_head(q, k, v, mask, scale)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _of_one_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """`attend` with one KV head: all heads' queries are stacked, so that the keys are not repeated for each."""
+    count, heads, _ = q.shape
+    mask = None if mask is None else mask.repeat_interleave(heads, 0)
+    q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out[0, 0].unflatten(0, (count, heads))
+
+
+QUERIES_AT_ONCE = 64
+"""Queries that are computed at once where there is a number for each pair of a query and a key, [heads, queries,
+keys]."""
+
+
+def _with_cap(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float
+) -> torch.Tensor:
+    """`attend` with capped scores (see `capped`)."""
+    kv_heads, parts = k.shape[1], []
+    keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+    for begin in range(0, len(q), QUERIES_AT_ONCE):
+        part = q[begin : begin + QUERIES_AT_ONCE].unflatten(1, (kv_heads, -1)).transpose(0, 1)
+        scores = capped((part.flatten(1, 2) @ keys).float() * scale, cap).unflatten(1, part.shape[1:3])
+        if mask is not None:
+            scores.masked_fill_(~mask[begin : begin + part.shape[1], None], -torch.inf)
+        out = scores.softmax(-1).to(v.dtype).flatten(1, 2) @ values
+        parts.append(out.unflatten(1, part.shape[1:3]).transpose(0, 1).flatten(1, 2))
+    return torch.cat(parts)
+
+
+def capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Soft-capping (Gemma 2, arXiv 2408.00118, section 2): cap tanh(x / cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """`attend` with sinks.
 
     `sinks` [heads] are the scores of one more key whose value is 0. It is appended as a zero key, and the additive mask
     gives it its score."""
     none = torch.zeros_like(k[:1])
     k, v = (torch.cat((x, none)).transpose(0, 1)[None] for x in (k, v))
     parts = []
-    for begin in range(0, len(q), SINK_QUERIES):
-        part = q[begin : begin + SINK_QUERIES]
+    for begin in range(0, len(q), QUERIES_AT_ONCE):
+        part = q[begin : begin + QUERIES_AT_ONCE]
         added = torch.zeros((q.shape[1], len(part), k.shape[2]), dtype=q.dtype, device=q.device)
         if mask is not None:
             added[..., :-1].masked_fill_(~mask[begin : begin + len(part)], -torch.inf)
@@ -167,7 +207,7 @@ class BatchInvariantAttention(TorchAttention):
         tiles = _tiles(q, self.QUERIES, kv_heads)
         at = torch.arange(start, start + len(tiles) * self.QUERIES, device=q.device).view(-1, 1, self.QUERIES, 1)
         at = at.repeat_interleave(heads // kv_heads, dim=2)
-        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED, self._start(layer, kv_heads))
+        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED, self._start(layer, kv_heads), self._cap)
         for block in range(len(k)):
             keys = torch.arange(self.KEYS, device=q.device) + (first + block * self.KEYS)
             reached = max(0, (first + block * self.KEYS - start) // self.QUERIES)
@@ -202,10 +242,13 @@ class _Softmax:
     """State of an online softmax in float32: running maximum, sum of weights, and weighted sum of values of `width`,
     for each of [tiles, kv_heads, rows]. It starts empty, or with the scores of sinks, float32[kv_heads, rows]."""
 
-    def __init__(self, q: torch.Tensor, width: int, scale: float, masked: float, sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self, q: torch.Tensor, width: int, scale: float, masked: float, sinks: torch.Tensor | None, cap: float | None
+    ) -> None:
         self._q = q
         self._masked = masked
         self._scale = scale
+        self._cap = cap
         self._peak = torch.full(q.shape[:-1], masked, device=q.device)
         self._sum = torch.zeros(q.shape[:-1], device=q.device)
         if sinks is not None:
@@ -216,6 +259,8 @@ class _Softmax:
     def add(self, first: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add a block of keys, [kv_heads, KEYS, D], to the tiles from `first` on; `hidden` is True where masked."""
         scores = (self._q[first:] @ k.transpose(-1, -2)).float() * self._scale
+        if self._cap is not None:
+            capped(scores, self._cap)
         scores.masked_fill_(hidden, self._masked)
         peak = torch.maximum(self._peak[first:], scores.amax(-1))
         weights = (scores - peak[..., None]).exp()

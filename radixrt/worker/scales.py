@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from radixrt.worker.attention import attend_with_sinks
+from radixrt.worker.attention import attend
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
@@ -150,6 +149,7 @@ class _Observer:
         self._windows = model.spec.attention_windows
         self._scale = model.spec.scale
         self._sinks = model.sinks
+        self._cap = model.spec.score_cap
         self.largest = torch.zeros((len(self._windows), 2), device=model.device)
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
@@ -160,11 +160,7 @@ class _Observer:
         distance = at[:, None] - at
         window = self._windows[layer]
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        if (sinks := self._sinks[layer]) is not None:
-            return attend_with_sinks(q, k, v, mask, sinks, self._scale)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
-        return heads.value_projection(out[0].transpose(0, 1))
+        return heads.value_projection(attend(q, k, v, mask, self._scale, self._sinks[layer], self._cap))
 
 
 # ---------------------------------------------------------------- logging

@@ -17,6 +17,8 @@ YARN_QUERY_SCALING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llam
 """Without `mscale_all_dim`, since transformers then has another softmax scale for Mistral 4 (see `mistral4`)."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
+GEMMA_2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+
 QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 QWEN_MOE |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
 ERNIE_MOE: dict[str, Any] = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
@@ -69,6 +71,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "exaone_moe": EXAONE_MOE | WINDOWS | {"head_dim": 32},
     "falcon_h1": FALCON,
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
+    "gemma": {"head_dim": 32},
+    "gemma2": WINDOWS | GEMMA_2,
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,

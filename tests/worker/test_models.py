@@ -69,6 +69,8 @@ VARIANTS = [
     ("minimax_m2", {"num_key_value_heads": 1, "rotary_dim": 16}),
     ("phi3", {"sliding_window": 16, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+    ("gemma", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
     ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "attention_bias": True}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 16, "attention_bias": True}),
@@ -300,6 +302,7 @@ ALIKE = (
     "bamba",
     "falcon_h1",
     "lfm2_moe",
+    "gemma",
 )
 """Families whose logits are tested, and that decode as others do."""
 
@@ -350,6 +353,7 @@ class TestGreedyTokens:
         "llama",
         "deepseek_v3",
         "gpt_oss",
+        "gemma2",
         "gemma3_text",
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "glm4_moe", "minimax_m2")),
     ],
@@ -375,6 +379,7 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         pytest.param("mistral", {"sliding_window": 16}, marks=pytest.mark.slow),
         pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
+        ("gemma2", {}),
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
         pytest.param("afmoe", {}, marks=pytest.mark.slow),
         pytest.param("apertus", {}, marks=pytest.mark.slow),

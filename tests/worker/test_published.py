@@ -60,6 +60,8 @@ PARTIAL_ROTARY |= {"partial_rotary_factor": 0.75}
 GEMMA: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16}
 GEMMA |= {"sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid"}
+GEMMA_2: dict[str, Any] = GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+GEMMA_1 = {"head_dim": 16, "hidden_activation": None, "rope_theta": 1e4, "num_key_value_heads": 1}
 GEMMA_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 GEMMA_ROPE |= {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
 YARN_RENAMED = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
@@ -239,6 +241,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3 mini 128k": ("phi3", PHI | {"num_key_value_heads": "REMOVED", "sliding_window": 262_144}),
     "phi 4": ("phi3", PHI | {"rope_theta": 250_000, "original_max_position_embeddings": 512, "rope_scaling": None}),
     "phi 4 mini": ("phi3", PHI | PARTIAL_ROTARY | {"tie_word_embeddings": True}),
+    "gemma 2b": ("gemma", GEMMA_1 | {"hidden_act": "gelu"}),
+    "gemma 7b, of few words": ("gemma", GEMMA_1 | {"num_key_value_heads": 4}),
+    "gemma 2 9b": ("gemma2", GEMMA_2 | {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 16}),
     "gemma 3 1b": ("gemma3_text", GEMMA | {"rope_local_base_freq": 100, "rope_theta": 1e6, "rope_scaling": None}),
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
     "gemma 3, original beside it": (
@@ -416,7 +421,7 @@ def test_a_window_as_long_as_the_context_is_none():
     assert [read_spec(config | {"sliding_window": size}).windows[1] for size in (63, 64, 999)] == [63, None, None]
 
 
-WINDOWED = ["afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text"]
+WINDOWED = ["afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma3_text"]
 WINDOWED += ["gpt_oss", "granite_swa", "granitemoe_swa", "laguna", "mellum", "ministral", "olmo3"]
 
 
@@ -818,6 +823,8 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
         ({"model_type": "cohere2_moe", "use_parallel_block": False}, "use_parallel_block False is not served"),
         ({"model_type": "cohere2_moe", "rope_scaling": YARN}, "rope_scaling {.*} is not served; None is"),
         ({"model_type": "cohere2_moe", "expert_selection_fn": "top"}, "expert_selection_fn 'top' with 'average'"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, expected a number above"),
         ({"model_type": "laguna", "gating": False}, "gating False is not served"),
         ({"model_type": "laguna", "moe_router_logit_softcapping": 30.0}, "softcapping 30.0 is not served"),
         ({"model_type": "hy_v3", "route_norm": False}, "route_norm False is not served"),
@@ -872,6 +879,7 @@ MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "h
 MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
+DEFAULT_LENGTH += ["gemma", "gemma2"]
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))

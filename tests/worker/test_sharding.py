@@ -145,6 +145,8 @@ def mix(layer, heads):
         ("glm4_moe", {}),
         ("minimax_m2", {}),
         ("phi3", {}),
+        ("gemma", {"num_key_value_heads": 4}),
+        ("gemma2", {"num_key_value_heads": 4}),
         ("gemma3_text", {}),
         ("seed_oss", {"attention_out_bias": True}),
         ("smollm3", {}),

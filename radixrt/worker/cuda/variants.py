@@ -31,11 +31,14 @@ class Shape:
     """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False
     """Whether there are sinks, float32[heads] (see `ModelSpec.sinks`)."""
+    cap: float = 0.0
+    """See `ModelSpec.score_cap`; 0: there is none."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int) -> Shape:
         latent = spec.latent and spec.latent.rank
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale, spec.sinks)
+        cap = spec.score_cap or 0.0
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale, spec.sinks, cap)
 
     @property
     def group(self) -> int:

@@ -149,7 +149,10 @@ class Decoder:
                 return torch.empty((0, self.own_width), device=x.device)
             x, residual = x[wanted], residual[wanted]
         logits = self._logits(self._after_attention(len(self._layers) - 1, x, residual), out)
-        return logits if self.spec.logits_factor == 1 else logits.mul_(self.spec.logits_factor)
+        factor, cap = self.spec.logits_factor, self.spec.logits_cap
+        if factor != 1:
+            logits.mul_(factor)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _after_attention(self, number: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | Rounded:
         """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the

@@ -128,6 +128,10 @@ class ModelSpec:
     residual_factor: float = 1.0
     """Multiplies what attention and MLP add to the residual stream."""
     logits_factor: float = 1.0
+    score_cap: float | None = None
+    """Attention scores x become cap tanh(x / cap), before the softmax (soft-capping)."""
+    logits_cap: float | None = None
+    """The same for logits, after `logits_factor`."""
     latent: LatentSpec | None = None
     """Latent attention: there is one KV head, whose `head_dim` is that of the latent and the shared rotated key
     together. Its V is the latent, the first elements of K."""

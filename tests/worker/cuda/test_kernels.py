@@ -293,10 +293,10 @@ SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
         pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, device):
-    """Chunks and decodes, with many parts and with one, with sinks and without; relative to the norm, both read the
-    same pages."""
+@pytest.mark.parametrize(("with_sinks", "cap"), [(False, None), (True, None), (False, 0.5)])
+def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, cap, device):
+    """Chunks and decodes, with many parts and with one, with sinks, with capped scores and without; relative to the
+    norm, both read the same pages."""
     if device.type == "cpu" and kv_dtype == "bfloat16":
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
@@ -305,11 +305,11 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, d
     pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
     q = torch.randn(len(plan.tokens), heads, dim, device=device)
     sinks = torch.randn(heads, device=device).mul(2) if with_sinks else None
-    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,))
+    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,), cap=cap)
     reference.bind(table)
     expected = reference.begin(plan, device).over_pages(0, q)
 
-    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks)
+    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks, cap=cap or 0.0)
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
     for variant, chosen, programs in (
