@@ -47,10 +47,6 @@ class Shard:
         stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
-        alternating = whole.recurrent is not None and whole.recurrent.norms is not None
-        if whole.parallel or whole.norms.centered or alternating:
-            # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
-            raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
         if isinstance(whole.recurrent, MambaSpec):
             raise ValueError(f"tensor_parallel_size {self.size} is not served with Mamba layers; 1 is")
         changes = {
