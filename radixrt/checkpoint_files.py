@@ -42,6 +42,7 @@ FAMILIES = (
     "glm4_moe_lite",
     "glm4v",
     "glm4v_moe",
+    "gpt_neox",
     "gpt_oss",
     "granite",
     "granite_swa",
@@ -70,11 +71,15 @@ FAMILIES = (
     "mistral3",
     "mistral4",
     "mixtral",
+    "nemotron",
     "nemotron_h",
+    "olmo",
     "olmo2",
     "olmo3",
     "olmo_hybrid",
     "olmoe",
+    "persimmon",
+    "phi",
     "phi3",
     "qwen2",
     "qwen2_5_vl",
@@ -94,6 +99,8 @@ FAMILIES = (
     "seed_oss",
     "smollm3",
     "solar_open",
+    "stablelm",
+    "starcoder2",
     "youtu",
 )
 """Every `model_type` that can be served."""
@@ -182,7 +189,7 @@ ROPE |= {"rope_theta": POSITIVE, "full_attention": ROPE, "sliding_attention": RO
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GIVEN_COUNTS = ("shared_expert_intermediate_size", "moe_num_shared_experts", "moe_layer_start_index")
-GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale")
+GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale", "norm_epsilon", "rotary_pct")
 """Of some families, for which null is no value."""
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
@@ -214,7 +221,7 @@ TEXT |= dict.fromkeys(
 ) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping",
-     "final_logit_softcapping"),
+     "final_logit_softcapping", "clip_qkv", "rotary_emb_base"),
     POSITIVE,
 )  # fmt: skip
 TEXT |= dict.fromkeys(

@@ -89,6 +89,9 @@ A_PLUS: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok
 A_PLUS |= {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "shared_expert_combination_strategy": "average"}
 A_PLUS |= {"first_k_dense_replace": 0, "rms_norm_eps": None, "sliding_window": 16, "num_hidden_layers": 4}
 A_PLUS |= {"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"}
+LAYER_NORM: dict[str, Any] = {"num_key_value_heads": 2, "rope_theta": 1e5, "pad_token_id": 0}
+LAYER_NORM |= {"rms_norm_eps": "REMOVED"}
+STABLE = LAYER_NORM | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "rope_theta": 1e4}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
 QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN |= {"sliding_window": 32_768, "max_window_layers": 21, "use_sliding_window": False, "num_key_value_heads": 2}
@@ -241,6 +244,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3 mini 128k": ("phi3", PHI | {"num_key_value_heads": "REMOVED", "sliding_window": 262_144}),
     "phi 4": ("phi3", PHI | {"rope_theta": 250_000, "original_max_position_embeddings": 512, "rope_scaling": None}),
     "phi 4 mini": ("phi3", PHI | PARTIAL_ROTARY | {"tie_word_embeddings": True}),
+    "command r+": ("cohere", COHERE | {"use_qk_norm": True}),
+    "starcoder 2": ("starcoder2", LAYER_NORM | {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": 16}),
+    "stablelm 2 1.6b": ("stablelm", STABLE | {"use_qkv_bias": True}),
+    "stablelm 2 12b": ("stablelm", STABLE | {"qk_layernorm": True, "use_parallel_residual": True}),
+    "phi 2": ("phi", LAYER_NORM | {"partial_rotary_factor": 0.5, "qk_layernorm": False, "hidden_act": "gelu_new"}),
+    "nemotron 4": ("nemotron", LAYER_NORM | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "pythia": ("gpt_neox", LAYER_NORM | {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "hidden_act": "gelu"}),
+    "olmo 7b": ("olmo", PLAIN | {"clip_qkv": 0.5, "rope_theta": 1e4, "rope_scaling": None, "rms_norm_eps": "REMOVED"}),
+    "persimmon 8b": ("persimmon", LAYER_NORM | {"hidden_act": "relu2", "qk_layernorm": True, "num_key_value_heads": 4}),
     "gemma 2b": ("gemma", GEMMA_1 | {"hidden_act": "gelu"}),
     "gemma 7b, of few words": ("gemma", GEMMA_1 | {"num_key_value_heads": 4}),
     "gemma 2 9b": ("gemma2", GEMMA_2 | {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 16}),
@@ -813,7 +825,6 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
         ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2]}, r"moe_topk \[1, 2\] is not served; the same"),
         ({"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [64]}, "moe_intermediate_size 64 is not served"),
         ({"model_type": "hunyuan_v1_moe", "num_shared_expert": 2}, "num_shared_expert 2 is not served"),
-        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm True is not served"),
         ({"model_type": "cohere2", "sliding_window": None}, "sliding_window null is not served"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not served; 'relu2' is"),
         ({"model_type": "apertus"}, "hidden_act 'silu' is not served; 'xielu' is"),
@@ -879,7 +890,7 @@ MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "h
 MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-DEFAULT_LENGTH += ["gemma", "gemma2"]
+DEFAULT_LENGTH += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))

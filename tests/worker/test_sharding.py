@@ -69,12 +69,6 @@ def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
 
 
-@pytest.mark.parametrize("family", ["cohere", "cohere2", "cohere2_moe", "olmo_hybrid"])
-def test_families_of_one_rank(checkpoint, family):
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served for this model_type; 1 is"):
-        Shard(0, 2).spec(spec_of(checkpoint, family))
-
-
 # ---------------------------------------------------------------- parts of a checkpoint
 
 
@@ -189,6 +183,17 @@ def mix(layer, heads):
         ("kimi_linear", {"linear_num_heads": 4}),
         ("lfm2", {"conv_bias": True}),
         ("lfm2_moe", {}),
+        ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+        ("cohere2", {}),
+        ("cohere2_moe", {"num_shared_experts": 2}),
+        ("olmo_hybrid", {"linear_num_key_heads": 4, "linear_num_value_heads": 4}),
+        ("gpt_neox", {}),
+        ("nemotron", {}),
+        ("olmo", {"clip_qkv": 0.5}),
+        ("persimmon", {}),
+        ("phi", {"qk_layernorm": True, "vocab_size": 500}),
+        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+        ("starcoder2", {}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):

@@ -48,13 +48,14 @@ class Decoder:
         self._ops = ops or TorchOps()
         self._group = group
         reader = Reader(spec, weights, batch_invariant, self._ops, group)
-        self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
+        self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         numbers = {kind: itertools.count() for kind in ("attention", "recurrent", "none")}
         self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
         """By layer: its place among those with attention, or among those with a recurrent state."""
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
+        self._head_bias = reader.head_bias(self.own_ids, self.own_width) if spec.head_bias else None
         self._positions = _Positions(spec, self._embedding.device)
         self._embedding_factor = float(torch.tensor(spec.embedding_factor, dtype=self.dtype))
 
@@ -149,6 +150,8 @@ class Decoder:
                 return torch.empty((0, self.own_width), device=x.device)
             x, residual = x[wanted], residual[wanted]
         logits = self._logits(self._after_attention(len(self._layers) - 1, x, residual), out)
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
         factor, cap = self.spec.logits_factor, self.spec.logits_cap
         if factor != 1:
             logits.mul_(factor)

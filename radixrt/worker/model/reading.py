@@ -17,11 +17,13 @@ from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Proj
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
-from radixrt.worker.model.moe import read_experts, squared_relu
+from radixrt.worker.model.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
+from radixrt.worker.model.moe import read_experts
+from radixrt.worker.model.norms import HeadNorm, HeadNorms
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
+from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.short_conv import ShortConv
-from radixrt.worker.model.spec import XIELU, GateSpec, NormsSpec
+from radixrt.worker.model.spec import XIELU, GateSpec, HeadNormsSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece, TensorReader
 
 XIELU_FIXED = 0.5, -1e-6
@@ -162,6 +164,7 @@ class Reader(TensorReader):
         assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_all_heads)), (
             "no family has both"
         )
+        assert not (spec.qkv_by_head and spec.num_kv_heads < spec.num_heads), "rows of k and v are those of q"
         norms, (q_norm, k_norm) = None, spec.qk_norm_names
         if spec.qk_norm_all_heads:
             norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
@@ -175,12 +178,47 @@ class Reader(TensorReader):
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        if spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+        if spec.qkv_by_head:
+            pieces = [self._of_each_head(at + "qkv_proj", number, own_heads) for number in range(3)]
+        elif spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
             pieces = self._fused(at + "qkv_proj", pieces)
         qkv = self._linear(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        all_heads, after_rope = spec.qk_norm_all_heads, spec.qk_norm_after_rope
-        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, all_heads, self._group, after_rope)
+        head_norms = None if spec.head_norms is None else self._head_norms(at, spec.head_norms)
+        return Grouped(
+            qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_all_heads, self._group, head_norms,
+            spec.clip_qkv,
+        )  # fmt: skip
+
+    def _of_each_head(self, name: str, number: int, own: Part | None) -> Piece:
+        """The `number`-th of q, k and v, of a matrix with the rows of all three head by head (`qkv_by_head`)."""
+        rows, dim = self._spec.num_heads * self._spec.head_dim, self._spec.head_dim
+        order = torch.arange(3 * (own.count if own else rows)).view(-1, 3, dim)[:, number].flatten()
+        part = self._shard.part(0, 3 * rows)
+        return Piece(name, (3 * rows, self._spec.hidden_size), part, rotated=number < 2, order=order)
+
+    def _head_norms(self, at: str, norms: HeadNormsSpec) -> HeadNorms:
+        spec = self._spec
+        kv_rows, found = self._shard.kv_rows(spec), []
+        own_kv = kv_rows and Part(0, kv_rows.start // spec.head_dim, kv_rows.stop // spec.head_dim)
+        own_heads = self._shard.part(0, spec.num_heads)
+        for name, heads, own in zip(norms.names, (spec.num_heads, spec.num_kv_heads), (own_heads, own_kv), strict=True):
+            if norms.per_head:
+                weight = self._head_norm(at + name, heads, own)
+            else:
+                weight = self._norm_weight(at + name, spec.head_dim)
+            bias = self._norm_bias(at + name, spec.head_dim) if norms.bias else None
+            found.append(HeadNorm(self._deinterleaved_columns(weight), bias, spec.norm_eps, norms.centered))
+        return HeadNorms(*found, norms.after_rope)
+
+    def _head_norm(self, name: str, heads: int, own: Part | None) -> torch.Tensor:
+        """Weights of norms of heads, [heads, D], each in its own tensor or all in one."""
+        if f"model.{name}.norms.0.weight" not in self._weights:
+            weight = self._weights.load(f"model.{name}.weight", (heads, self._spec.head_dim), own)
+        else:
+            weight = torch.stack([self._vector(f"{name}.norms.{n}", self._spec.head_dim) for n in range(heads)])
+            weight = weight if own is None else weight[own.start : own.stop]
+        return weight.float() if self._spec.norms.float32_weight else weight
 
     def _latent(self, at: str) -> Projections:
         """Heads are divided among ranks; the projections to latents are replicated."""
@@ -263,7 +301,7 @@ class Reader(TensorReader):
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
-        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else squared_relu
+        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else UNGATED[spec.activation]
         return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
 
     def _xielu(self, at: str) -> Xielu:

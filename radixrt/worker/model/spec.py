@@ -54,7 +54,25 @@ class NormsSpec:
     offset: float = 0.0
     """Added to the weight; needs `float32_weight`."""
     centered: bool = False
-    """LayerNorm without a bias (arXiv 1607.06450) in place of RMSNorm; norms of q and k stay RMSNorm."""
+    """LayerNorm (arXiv 1607.06450) in place of RMSNorm, but for norms of q and k."""
+    bias: bool = False
+    """These LayerNorms have biases."""
+    weight: bool = True
+    """False: there are neither weights nor biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormsSpec:
+    """Norms of each head of q and k that are not those of `ModelSpec.qk_norm` (see `norms.HeadNorms`)."""
+
+    names: tuple[str, str]
+    """Of q and of k, in `self_attn.`."""
+    centered: bool = True
+    """LayerNorm, not RMSNorm."""
+    bias: bool = False
+    per_head: bool = False
+    """Each head has a weight of its own: [heads, D], or a tensor for each: `<name>.norms.<head>.weight`."""
+    after_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +114,28 @@ class ModelSpec:
     qkv_bias: bool = False
     fused_qkv: bool = False
     """The checkpoint stores the q, k and v projections as one matrix, `qkv_proj`."""
+    qkv_by_head: bool = False
+    """With `fused_qkv`: its rows are those of q, k and v of the first head, then of the next. Each query head has a KV
+    head."""
     fused_gate_up: bool = False
     """The checkpoint stores the gate and up projections as one matrix, `gate_up_proj`."""
     output_bias: bool = False
     """The output projection of attention (`o_proj`) has a bias."""
     mlp_bias: bool = False
+    ungated: bool = False
+    """MLPs have no gate, whatever the activation."""
+    head_bias: bool = False
+    """The output projection (`lm_head`) has a bias."""
     qk_norm: bool = False
     """RMSNorm of each head of q and k, before RoPE."""
     qk_norm_all_heads: bool = False
     """Instead of `qk_norm`: one RMSNorm over all heads of q together, and one over all heads of k."""
-    qk_norm_after_rope: bool = False
-    """With `qk_norm`: the norm comes after RoPE."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Names of the norms of q and k, in `self_attn.`."""
+    head_norms: HeadNormsSpec | None = None
+    """Norms of q and k of another kind."""
+    clip_qkv: float | None = None
+    """Elements of q, k and v are clamped to [-clip_qkv, clip_qkv] before RoPE."""
     rotary_dim: int | None = None
     """Elements of a head that RoPE rotates: the first ones. None: all."""
     interleaved: bool = False
@@ -207,7 +234,7 @@ class ModelSpec:
     @property
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
-        return self.activation not in (SQUARED_RELU, XIELU)
+        return not self.ungated and self.activation not in (SQUARED_RELU, XIELU)
 
     @property
     def value_dim(self) -> int:

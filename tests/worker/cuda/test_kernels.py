@@ -51,6 +51,10 @@ def test_norm(rows, size, device):
     expected = F.layer_norm(x, (size,), weight, None, 1e-5)
     for ops in (kernels, TorchOps):
         assert error(ops.norm(x, weight, 1e-5, centered=True), expected) < 1e-6
+    bias = torch.randn(size, device=device)
+    for ops in (kernels, TorchOps):
+        found = ops.norm(x, weight, 1e-5, centered=True, bias=bias)
+        assert error(found, F.layer_norm(x, (size,), weight, bias, 1e-5)) < 1e-6
     narrow = kernels.norm(x.half(), weight, 1e-5, centered=True)
     once = F.layer_norm(x.half().float(), (size,), weight, None, 1e-5).half()
     assert float((narrow == once).float().mean()) > 0.95, "rounded once, but for sums in another order"
