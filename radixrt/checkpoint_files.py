@@ -35,6 +35,8 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "gemma4",
+    "gemma4_text",
     "glm",
     "glm4",
     "glm46v",
@@ -197,7 +199,18 @@ DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim
          "model_max_length", "conv_L_cache", "mamba_d_ssm", "block_multiple_of")  # fmt: skip
 MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
          "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")  # fmt: skip
-TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
+TEXT: dict[str, Any] = dict.fromkeys(
+    (
+        *SIZES,
+        *DELTA,
+        "num_key_value_heads",
+        "head_dim",
+        "decoder_sparse_step",
+        "global_head_dim",
+        "num_global_key_value_heads",
+    ),
+    SIZE,
+)
 TEXT |= dict.fromkeys(MAMBA, SIZE) | {"mamba_d_head": SIZE_OR_AUTO, "attn_layer_indices": COUNTS}
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
@@ -205,7 +218,8 @@ TEXT |= dict.fromkeys(
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
      "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
      "num_dense_layers", "num_experts_per_token", "num_expert_group", "block_ff_dim", "prefix_dense_intermediate_size",
-     "shared_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "shared_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size",
+     "hidden_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
@@ -228,7 +242,13 @@ TEXT |= dict.fromkeys(
     ("model_type", "hidden_act", "hidden_activation", "topk_method", "hybrid_override_pattern"), STRING
 )
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
-TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER, "time_step_limit": LIST}
+TEXT |= {
+    "linear_attn_config": OBJECT,
+    "per_layer_config": OBJECT,
+    "norm_eps": NUMBER,
+    "block_ffn_dim_multiplier": NUMBER,
+    "time_step_limit": LIST,
+}
 TEXT["mamba_dt_limit"] = LIST
 TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}

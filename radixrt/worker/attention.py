@@ -141,8 +141,7 @@ def _with_sinks(
 
     `sinks` [heads] are the scores of one more key whose value is 0. It is appended as a zero key, and the additive mask
     gives it its score."""
-    none = torch.zeros_like(k[:1])
-    k, v = (torch.cat((x, none)).transpose(0, 1)[None] for x in (k, v))
+    k, v = (torch.cat((x, torch.zeros_like(x[:1]))).transpose(0, 1)[None] for x in (k, v))
     parts = []
     for begin in range(0, len(q), QUERIES_AT_ONCE):
         part = q[begin : begin + QUERIES_AT_ONCE]
@@ -171,7 +170,8 @@ class TorchStep:
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
-        self._attention.pool.write(layer, self._written, k, v)
+        if k is not None:
+            self._attention.pool.write(layer, self._written, k, v)
         return heads.value_projection(self.over_pages(layer, q))
 
     def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:

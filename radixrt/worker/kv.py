@@ -46,7 +46,7 @@ class KVPool:
         self.head_dim = head_dim
         self.latent = latent
         stacked = 2 if latent is None else 1
-        self._values = _zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
+        self._values = zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
 
     @property
     def slots(self) -> int:
@@ -109,8 +109,8 @@ class StatePool:
         self, spec: DeltaSpec | ShortConvSpec | MambaSpec, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         layers = len(spec.layers)
-        self.convs = _zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
-        self.rules = _zeros((slots, layers, *spec.rule_shape), torch.float32, device)
+        self.convs = zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
+        self.rules = zeros((slots, layers, *spec.rule_shape), torch.float32, device)
 
     @property
     def slots(self) -> int:
@@ -138,7 +138,7 @@ class StatePool:
             states[target] = states[source]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As torch.zeros. On a CPU, NumPy's zeros are used: their memory is allocated when it is first written, so that a
     large pool takes no time to create."""
     if device.type != "cpu" or 0 in shape:

@@ -10,6 +10,7 @@ import torch
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
+from radixrt.worker.mixed_pool import MixedKVPool
 
 if TYPE_CHECKING:
     from radixrt.worker.loading import Loaded
@@ -27,6 +28,9 @@ STATES = 8
 
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
     spec = loaded.spec
+    if spec.layers:
+        layers = [spec.layers[number] for number in spec.attention_layers]
+        return MixedKVPool(layers, spec.kv_sources, pages * page_size, loaded.kv_dtype, loaded.device)
     return KVPool(
         len(spec.attention_layers), pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
         spec.latent and spec.latent.rank,

@@ -46,7 +46,8 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
     that clip. Raises ValueError that names a tensor of the checkpoint that is no valid scale."""
     numbers = model.spec.attention_layers
     layers = len(numbers)
-    if source == "auto" and (stated := stated_scales(weights, numbers)) is not None:
+    own = [numbers[place] for place in model.spec.kv_sources]
+    if source == "auto" and (stated := stated_scales(weights, own)) is not None:
         stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
         _report_stated(stated)
         return stated
@@ -150,10 +151,15 @@ class _Observer:
         self._scale = model.spec.scale
         self._sinks = model.sinks
         self._cap = model.spec.score_cap
+        self._sources = model.spec.kv_sources
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.largest = torch.zeros((len(self._windows), 2), device=model.device)
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
+        if k is None:
+            k, v = self._seen[self._sources[layer]]
+        self._seen[layer] = k, v
         largest = torch.stack((k.abs().amax(), v.abs().amax())).float()
         self.largest[layer] = torch.maximum(self.largest[layer], largest)  # propagates NaN
         at = torch.arange(len(q), device=q.device)

@@ -18,6 +18,14 @@ YARN_QUERY_SCALING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llam
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 GEMMA_2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+GEMMA_4: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 16, "head_dim": 16, "global_head_dim": 32}
+GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+GEMMA_4 |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512, "use_double_wide_mlp": True}
+GEMMA_4 |= {"final_logit_softcapping": 5.0}
+GEMMA_4_LARGE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_global_key_value_heads": 1}
+GEMMA_4_LARGE |= {"attention_k_eq_v": True}
+GEMMA_4_MOE = GEMMA_4_LARGE | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}
+GEMMA_4_MOE |= {"moe_intermediate_size": 40}
 
 QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 QWEN_MOE |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
@@ -73,6 +81,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "gemma": {"head_dim": 32},
     "gemma2": WINDOWS | GEMMA_2,
+    "gemma4_text": GEMMA_4,
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
@@ -129,6 +138,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_s
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
 VISION_CONFIGS = {
     "gemma3": VISION | LAYERS,
+    "gemma4": VISION | LAYERS | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
     "kimi_k25": VISION | LAYERS | {"pos_emb_height": 4, "pos_emb_width": 4},
     "mistral3": VISION | LAYERS | {"model_type": "pixtral", "head_dim": 8},
     "qwen2_5_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},

@@ -14,7 +14,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Plan, Result, Runner
 from tests.worker.engine import GREEDY, Engine, prompts
-from tests.worker.families import FAMILIES, YARN_QUERY_SCALING
+from tests.worker.families import FAMILIES, GEMMA_4_LARGE, GEMMA_4_MOE, YARN_QUERY_SCALING
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,6 +38,8 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 ATTENTION_ALONE = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"}
 NO_FACTORS = {"mlp_multipliers": None, "ssm_multipliers": None, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0}
 NO_FACTORS |= {"attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "key_multiplier": 1.0}
+NOT_SHARED = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_hidden_layers": 3}
+NOT_SHARED["layer_types"] = None
 MLPS = ["mlp", "mlp", "linear_attention", "full_attention", "mlp", "mlp", "mlp"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 VARIANTS = [
@@ -71,6 +73,9 @@ VARIANTS = [
     ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     ("gemma", {"attention_bias": True, "num_key_value_heads": 1}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma4_text", GEMMA_4_LARGE),
+    ("gemma4_text", GEMMA_4_MOE | {"attention_bias": True}),
+    ("gemma4_text", NOT_SHARED),
     ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "attention_bias": True}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 16, "attention_bias": True}),
@@ -371,6 +376,7 @@ class TestGreedyTokens:
         "gpt_oss",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "glm4_moe", "minimax_m2")),
     ],
 )
@@ -396,6 +402,8 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
         ("gemma2", {}),
+        ("gemma4_text", {}),
+        pytest.param("gemma4_text", GEMMA_4_MOE, marks=pytest.mark.slow),
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
         pytest.param("afmoe", {}, marks=pytest.mark.slow),
         pytest.param("apertus", {}, marks=pytest.mark.slow),
@@ -498,6 +506,9 @@ def test_requests_with_poisoned_logits_fail_alone(checkpoint):
     assert engine.cache.tree.match("", array("i", [*shared, 7, 11])).length <= len(shared)
 
 
+OTHERS = "gate.weight", "router.weight", "router.proj.weight", "wg.weight", "bias", "A_log"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     """As the weights of transformers' layers have them, without norms, biases and the experts' router."""
@@ -508,6 +519,6 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
             elements += weight.numel() * spec.experts.top_k // spec.experts.count
-        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias", "A_log")):
+        elif "per_layer" in name or not name.endswith(OTHERS):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

@@ -62,6 +62,15 @@ GEMMA |= {"sliding_window_pattern": 3, "query_pre_attn_scalar": 24, "hidden_acti
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None, "cache_implementation": "hybrid"}
 GEMMA_2: dict[str, Any] = GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 GEMMA_1 = {"head_dim": 16, "hidden_activation": None, "rope_theta": 1e4, "num_key_value_heads": 1}
+GEMMA_4: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 16}
+GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32, "pad_token_id": 0}
+GEMMA_4 |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 2}
+GEMMA_4 |= {"num_global_key_value_heads": None, "attention_k_eq_v": False, "enable_moe_block": False}
+GEMMA_4 |= {"use_double_wide_mlp": True, "final_logit_softcapping": 5.0, "use_bidirectional_attention": None}
+GEMMA_4_31B = GEMMA_4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
+GEMMA_4_31B |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
+GEMMA_4_26B = GEMMA_4_31B | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+GEMMA_4_26B |= {"moe_intermediate_size": 16}
 GEMMA_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 GEMMA_ROPE |= {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
 YARN_RENAMED = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
@@ -256,6 +265,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 2b": ("gemma", GEMMA_1 | {"hidden_act": "gelu"}),
     "gemma 7b, of few words": ("gemma", GEMMA_1 | {"num_key_value_heads": 4}),
     "gemma 2 9b": ("gemma2", GEMMA_2 | {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 16}),
+    "gemma 4 e4b": ("gemma4_text", GEMMA_4 | {"use_double_wide_mlp": False}),
     "gemma 3 1b": ("gemma3_text", GEMMA | {"rope_local_base_freq": 100, "rope_theta": 1e6, "rope_scaling": None}),
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
     "gemma 3, original beside it": (
@@ -478,6 +488,9 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "sliding_window": 16, "layer_types": LLLG[2:], "num_hidden_layers": 2},
         UNTIED,
     ),
+    "gemma 4 e2b": ("gemma4", GEMMA_4, {}),
+    "gemma 4 31b": ("gemma4", GEMMA_4_31B, {}),
+    "gemma 4 26b a4b": ("gemma4", GEMMA_4_26B, {}),
     "gemma 3, tied": ("gemma3", GEMMA | UNTIED, {}),
     "mistral 3, tied": ("mistral3", {"model_type": "mistral", "sliding_window": None} | UNTIED, {}),
     "ministral 3": ("mistral3", DEVSTRAL | {"model_type": "ministral3"}, UNTIED),
@@ -834,6 +847,13 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
         ({"model_type": "cohere2_moe", "use_parallel_block": False}, "use_parallel_block False is not served"),
         ({"model_type": "cohere2_moe", "rope_scaling": YARN}, "rope_scaling {.*} is not served; None is"),
         ({"model_type": "cohere2_moe", "expert_selection_fn": "top"}, "expert_selection_fn 'top' with 'average'"),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is"),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 2}, "num_kv_shared_layers 2: no layer before them"),
+        ({"model_type": "gemma4_text", "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide 4 heads"),
+        (
+            {"model_type": "gemma4_text", "vocab_size_per_layer_input": 100},
+            "vocab_size_per_layer_input 100 is not served",
+        ),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, expected a number above"),
         ({"model_type": "laguna", "gating": False}, "gating False is not served"),
@@ -894,7 +914,7 @@ DEFAULT_LENGTH += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
-REQUIRED_FIELDS |= {"gemma3": set(), "gemma3_text": set()}
+REQUIRED_FIELDS |= dict.fromkeys(("gemma3", "gemma3_text", "gemma4", "gemma4_text"), set())
 REQUIRED_FIELDS |= dict.fromkeys(
     ("solar_open", "qwen3_5_moe", "qwen3_5_moe_text"), set(MINIMAL) - {"intermediate_size"}
 )

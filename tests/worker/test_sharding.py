@@ -20,6 +20,7 @@ from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import FP8, LIMIT
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.scales import _states_of_one
+from tests.worker.families import GEMMA_4_MOE
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
 
@@ -46,7 +47,7 @@ def test_every_token_id_has_one_rank(size, vocab_size):
 def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, expected):
     spec = dataclasses.replace(spec_of(checkpoint), num_heads=16, num_kv_heads=heads, head_dim=10)
     for rank, first in enumerate(expected):
-        part, local = Shard(rank, size).kv_rows(spec), Shard(rank, size).spec(spec)
+        part, local = Shard(rank, size).kv_rows(spec.num_kv_heads, 10), Shard(rank, size).spec(spec)
         assert (part.start, part.count) == (10 * first, 10 * local.num_kv_heads)
         group = spec.num_heads // heads
         queries = range(rank * local.num_heads, (rank + 1) * local.num_heads)
@@ -119,6 +120,7 @@ def test_parts_of_random_weights(checkpoint):
 def mix(layer, heads):
     """Stands for attention: each query with the K and V that it reads."""
     q, k, v = heads.split()
+    k, v = (q if x is None else x for x in (k, v))  # of another layer
     each = q.shape[1] // k.shape[1]
     q, k = (x[..., : v.shape[-1]] + x[..., -v.shape[-1] :] for x in (q, k))  # V of a latent is the narrower one
     return heads.value_projection(q + k.repeat_interleave(each, 1).cumsum(0) * v.repeat_interleave(each, 1))
@@ -142,6 +144,8 @@ def mix(layer, heads):
         ("gemma", {"num_key_value_heads": 4}),
         ("gemma2", {"num_key_value_heads": 4}),
         ("gemma3_text", {}),
+        ("gemma4_text", {}),
+        ("gemma4_text", GEMMA_4_MOE),
         ("seed_oss", {"attention_out_bias": True}),
         ("smollm3", {}),
         ("olmo3", {"num_key_value_heads": 4}),
@@ -216,7 +220,7 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
             model = load(group)
             out = torch.empty((3, model.own_width))
             states = _states_of_one(model, 39)
-            model.finish(*model.attend_all(tokens, positions, mix, states), wanted, out)
+            model.finish(*model.attend_all(tokens, positions, mix, states), wanted, out, tokens)
             none = model.forward(tokens, positions, mix, torch.tensor([], dtype=torch.int64), states)
             assert none.shape == (0, spec.vocab_size)
             found = model.gather(out)

@@ -21,6 +21,8 @@ from radixrt.worker.model.spec import CLAMPED_SWIGLU
 if TYPE_CHECKING:
     from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput
     from radixrt.worker.model.delta_net import DeltaNet
+    from radixrt.worker.model.experts_beside import ExpertsBeside
+    from radixrt.worker.model.layer_inputs import LayerEnd
     from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
     from radixrt.worker.model.short_conv import ShortConv
@@ -179,8 +181,9 @@ class Projected(Protocol):
     def cos(self) -> torch.Tensor:
         """[T, 1, rope_dim / 2]."""
 
-    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE."""
+    def split(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE. If attention reads
+        k and v of another layer, they are None."""
 
     def scale_queries(self, factors: torch.Tensor) -> None:
         """Multiply q by factors[T, 1, 1], in place. RoPE is linear, so this may come before it."""
@@ -401,10 +404,12 @@ class Layer:
     heads: Projections | DeltaNet | ShortConv | Mamba | NoMixer
     output: Output | NoOutput
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | UngatedMlp | Mixture | NoMlp
+    mlp: Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp
     sinks: torch.Tensor | None = None
     """float32[heads] (see `ModelSpec.sinks`)."""
     gate: Gate | None = None
     """See `ModelSpec.gate`."""
     beside: Mamba | None = None
     """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""
+    end: LayerEnd | None = None
+    """What follows the MLP."""

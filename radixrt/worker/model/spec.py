@@ -90,6 +90,23 @@ class GateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Sizes of a layer."""
+
+    kv_heads: int
+    head_dim: int
+    """Elements of a head of q and k."""
+    value_dim: int
+    """Elements of a head of v."""
+    intermediate_size: int
+    source: int | None = None
+    """The layer whose K and V its attention reads; it has none of its own."""
+    tied_values: bool = False
+    """There is no projection to v, which is that to k, before norm and RoPE."""
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. The defaults are those of Llama: grouped-query attention, RoPE, gated MLPs. Sizes are
     numbers of elements."""
@@ -177,6 +194,17 @@ class ModelSpec:
     have there; None: it has none (see `blocks`)."""
     multipliers: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     """Factors of weights (see `multipliers`)."""
+    layers: tuple[LayerSpec, ...] = ()
+    """By layer, if layers differ in these sizes; they then count instead of those above (see `mixed_heads`)."""
+    value_norm: bool = False
+    """With `layers`: RMSNorm of each head of v, without a weight."""
+    value_factor: float = 1.0
+    """With `layers`: multiplies v."""
+    layer_inputs: int = 0
+    """Size of the inputs that each layer has beside the residual stream, which is multiplied by a scalar after each; 0:
+    there are no inputs (see `layer_inputs`)."""
+    layer_scalars: bool = False
+    """The residual stream is multiplied by a scalar after each layer."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
@@ -185,6 +213,9 @@ class ModelSpec:
     @property
     def kv_elements(self) -> int:
         """Elements of K and V that are stored for one token, all layers."""
+        if self.layers:
+            own = [self.layers[i] for i in self.attention_layers if self.layers[i].source is None]
+            return sum(one.kv_heads * (one.head_dim + one.value_dim) for one in own)
         each = 1 if self.latent else 2
         return each * len(self.attention_layers) * self.num_kv_heads * self.head_dim
 
@@ -195,6 +226,20 @@ class ModelSpec:
         others = self.recurrent.layers if self.recurrent and not beside else frozenset()
         without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
         return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """By place among the layers with attention: the place of the layer whose K and V it reads, mostly its own."""
+        numbers = self.attention_layers
+        if not self.layers:
+            return tuple(range(len(numbers)))
+        return tuple(numbers.index(i if (source := self.layers[i].source) is None else source) for i in numbers)
+
+    def layer(self, number: int) -> LayerSpec:
+        """The sizes of a layer."""
+        if self.layers:
+            return self.layers[number]
+        return LayerSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.intermediate_size, sinks=self.sinks)
 
     @property
     def ends_with_attention(self) -> bool:
@@ -212,7 +257,9 @@ class ModelSpec:
         hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
         if self.layer_heads:
             heads = sum(self.layer_heads) // self.num_layers
-        if latent is None:
+        if self.layers:
+            attention = sum(hidden * self._attention_rows(one) for one in self.layers) // self.num_layers
+        elif latent is None:
             attention = 2 * hidden * self.head_dim * (heads + self.num_kv_heads)
         else:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
@@ -224,12 +271,20 @@ class ModelSpec:
             attention *= len(self.attention_layers)
             attention += self.recurrent.elements(hidden) * len(self.recurrent.layers)
             attention //= self.num_layers
-        dense = (3 if self.gated else 2) * hidden * self.intermediate_size
+        inner = sum(self.layer(i).intermediate_size for i in range(self.num_layers)) / self.num_layers
+        dense = (3 if self.gated else 2) * hidden * inner
+        attention += 2 * hidden * self.layer_inputs
         without = sum(mlp is None for _, mlp in self.blocks) / self.num_layers
         if self.experts is None:
             return attention + int((1 - without) * dense)
         share = len(self.experts.layers) / self.num_layers
-        return attention + int(share * self.experts.elements(hidden) + (1 - share - without) * dense)
+        without += 0 if self.experts.beside else share
+        return attention + int(share * self.experts.elements(hidden) + (1 - without) * dense)
+
+    def _attention_rows(self, own: LayerSpec) -> int:
+        """Rows of the projections to q, k, v, and columns of that back, of a layer."""
+        keys, values = own.kv_heads * own.head_dim, 0 if own.tied_values else own.kv_heads * own.value_dim
+        return self.num_heads * (own.head_dim + own.value_dim) + (keys + values if own.source is None else 0)
 
     @property
     def gated(self) -> bool:
