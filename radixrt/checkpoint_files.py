@@ -66,6 +66,7 @@ FAMILIES = (
     "lfm2_moe",
     "llama",
     "mellum",
+    "mimo_v2_flash",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -208,6 +209,7 @@ TEXT: dict[str, Any] = dict.fromkeys(
         "decoder_sparse_step",
         "global_head_dim",
         "num_global_key_value_heads",
+        "sliding_window_size",
     ),
     SIZE,
 )
@@ -235,7 +237,7 @@ TEXT |= dict.fromkeys(
 ) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping",
-     "final_logit_softcapping", "clip_qkv", "rotary_emb_base"),
+     "final_logit_softcapping", "clip_qkv", "rotary_emb_base", "swa_rope_theta", "attention_value_scale"),
     POSITIVE,
 )  # fmt: skip
 TEXT |= dict.fromkeys(

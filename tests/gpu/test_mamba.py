@@ -10,10 +10,9 @@ from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
 from tests.worker.test_models import greedy, wanted
 
-
 MAMBA, HEADS = "Mamba-2 layers have no kernels", "layers with different heads have no kernels"
 REASONS = dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"), MAMBA)
-REASONS |= dict.fromkeys(("gemma4_text",), HEADS)
+REASONS |= dict.fromkeys(("gemma4_text", "mimo_v2_flash"), HEADS)
 
 
 @pytest.mark.parametrize("family", REASONS)

@@ -26,6 +26,9 @@ GEMMA_4_LARGE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "n
 GEMMA_4_LARGE |= {"attention_k_eq_v": True}
 GEMMA_4_MOE = GEMMA_4_LARGE | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}
 GEMMA_4_MOE |= {"moe_intermediate_size": 40}
+MIMO: dict[str, Any] = WINDOWS | {"num_hidden_layers": 3, "head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2}
+MIMO |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "n_routed_experts": 8}
+MIMO |= {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_attention_heads": 8}
 
 QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 QWEN_MOE |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
@@ -104,6 +107,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2": LFM,
     "lfm2_moe": LFM | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1},
     "mellum": EXAONE_MOE | WINDOWS | {"head_dim": 32},
+    "mimo_v2_flash": MIMO,
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},

@@ -77,6 +77,11 @@ VARIANTS = [
     ("gemma4_text", GEMMA_4_MOE | {"attention_bias": True}),
     ("gemma4_text", NOT_SHARED),
     ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "attention_bias": True}),
+    ("mimo_v2_flash", {"layer_types": None, "mlp_layer_types": ["sparse"] * 3, "n_group": 4, "topk_group": 2}),
+    (
+        "mimo_v2_flash",
+        {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": IN_PART, "attention_value_scale": None},
+    ),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 16, "attention_bias": True}),
     ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
@@ -377,6 +382,7 @@ class TestGreedyTokens:
         "gemma2",
         "gemma3_text",
         "gemma4_text",
+        "mimo_v2_flash",
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "glm4_moe", "minimax_m2")),
     ],
 )
@@ -403,6 +409,7 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         ("deepseek_v3", {}),
         ("gemma2", {}),
         ("gemma4_text", {}),
+        pytest.param("mimo_v2_flash", {}, marks=pytest.mark.slow),
         pytest.param("gemma4_text", GEMMA_4_MOE, marks=pytest.mark.slow),
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
         pytest.param("afmoe", {}, marks=pytest.mark.slow),

@@ -71,6 +71,13 @@ GEMMA_4_31B = GEMMA_4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers
 GEMMA_4_31B |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
 GEMMA_4_26B = GEMMA_4_31B | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
 GEMMA_4_26B |= {"moe_intermediate_size": 16}
+MIMO: dict[str, Any] = {"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True}
+MIMO |= {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2, "swa_num_key_value_heads": 4}
+MIMO |= {"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1], "num_hidden_layers": 7, "sliding_window_size": 16}
+MIMO |= {"sliding_window": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIMO |= {"routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+MIMO |= {"n_shared_experts": None, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.707, "rope_theta": 5e6}
+MIMO |= {"swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "n_group": 1, "topk_group": 1}
 GEMMA_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 GEMMA_ROPE |= {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
 YARN_RENAMED = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
@@ -265,6 +272,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 2b": ("gemma", GEMMA_1 | {"hidden_act": "gelu"}),
     "gemma 7b, of few words": ("gemma", GEMMA_1 | {"num_key_value_heads": 4}),
     "gemma 2 9b": ("gemma2", GEMMA_2 | {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 16}),
+    "mimo v2 flash": ("mimo_v2_flash", MIMO),
     "gemma 4 e4b": ("gemma4_text", GEMMA_4 | {"use_double_wide_mlp": False}),
     "gemma 3 1b": ("gemma3_text", GEMMA | {"rope_local_base_freq": 100, "rope_theta": 1e6, "rope_scaling": None}),
     "gemma 3 27b": ("gemma3_text", GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}),
@@ -854,6 +862,9 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
             {"model_type": "gemma4_text", "vocab_size_per_layer_input": 100},
             "vocab_size_per_layer_input 100 is not served",
         ),
+        ({"model_type": "mimo_v2_flash", "add_full_attention_sink_bias": True}, "sink_bias True is not served"),
+        ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [1, 0]}, "hybrid_layer_pattern .* is not served"),
+        ({"model_type": "mimo_v2_flash", "num_key_value_heads": 4, "head_dim": 24}, "4: twice as many do not divide 4"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, expected a number above"),
         ({"model_type": "laguna", "gating": False}, "gating False is not served"),
@@ -911,6 +922,7 @@ MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
 DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
 DEFAULT_LENGTH += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
+DEFAULT_LENGTH += ["mimo_v2_flash"]
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
