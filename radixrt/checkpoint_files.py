@@ -65,6 +65,8 @@ FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "llama",
+    "llama4",
+    "llama4_text",
     "mellum",
     "mimo_v2_flash",
     "minimax_m2",
@@ -210,6 +212,11 @@ TEXT: dict[str, Any] = dict.fromkeys(
         "global_head_dim",
         "num_global_key_value_heads",
         "sliding_window_size",
+        "no_rope_layer_interval",
+        "interleave_moe_layer_step",
+        "floor_scale",
+        "attention_chunk_size",
+        "intermediate_size_mlp",
     ),
     SIZE,
 )
@@ -218,7 +225,7 @@ TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
-     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
+     "n_group", "topk_group", "q_lora_rank", "moe_k", "moe_num_experts", "num_shared_experts",
      "num_dense_layers", "num_experts_per_token", "num_expert_group", "block_ff_dim", "prefix_dense_intermediate_size",
      "shared_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size",
      "hidden_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", *LATENT, *GIVEN_COUNTS),
@@ -237,7 +244,7 @@ TEXT |= dict.fromkeys(
 ) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping",
-     "final_logit_softcapping", "clip_qkv", "rotary_emb_base", "swa_rope_theta", "attention_value_scale"),
+     "final_logit_softcapping", "clip_qkv", "rotary_emb_base", "attn_scale", "swa_rope_theta", "attention_value_scale"),
     POSITIVE,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
@@ -252,7 +259,7 @@ TEXT |= {
     "time_step_limit": LIST,
 }
 TEXT["mamba_dt_limit"] = LIST
-TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list", "moe_layers"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)

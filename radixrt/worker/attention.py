@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ class TorchAttention:
     """Computes one request after the other, and reads the page table in place.
 
     q positions      start ......... start + count - 1
-    k positions  0 ..................................   a query at p sees (p - window, p]
+    k positions  0 ..................................   a query at p sees (p - window, p], or with `chunked`
+                                                        [p - p % window, p]
 
     `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer.
     """
@@ -40,14 +41,17 @@ class TorchAttention:
         scale: float | None = None,
         sinks: tuple[torch.Tensor | None, ...] | None = None,
         cap: float | None = None,
+        chunked: bool = False,
     ) -> None:
-        """`scale` multiplies the scores; None: head_dim^-0.5. `cap`: see `ModelSpec.score_cap`."""
+        """`scale` multiplies the scores; None: head_dim^-0.5. `cap`: see `ModelSpec.score_cap`; `chunked`: see
+        `ModelSpec.chunked`."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._sinks = sinks or (None,) * len(windows)
         self._cap = cap
+        self._chunked = chunked
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
@@ -65,13 +69,13 @@ class TorchAttention:
         """Attention of the last tokens of one sequence over all of it: [count, heads, width of V] for q[count, heads,
         D] and the sequence's slots."""
         count, end, window = len(q), len(slots), self._windows[layer]
-        first = first_key(end - count, window)
+        first = first_key(end - count, window, self._chunked)
         k, v = self.pool.read(layer, slots[first:], q.dtype)
         mask = None
         if count > 1:
             at = torch.arange(end - count, end, device=q.device)[:, None]
             keys = torch.arange(first, end, device=q.device)
-            mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
+            mask = (keys <= at) & (keys >= first_key(at, window, self._chunked))
         return attend(q, k, v, mask, self._scale, self._sinks[layer], self._cap)
 
 
@@ -180,9 +184,16 @@ class TorchStep:
         return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
 
 
-def first_key(position: int, window: int | None) -> int:
-    """The first position that a query at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1)
+Positions = TypeVar("Positions", int, torch.Tensor)
+
+
+def first_key(position: Positions, window: int | None, chunked: bool = False) -> Positions:
+    """The first position that a query at `position`, a number or a tensor of some, sees."""
+    if window is None:
+        return position * 0
+    if chunked:
+        return position - position % window
+    return max(0, position - window + 1) if isinstance(position, int) else (position - window + 1).clamp(min=0)
 
 
 class BatchInvariantAttention(TorchAttention):
@@ -201,7 +212,7 @@ class BatchInvariantAttention(TorchAttention):
         count, heads, _ = q.shape
         end, window = len(slots), self._windows[layer]
         start = end - count
-        first = first_key(start, window) // self.KEYS * self.KEYS
+        first = first_key(start, window, self._chunked) // self.KEYS * self.KEYS
         k, v = (_blocks(x, self.KEYS) for x in self.pool.read(layer, slots[first:], q.dtype))
         kv_heads = k.shape[1]
         tiles = _tiles(q, self.QUERIES, kv_heads)
@@ -213,7 +224,7 @@ class BatchInvariantAttention(TorchAttention):
             reached = max(0, (first + block * self.KEYS - start) // self.QUERIES)
             hidden = keys > at[reached:]
             if window is not None:
-                hidden |= keys <= at[reached:] - window
+                hidden |= keys < first_key(at[reached:], window, self._chunked)
             state.add(reached, k[block], v[block], hidden)
         out = state.result().view(len(tiles), kv_heads, self.QUERIES, -1, v.shape[-1]).transpose(1, 2)
         return out.reshape(-1, heads, v.shape[-1])[:count].to(q.dtype)

@@ -240,6 +240,10 @@ def _no_kernels(loaded: Loaded) -> str:
         return "Mamba-2 layers have no kernels"
     if loaded.spec.layers:
         return "layers with different heads have no kernels"
+    if loaded.spec.chunked and any(loaded.spec.windows):
+        return "attention in chunks has no kernels"
+    if loaded.spec.experts is not None and loaded.spec.experts.routing.scales_inputs:
+        return "experts with scaled inputs have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"

@@ -80,7 +80,9 @@ class TorchRunner(ModelRunner):
         super().__init__(model, pool, page_size, eos_ids, states)
         spec = model.spec
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = kind(pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.score_cap)
+        self._attention = kind(
+            pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.score_cap, spec.chunked
+        )
         widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0

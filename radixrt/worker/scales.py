@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixrt.worker.attention import attend
+from radixrt.worker.attention import attend, first_key
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
@@ -151,6 +151,7 @@ class _Observer:
         self._scale = model.spec.scale
         self._sinks = model.sinks
         self._cap = model.spec.score_cap
+        self._chunked = model.spec.chunked
         self._sources = model.spec.kv_sources
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.largest = torch.zeros((len(self._windows), 2), device=model.device)
@@ -163,9 +164,8 @@ class _Observer:
         largest = torch.stack((k.abs().amax(), v.abs().amax())).float()
         self.largest[layer] = torch.maximum(self.largest[layer], largest)  # propagates NaN
         at = torch.arange(len(q), device=q.device)
-        distance = at[:, None] - at
-        window = self._windows[layer]
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        first = first_key(at, self._windows[layer], self._chunked)
+        mask = (at <= at[:, None]) & (at >= first[:, None])
         return heads.value_projection(attend(q, k, v, mask, self._scale, self._sinks[layer], self._cap))
 
 

@@ -29,6 +29,9 @@ GEMMA_4_MOE |= {"moe_intermediate_size": 40}
 MIMO: dict[str, Any] = WINDOWS | {"num_hidden_layers": 3, "head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2}
 MIMO |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "n_routed_experts": 8}
 MIMO |= {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_attention_heads": 8}
+LLAMA_4: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 16, "attention_chunk_size": 16, "floor_scale": 20}
+LLAMA_4 |= {"no_rope_layers": [1, 0, 1], "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}
+LLAMA_4 |= {"num_local_experts": 6, "intermediate_size": 40}
 
 QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 QWEN_MOE |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
@@ -106,6 +109,7 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
     "lfm2": LFM,
     "lfm2_moe": LFM | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1},
+    "llama4_text": LLAMA_4,
     "mellum": EXAONE_MOE | WINDOWS | {"head_dim": 32},
     "mimo_v2_flash": MIMO,
     "ministral": WINDOWS | {"head_dim": 32},
@@ -144,6 +148,7 @@ VISION_CONFIGS = {
     "gemma3": VISION | LAYERS,
     "gemma4": VISION | LAYERS | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
     "kimi_k25": VISION | LAYERS | {"pos_emb_height": 4, "pos_emb_width": 4},
+    "llama4": VISION | LAYERS | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     "mistral3": VISION | LAYERS | {"model_type": "pixtral", "head_dim": 8},
     "qwen2_5_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
     "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},

@@ -145,6 +145,7 @@ def mix(layer, heads):
         ("gemma2", {"num_key_value_heads": 4}),
         ("gemma3_text", {}),
         ("mimo_v2_flash", {}),
+        ("llama4_text", {}),
         ("gemma4_text", {}),
         ("gemma4_text", GEMMA_4_MOE),
         ("seed_oss", {"attention_out_bias": True}),

@@ -124,7 +124,7 @@ class Decoder:
             elif not isinstance(layer.heads, NoMixer):
                 cos, sin = rotations[self._positions.kinds[number]]
                 heads = layer.heads.project(x, cos, sin, self._ops)
-                if query_factors is not None:
+                if query_factors is not None and self._positions.scales[number]:
                     heads.scale_queries(query_factors)
                 attended = attend(self._numbers[number], heads)
                 x = attended if layer.beside is None else self._joined(number, attended, x, mix)
@@ -230,7 +230,9 @@ class _Positions:
         self.kinds = [known.index(rope) for rope in spec.ropes]
         found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in known]
         self._angles = [(angles.to(device), factor) for angles, factor in found]
-        self._query_scaling = spec.query_scaling
+        self._query_scaling = scaling = spec.query_scaling
+        self.scales = [scaling is not None and not (scaling.only_without_rope and rope) for rope in spec.ropes]
+        """By layer: whether its queries are scaled."""
 
     def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By kind: cos and sin [T, 1, rope_dim / 2] for int positions[T]."""
@@ -244,5 +246,6 @@ class _Positions:
         """Factors [T, 1, 1] of queries at int positions[T] (see `ModelSpec.query_scaling`); None if there are none."""
         if self._query_scaling is None:
             return None
-        beta, tokens = self._query_scaling
-        return (1 + beta * torch.log(1 + positions.float().div(tokens).floor()))[:, None, None].to(dtype)
+        beta, tokens, ahead = self._query_scaling.beta, self._query_scaling.tokens, self._query_scaling.ahead
+        steps = (positions + ahead).float().div(tokens).floor()
+        return (1 + beta * torch.log(1 + steps))[:, None, None].to(dtype)

@@ -28,6 +28,8 @@ class Routing:
     """The router is computed in float32."""
     float32_weight: bool = False
     """The router's weight stays float32 if it is stored as float32."""
+    scales_inputs: bool = False
+    """The weights multiply the experts' inputs, not their outputs."""
     min_weight_sum: float = 0.0
     """Lower bound of the sum that the weights are divided by (see `ExpertsSpec.normalized`)."""
 

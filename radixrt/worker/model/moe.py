@@ -153,7 +153,10 @@ class Experts:
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.down)).tolist()
         inner, parts = x if self.latent is None else self.latent[0](x), []
-        for expert, part in enumerate(inner[order // self.top_k].split(counts)):
+        inputs, of_inputs = inner[order // self.top_k], self.routing.scales_inputs
+        if of_inputs:
+            inputs = inputs * weights.flatten()[order, None].to(inputs.dtype)
+        for expert, part in enumerate(inputs.split(counts)):
             if len(part):
                 gate_up = self._linear(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
                 down = self._linear(self.down, self.down_bias, expert, x.dtype, ops)
@@ -162,7 +165,8 @@ class Experts:
                 else:
                     parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        total = (torch.cat(parts)[back].unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1)
+        made = torch.cat(parts)[back].unflatten(0, (-1, self.top_k))
+        total = (made if of_inputs else made * weights[..., None]).sum(1)
         residual.add_(total if self.latent is None else self.latent[1](total.to(x.dtype)))
 
     def _linear(

@@ -69,7 +69,7 @@ class Reader(TensorReader):
     def _heads(self, number: int, at: str) -> Projections:
         if self._spec.layers:
             return self._mixed(number, at)
-        return self._grouped_query(at) if self._spec.latent is None else self._latent(at)
+        return self._grouped_query(number, at) if self._spec.latent is None else self._latent(at)
 
     def _mixed(self, number: int, at: str) -> Projections:
         spec, own, hidden = self._spec, self._spec.layers[number], self._spec.hidden_size
@@ -214,7 +214,7 @@ class Reader(TensorReader):
         """This rank's part of a small parameter that keeps its precision if it is stored in float32."""
         return self._own(load_float32(self._weights, f"model.{name}", size))
 
-    def _grouped_query(self, at: str) -> Projections:
+    def _grouped_query(self, number: int, at: str) -> Projections:
         spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
         own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec.num_kv_heads, spec.head_dim)
@@ -241,7 +241,9 @@ class Reader(TensorReader):
             pieces = self._fused(at + "qkv_proj", pieces)
         qkv = self._linear(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        head_norms = None if spec.head_norms is None else self._head_norms(at, spec.head_norms)
+        kind, head_norms = spec.head_norms, None
+        if kind is not None and not (kind.only_with_rope and spec.ropes[number] is None):
+            head_norms = self._head_norms(at, kind)
         return Grouped(
             qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_all_heads, self._group, head_norms,
             spec.clip_qkv,
@@ -257,6 +259,9 @@ class Reader(TensorReader):
     def _head_norms(self, at: str, norms: HeadNormsSpec) -> HeadNorms:
         spec = self._spec
         own_heads, own_kv = self._shard.part(0, spec.num_heads), self._shard.kv_rows(spec.num_kv_heads, 1)
+        if not norms.names:
+            plain = HeadNorm(self._ones[: spec.head_dim], None, spec.norm_eps, norms.centered)
+            return HeadNorms(plain, plain, norms.after_rope)
         found = []
         for name, heads, own in zip(norms.names, (spec.num_heads, spec.num_kv_heads), (own_heads, own_kv), strict=True):
             if norms.per_head:

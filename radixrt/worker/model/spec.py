@@ -65,14 +65,27 @@ class NormsSpec:
 class HeadNormsSpec:
     """Norms of each head of q and k that are not those of `ModelSpec.qk_norm` (see `norms.HeadNorms`)."""
 
-    names: tuple[str, str]
-    """Of q and of k, in `self_attn.`."""
+    names: tuple[str, ...]
+    """Of q and of k, in `self_attn.`; none: without weights."""
     centered: bool = True
     """LayerNorm, not RMSNorm."""
     bias: bool = False
     per_head: bool = False
     """Each head has a weight of its own: [heads, D], or a tensor for each: `<name>.norms.<head>.weight`."""
     after_rope: bool = False
+    only_with_rope: bool = False
+    """Only layers with RoPE have these norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The query at position p is multiplied by 1 + beta ln(1 + floor((p + ahead) / tokens)) (arXiv 2501.19399)."""
+
+    beta: float
+    tokens: int
+    ahead: int = 0
+    only_without_rope: bool = False
+    """Only in layers without RoPE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,8 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     """By layer: the sliding window (a token attends to itself and the `window - 1` tokens before it), or None: full
     attention. A window of at least `max_model_len` is None."""
+    chunked: bool = False
+    """Windows do not slide: a token attends to itself and the tokens before it in its chunk of `window` tokens."""
     qkv_bias: bool = False
     fused_qkv: bool = False
     """The checkpoint stores the q, k and v projections as one matrix, `qkv_proj`."""
@@ -158,9 +173,8 @@ class ModelSpec:
     interleaved: bool = False
     """In the checkpoint's order, RoPE rotates elements 2i and 2i + 1 of a head together (GPT-J style), not i and
     i + rope_dim / 2."""
-    query_scaling: tuple[float, int] | None = None
-    """(beta, tokens): the query at position p is multiplied by 1 + beta ln(1 + floor(p / tokens)), as in Llama 4. Not
-    with norms of q and k."""
+    query_scaling: QueryScaling | None = None
+    """Not with `qk_norm`, which would undo it."""
     experts: ExpertsSpec | None = None
     norms: NormsSpec = NormsSpec()
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
