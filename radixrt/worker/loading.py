@@ -240,10 +240,6 @@ def _no_kernels(loaded: Loaded) -> str:
         return "Mamba-2 layers have no kernels"
     if loaded.spec.layers:
         return "layers with different heads have no kernels"
-    if loaded.spec.chunked and any(loaded.spec.windows):
-        return "attention in chunks has no kernels"
-    if loaded.spec.experts is not None and loaded.spec.experts.routing.scales_inputs:
-        return "experts with scaled inputs have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -257,6 +253,10 @@ def _no_kernels(loaded: Loaded) -> str:
         from radixrt.worker.cuda.delta_step import no_kernels
 
         return no_kernels(loaded.spec.recurrent)
+    if loaded.spec.experts is not None:
+        from radixrt.worker.cuda import experts
+
+        return experts.no_kernels(loaded.spec.experts)
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Models that torch computes on a GPU: with Mamba-2 layers, layers of different heads, or chunks."""
+"""Models that torch computes on a GPU: with Mamba-2 layers, or with layers of different heads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from tests.worker.families import make_model
 from tests.worker.test_models import greedy, wanted
 
 MAMBA, HEADS = "Mamba-2 layers have no kernels", "layers with different heads have no kernels"
-CHUNKS = "attention in chunks has no kernels"
 REASONS = dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"), MAMBA)
-REASONS |= dict.fromkeys(("gemma4_text", "mimo_v2_flash"), HEADS) | {"llama4_text": CHUNKS}
+REASONS |= dict.fromkeys(("gemma4_text", "mimo_v2_flash"), HEADS)
 
 
 @pytest.mark.parametrize("family", REASONS)

@@ -26,8 +26,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def _attend_item(
     item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, stride, scale,
     v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, ROWS)
@@ -76,7 +77,10 @@ def _attend_item(
         if CAUSAL:
             seen = seen & (key[None, :] <= (position + own)[:, None])
         if WINDOW > 0:
-            seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
+            if CHUNKED:
+                seen = seen & (key[None, :] >= ((position + own) // WINDOW * WINDOW)[:, None])
+            else:
+                seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
         s = tl.where(seen, s, -1e30)
         higher = tl.maximum(peak, tl.max(s, 1))
         keep = tl.exp2(peak - higher)
@@ -117,9 +121,9 @@ _called_item = triton.jit(_attend_item, noinline=True)
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr,
-    HALF_TYPE: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr,
+    CAP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     # The heads of an item run at the same time: they read neighbouring bytes of the same slots.
@@ -128,16 +132,16 @@ def _attend_kernel(
     if SINGLE:
         _inlined_item(
             items_ptr + program * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, SINKS,
-            CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
+            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
+            ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
         )  # fmt: skip
     else:
         first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
         for number in tl.range(first, last, num_stages=1):
             _called_item(
                 items_ptr + number * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, SINKS,
-                CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
+                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
+                ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
             )  # fmt: skip
 
 
@@ -274,9 +278,9 @@ def attend(
         assert starts is not None and not window and not shape.cap
         return hopper.launch(grid, cache, given, (*kinds, queries), variant)
     return launch(
-        _attend_kernel, grid, cache, *given, window or 0, *kinds, shape.cap * LOG2_E.value, queries, variant.rows,
-        variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages,
-        starts is None, num_warps=variant.warps,
+        _attend_kernel, grid, cache, *given, window or 0, shape.chunked, *kinds, shape.cap * LOG2_E.value, queries,
+        variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype),
+        variant.stages, starts is None, num_warps=variant.warps,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         prefix="mlp",
         names=("gate_proj", "up_proj", "down_proj"),
         router="router",
-        routing=Routing(sigmoid=True, unbiased=True, scales_inputs=True),
+        routing=Routing(sigmoid=True, unbiased=True, scales_inputs=True, min_weight_sum=1e-20),
         shared_size=config["intermediate_size"],
         shared="shared_expert",
         maybe_transposed=True,

@@ -211,7 +211,8 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
     )
     for variant, causal, window, ordered in tiles if every else [tiles[i] for i in some]:
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered, SINKS=causal,
+            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CHUNKED=size == 1, CAUSAL=causal, ORDERED=ordered,
+            SINKS=causal,
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=dim, ITEM=8, HALF_TYPE=dot,
             STAGES=variant.stages, SINGLE=causal, CAP=72.0 if dim > 128 or not causal else 0.0,
         )

@@ -284,6 +284,7 @@ def test_gather(page_size, device):
 
 
 SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
+WAYS = (False, None, False), (True, None, False), (False, 0.5, False), (False, None, True)
 
 
 @pytest.mark.parametrize(
@@ -297,10 +298,10 @@ SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
         pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("with_sinks", "cap"), [(False, None), (True, None), (False, 0.5)])
-def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, cap, device):
-    """Chunks and decodes, with many parts and with one, with sinks, with capped scores and without; relative to the
-    norm, both read the same pages."""
+@pytest.mark.parametrize(("with_sinks", "cap", "chunked"), WAYS)
+def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, cap, chunked, device):
+    """Chunks and decodes, with many parts and with one, with sinks, with capped scores, windows that are chunks;
+    relative to the norm, both read the same pages."""
     if device.type == "cpu" and kv_dtype == "bfloat16":
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
@@ -309,11 +310,11 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, c
     pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
     q = torch.randn(len(plan.tokens), heads, dim, device=device)
     sinks = torch.randn(heads, device=device).mul(2) if with_sinks else None
-    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,), cap=cap)
+    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,), cap=cap, chunked=chunked)
     reference.bind(table)
     expected = reference.begin(plan, device).over_pages(0, q)
 
-    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks, cap=cap or 0.0)
+    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks, cap=cap or 0.0, chunked=chunked)
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
     for variant, chosen, programs in (
@@ -327,7 +328,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, c
         counts = plan.counts[chosen]
         first = 2 + np.cumsum(counts) - counts
         tiles = sequence_tiles(
-            plan.rows[chosen], plan.starts[chosen], counts, first, window, 1 if decode else cut.queries
+            plan.rows[chosen], plan.starts[chosen], counts, first, window, 1 if decode else cut.queries, chunked
         )
         items, _ = make_items(tiles, cut)
         merges = make_merges([items.items])
