@@ -115,7 +115,7 @@ class PagedStep:
         for window in windows:
             self._variants[window], how = plain if plain is not None and window is None else (variant, cut)
             tiles = sequence_tiles(
-                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, how.queries
+                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, how.queries, how.chunked
             )
             for part in _rounds(tiles, how.fixed, most) if how.fixed else (tiles,):
                 items, _ = make_items(part, how)

@@ -110,7 +110,10 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     spec = loaded.spec
     if spec.latent is not None and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for latent attention")
-    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None:
+    chunked = spec.chunked and any(spec.windows)
+    if chunked and config.attention_backend == "flashinfer":
+        raise ValueError("attention_backend: FlashInfer is not used for attention in chunks")
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None or chunked:
         return None
     shape = Shape.of(spec, config.page_size)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9

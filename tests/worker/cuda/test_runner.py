@@ -85,6 +85,10 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("laguna", marks=pytest.mark.slow),
         pytest.param("apertus", marks=pytest.mark.slow),
         pytest.param("youtu", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("llama4_text", marks=pytest.mark.slow),
+        pytest.param("cohere", marks=pytest.mark.slow),
+        pytest.param("phi", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
@@ -105,6 +109,9 @@ def folder(request, tmp_path_factory):
         "olmo_hybrid": {"num_hidden_layers": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 24},
         "kimi_linear": {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
         "lfm2": {"num_hidden_layers": 3},
+        "llama4_text": {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
+        "cohere": {"use_qk_norm": True, "head_dim": 8},
+        "phi": {"qk_layernorm": True, "head_dim": 8},
         "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
         "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
     }
