@@ -88,6 +88,7 @@ FAMILIES = (
     "persimmon",
     "phi",
     "phi3",
+    "phimoe",
     "qwen2",
     "qwen2_5_vl",
     "qwen2_moe",
@@ -189,14 +190,16 @@ ROPE: dict[str, Any] = dict.fromkeys(("rope_type", "type"), STRING)
 ROPE |= dict.fromkeys(("short_factor", "long_factor"), NUMBERS)
 ROPE |= dict.fromkeys(
     ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-     "mscale_all_dim", "partial_rotary_factor", "original_max_position_embeddings", "alpha"),
+     "mscale_all_dim", "long_mscale", "short_mscale", "partial_rotary_factor", "original_max_position_embeddings",
+     "alpha"),
     NUMBER,
 )  # fmt: skip
 ROPE |= {"rope_theta": POSITIVE, "full_attention": ROPE, "sliding_attention": ROPE}
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GIVEN_COUNTS = ("shared_expert_intermediate_size", "moe_num_shared_experts", "moe_layer_start_index")
-GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale", "norm_epsilon", "rotary_pct")
+GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale", "norm_epsilon", "rotary_pct",
+                 "router_jitter_noise")  # fmt: skip
 """Of some families, for which null is no value."""
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",

@@ -298,7 +298,9 @@ def load_model(
             )  # fmt: skip
         elif wide and products is Products.ALL:
             log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
-        if unused := [name for name in weights.unused() if not name.startswith(_drafting(loaded))]:
+        without = _without_kv(loaded.whole)
+        unused = [name for name in weights.unused() if not name.startswith(_drafting(loaded))]
+        if unused := [name for name in unused if not any(part in name for part in without)]:
             log.warning("%d tensors are not used, is it the right model? %s", len(unused), ", ".join(unused[:5]))
         return model
     finally:
@@ -309,6 +311,12 @@ def _drafting(loaded: Loaded) -> tuple[str, ...]:
     """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return "mtp.", "model.mtp.", *(f"model.layers.{layer}." for layer in range(first, first + more))
+
+
+def _without_kv(spec: ModelSpec) -> list[str]:
+    """Parts of the names of tensors of K and V in layers that read those of others: checkpoints may have some."""
+    layers = [i for i, own in enumerate(spec.layers) if own.source is not None]
+    return [f".layers.{i}.self_attn.{name}" for i in layers for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")]
 
 
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:

@@ -1,4 +1,4 @@
-"""Models that torch computes on a GPU: with Mamba-2 layers, or with layers of different heads."""
+"""Models that torch computes on a GPU: with Mamba-2 layers, layers of different heads, or SparseMixer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.worker.test_models import greedy, wanted
 MAMBA, HEADS = "Mamba-2 layers have no kernels", "layers with different heads have no kernels"
 REASONS = dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"), MAMBA)
 REASONS |= dict.fromkeys(("gemma4_text", "mimo_v2_flash"), HEADS)
+REASONS["phimoe"] = "experts selected by SparseMixer have no kernels"
 
 
 @pytest.mark.parametrize("family", REASONS)

@@ -126,6 +126,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "persimmon": {"hidden_act": "relu2"},
     "phi": {},
+    "phimoe": {"num_local_experts": 6, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": QWEN_MOE,
     "qwen3_5_moe_text": HYBRID | HYBRID_MOE,
     "qwen3_5_text": HYBRID,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.mixed_pool import MixedKVPool
@@ -41,6 +43,19 @@ def test_a_page_takes_what_its_layers_have(checkpoint):
     for changes, each in (({}, of_windows + 2 * of_full), (GEMMA_4_MOE, 2 * of_windows + 2 * of_full)):
         runner = load(checkpoint("gemma4_text", **changes)[0], page_size=4)
         assert runner.pool.nbytes == runner.num_pages * 4 * each * 4, "float32"
+
+
+def test_tensors_of_k_and_v_that_no_layer_reads_are_no_surprise(checkpoint, tmp_path, caplog):
+    """As published Gemma 4 has them."""
+    shutil.copytree(checkpoint("gemma4_text")[0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = {name: x for name, x in tensors.items() if "layers.0.self_attn" in name}
+    more = {name.replace("layers.0.", "layers.2."): x.clone() for name, x in own.items()}
+    assert len(more.keys() - tensors.keys()) == 3
+    for extra, warned in (({}, False), ({"model.layers.2.self_attn.other.weight": torch.zeros(1)}, True)):
+        save_file(more | tensors | extra, tmp_path / "model.safetensors")
+        load(tmp_path)
+        assert ("not used" in caplog.text) == warned
 
 
 def test_scales_of_layers_without_k_and_v_are_those_of_their_sources(checkpoint, caplog):

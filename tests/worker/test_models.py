@@ -96,6 +96,7 @@ VARIANTS = [
     ("olmo", {"attention_bias": True, "clip_qkv": 0.5, "num_key_value_heads": 1}),
     ("persimmon", {"qk_layernorm": False}),
     ("phi", {"qk_layernorm": True, "hidden_act": "gelu", "rope_parameters": HALF}),
+    ("phimoe", {"lm_head_bias": False, "attention_bias": False, "sliding_window": 16, "num_key_value_heads": 1}),
     ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     ("stablelm", {"use_qkv_bias": True, "rope_parameters": HALF, "hidden_act": "gelu"}),
     ("starcoder2", {"use_bias": False, "sliding_window": 16}),
@@ -340,6 +341,7 @@ ALIKE = (
     "olmo",
     "persimmon",
     "phi",
+    "phimoe",
     "stablelm",
     "starcoder2",
 )
@@ -393,12 +395,13 @@ class TestGreedyTokens:
         "deepseek_v3",
         "deepseek_v32",
         "gpt_oss",
-        "gemma2",
         "gemma3_text",
         "gemma4_text",
-        "mimo_v2_flash",
         "llama4_text",
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "glm4_moe", "minimax_m2")),
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("qwen3", "glm4_moe", "minimax_m2", "gemma2", "mimo_v2_flash")
+        ),
     ],
 )
 def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):

@@ -119,6 +119,12 @@ A_PLUS |= {"first_k_dense_replace": 0, "rms_norm_eps": None, "sliding_window": 1
 A_PLUS |= {"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"}
 LAYER_NORM: dict[str, Any] = {"num_key_value_heads": 2, "rope_theta": 1e5, "pad_token_id": 0}
 LAYER_NORM |= {"rms_norm_eps": "REMOVED"}
+PHI_MOE: dict[str, Any] = {"num_key_value_heads": 2, "attention_bias": True, "lm_head_bias": True}
+PHI_MOE |= {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1, "input_jitter_noise": 0.01}
+PHI_MOE |= {"rope_scaling": LONGROPE_FACTORS | ORIGINAL | {"type": "longrope"}, "rope_theta": 1e4, "pad_token_id": 0}
+PHI_MOE |= {"original_max_position_embeddings": 64, "sliding_window": 512}
+PHI_MOE["rope_scaling"] |= {"long_mscale": 1.3, "short_mscale": 1.2}
+PHI_MOE["rope_scaling"]["short_factor"] = LONGROPE_FACTORS["long_factor"]  # transformers never uses those of long ones
 STABLE = LAYER_NORM | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "rope_theta": 1e4}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
 QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
@@ -280,6 +286,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm 2 1.6b": ("stablelm", STABLE | {"use_qkv_bias": True}),
     "stablelm 2 12b": ("stablelm", STABLE | {"qk_layernorm": True, "use_parallel_residual": True}),
     "phi 2": ("phi", LAYER_NORM | {"partial_rotary_factor": 0.5, "qk_layernorm": False, "hidden_act": "gelu_new"}),
+    "phi 3.5 moe": ("phimoe", PHI_MOE),
     "nemotron 4": ("nemotron", LAYER_NORM | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "pythia": ("gpt_neox", LAYER_NORM | {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "hidden_act": "gelu"}),
     "olmo 7b": ("olmo", PLAIN | {"clip_qkv": 0.5, "rope_theta": 1e4, "rope_scaling": None, "rms_norm_eps": "REMOVED"}),
@@ -881,6 +888,7 @@ def test_rope_that_is_not_served_is_refused_before_weights_are_read(folder, chan
             {"model_type": "gemma4_text", "vocab_size_per_layer_input": 100},
             "vocab_size_per_layer_input 100 is not served",
         ),
+        ({"model_type": "phimoe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 is not served; 2 is"),
         ({"model_type": "mimo_v2_flash", "add_full_attention_sink_bias": True}, "sink_bias True is not served"),
         ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [1, 0]}, "hybrid_layer_pattern .* is not served"),
         ({"model_type": "mimo_v2_flash", "num_key_value_heads": 4, "head_dim": 24}, "4: twice as many do not divide 4"),
@@ -953,13 +961,14 @@ DEFAULT_LENGTH = [
 ]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
 DEFAULT_LENGTH += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
+DEFAULT_LENGTH += ["phimoe"]
 DEFAULT_LENGTH += ["llama4", "llama4_text", "mimo_v2_flash"]
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 REQUIRED_FIELDS = dict.fromkeys(FAMILIES, set(MINIMAL)) | dict.fromkeys(DEFAULT_LENGTH, set(MINIMAL) - set(MAX_LENGTH))
 REQUIRED_FIELDS |= dict.fromkeys(("gemma3", "gemma3_text", "gemma4", "gemma4_text"), set())
 REQUIRED_FIELDS |= dict.fromkeys(
-    ("llama4", "llama4_text"), set(MINIMAL) - {"intermediate_size", "max_position_embeddings"}
+    ("llama4", "llama4_text", "phimoe"), set(MINIMAL) - {"intermediate_size", "max_position_embeddings"}
 )
 REQUIRED_FIELDS |= dict.fromkeys(
     ("solar_open", "qwen3_5_moe", "qwen3_5_moe_text"), set(MINIMAL) - {"intermediate_size"}

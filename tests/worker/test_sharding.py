@@ -199,6 +199,7 @@ def mix(layer, heads):
         ("nemotron", {}),
         ("olmo", {"clip_qkv": 0.5}),
         ("persimmon", {}),
+        ("phimoe", {"vocab_size": 500}),
         ("phi", {"qk_layernorm": True, "vocab_size": 500}),
         ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
         ("starcoder2", {}),

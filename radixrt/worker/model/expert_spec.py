@@ -28,6 +28,9 @@ class Routing:
     """The router is computed in float32."""
     float32_weight: bool = False
     """The router's weight stays float32 if it is stored as float32."""
+    jitter: float | None = None
+    """Experts are selected one after the other, and weighted among those that are about as likely (see
+    `moe.sparse_mixer`)."""
     scales_inputs: bool = False
     """The weights multiply the experts' inputs, not their outputs."""
     min_weight_sum: float = 0.0

@@ -125,6 +125,9 @@ class Experts:
         """(weights in the dtype of the logits, int64 numbers) of each token's experts, both [T, top_k], those with the
         highest scores for the selection first."""
         logits = self.logits(x)
+        if self.routing.jitter is not None:
+            weights, experts = sparse_mixer(logits.float(), self.top_k, self.routing.jitter)
+            return weights.to(logits.dtype), experts
         scores = sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
         selection_scores = logits.float() if self.routing.sigmoid else scores  # not the sigmoids: large ones are all 1
         selection = selection_scores if self.bias is None else scores + self.bias
@@ -179,6 +182,21 @@ class Experts:
         if isinstance(weight, Scaled):
             return ScaledLinear(weight, bias, dtype, ops)
         return Linear(weight, bias, self.batch_invariant)
+
+
+def sparse_mixer(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, int64 numbers), both [T, top_k], of float32 logits [T, E] (SparseMixer, arXiv 2409.12136, section 2.2).
+
+    The i-th expert is the likeliest of those that are left. Its weight is its softmax among these, but without those
+    whose logit x is far from its own y: (y - x) / max(|x|, y) > 2 jitter."""
+    left, found = logits.clone(), []
+    for _ in range(top_k):
+        peak, chosen = left.max(-1, keepdim=True)
+        far = (peak - logits) / torch.maximum(logits.abs(), peak) > 2 * jitter
+        found.append((left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, chosen), chosen))
+        left.scatter_(-1, chosen, -torch.inf)
+    weights, experts = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
+    return weights, experts
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ def _longrope(base: torch.Tensor, rope: dict[str, Any], context: int) -> tuple[t
         raise ValueError(f"rope_scaling: {name} has {len(factors)} numbers, not {len(base)}")
     stretched = rope.get("factor") or rope["max_position_embeddings"] / original
     sharp = math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
-    return base / factors, rope.get("attention_factor") or sharp
+    stated = rope.get("long_mscale" if name == "long_factor" else "short_mscale")  # Phi-3.5-MoE
+    return base / factors, stated or rope.get("attention_factor") or sharp
 
 
 def _yarn(base: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:

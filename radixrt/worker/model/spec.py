@@ -218,8 +218,8 @@ class ModelSpec:
     value_factor: float = 1.0
     """With `layers`: multiplies v."""
     layer_inputs: int = 0
-    """Size of the inputs that each layer has beside the residual stream, which is multiplied by a scalar after each; 0:
-    there are no inputs (see `layer_inputs`)."""
+    """With `layer_scalars`: size of the inputs that each layer has beside the residual stream (see `layer_inputs`); 0:
+    there are none."""
     layer_scalars: bool = False
     """The residual stream is multiplied by a scalar after each layer."""
     layer_heads: tuple[int, ...] = ()
