@@ -79,7 +79,7 @@ def test_usage_ends_a_stream_that_asks_for_it(client, make):
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("make", [complete, chat])
 def test_each_chunk_has_the_usage_so_far_if_asked_for(client, make, include):
-    """As in vLLM and SGLang: guidellm asks for it."""
+    """As in vLLM and SGLang."""
     options = {"include_usage": include, "continuous_usage_stats": True}
     chunks = list(make(client, n=2, stream=True, stream_options=options, logprobs=True if make is chat else 0))
     counted = {0: 0, 1: 0}
