@@ -20,7 +20,6 @@ from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
@@ -236,8 +235,6 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
-    if isinstance(loaded.spec.recurrent, MambaSpec):
-        return "Mamba-2 layers have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"

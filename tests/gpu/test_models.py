@@ -37,7 +37,7 @@ OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyu
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
 OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe", "qwen3_next", "qwen3_5_text"]
-OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
+OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "bamba", "falcon_h1"]
 WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
 HEADS_256 = ("qwen3_next", "qwen3_5")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
@@ -55,13 +55,18 @@ OF_FAMILY |= dict.fromkeys(("ministral", "cohere2", "cohere2_moe", "cwm", "exaon
 SWASH = {"layer_rope_theta": [1e4, 1e4, 1e6, 0], "attention_multiplier": 0.088}
 OF_FAMILY |= dict.fromkeys(("granite_swa", "granitemoe_swa"), WINDOWS | SWASH)
 OF_FAMILY |= {"hyperclovax": {"attention_multiplier": 0.088}}  # of the tests' 0.2, bfloat16 moves logits by 3%
-OF_FAMILY |= {"granitemoehybrid": {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}}
 OF_FAMILY |= dict.fromkeys(("youtu", "sarvam_mla"), LATENT)
 OF_FAMILY |= {"laguna": WINDOWS | {"num_attention_heads_per_layer": [8, 8, 8, 6]}}
 LINEAR = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 256}
 OF_FAMILY |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), LINEAR)
 OF_FAMILY |= {"kimi_linear": LATENT | {"linear_num_heads": 4, "linear_head_dim": 128, "num_hidden_layers": 3}}
 OF_FAMILY |= dict.fromkeys(("olmo_hybrid", "lfm2", "lfm2_moe"), {"num_hidden_layers": 3})
+MAMBA = {"num_hidden_layers": 3, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128}
+OF_FAMILY |= {"bamba": MAMBA, "granitemoehybrid": MAMBA | {"attention_multiplier": 0.088}}
+OF_FAMILY |= {"falcon_h1": MAMBA | {"mamba_d_ssm": 1024, "mamba_n_heads": 8, "mamba_d_head": 128, "mamba_d_state": 256}}
+NEMOTRON = {"num_hidden_layers": 8, "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128}
+NEMOTRON |= {"moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256}
+OF_FAMILY |= {"nemotron_h": NEMOTRON}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -206,7 +211,7 @@ def chooses(folder) -> bool:
 
 
 def is_recurrent(folder) -> bool:
-    return read_spec(read_json(folder / "config.json")).delta is not None
+    return read_spec(read_json(folder / "config.json")).recurrent is not None
 
 
 def count_ties(folder, asked, first_run, second_run, bar: float, **settings) -> int:

@@ -36,15 +36,15 @@ SEQUENCE_FIELDS = 4
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def cut(slots: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def cut(slots: np.ndarray, bounds: np.ndarray, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
     """(chunks int32[N, CHUNK_FIELDS], sequences int32[B, SEQUENCE_FIELDS], longest first) of sequences with states at
-    slots[B], whose tokens are bounds[b] to bounds[b + 1]."""
+    slots[B], whose tokens are bounds[b] to bounds[b + 1]. Chunks have up to `tokens` tokens."""
     first, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
-    counts = -(-(end - first) // TOKENS)
+    counts = -(-(end - first) // tokens)
     before = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(counts)), counts)
-    begin = first[owner] + (np.arange(len(owner)) - before[owner]) * TOKENS
-    chunks = np.stack((begin, np.minimum(end[owner] - begin, TOKENS), slots[owner], first[owner], end[owner]), axis=1)
+    begin = first[owner] + (np.arange(len(owner)) - before[owner]) * tokens
+    chunks = np.stack((begin, np.minimum(end[owner] - begin, tokens), slots[owner], first[owner], end[owner]), axis=1)
     order = np.argsort(-counts, kind="stable")
     sequences = np.stack((before, counts, slots, first), axis=1)[order]
     return chunks.astype(np.int32), sequences.astype(np.int32)

@@ -105,9 +105,9 @@ class Decoder:
 
     def attend_all(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
-        the residual stream [T, hidden]."""
+        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output."""
         residual = F.embedding(tokens, self._embedding)
         if self._embedding_factor != 1:
             residual *= self._embedding_factor
@@ -137,7 +137,7 @@ class Decoder:
 
     def finish(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Rounded,
         residual: torch.Tensor,
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -147,11 +147,15 @@ class Decoder:
         if wanted is not None:
             if not len(wanted):
                 return torch.empty((0, self.own_width), device=x.device)
-            x, residual = x[wanted], residual[wanted]
+            residual = residual[wanted]
+            # Only the input of an MLP without a mixer is quantized, to rows that products need in one piece.
+            x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Rounded) else x[wanted]
         logits = self._logits(self._after_attention(len(self._layers) - 1, x, residual), out)
         return logits if self.spec.logits_factor == 1 else logits.mul_(self.spec.logits_factor)
 
-    def _after_attention(self, number: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | Rounded:
+    def _after_attention(
+        self, number: int, x: torch.Tensor | Rounded, residual: torch.Tensor
+    ) -> torch.Tensor | Rounded:
         """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
         normalized input of the next layer or, after the last one, of the output projection."""
         layer, last = self._layers[number], number == len(self._layers) - 1

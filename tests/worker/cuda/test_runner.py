@@ -44,6 +44,7 @@ SIZES = {
 }
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 LINEAR |= {"linear_value_head_dim": 16}
+MAMBA = {"num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_state": 16}
 LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 
 
@@ -61,6 +62,10 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
         "lfm2",
+        "nemotron_h",
+        pytest.param("granitemoehybrid", marks=pytest.mark.slow),
+        pytest.param("bamba", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", marks=pytest.mark.slow),
         pytest.param("deepseek_v2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("minimax_m2", marks=pytest.mark.slow),
@@ -98,6 +103,10 @@ def folder(request, tmp_path_factory):
         "olmo_hybrid": {"num_hidden_layers": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 24},
         "kimi_linear": {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
         "lfm2": {"num_hidden_layers": 3},
+        "nemotron_h": {"num_hidden_layers": 8, "ssm_state_size": 16, "moe_intermediate_size": 24},
+        "granitemoehybrid": MAMBA,
+        "bamba": MAMBA,
+        "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "mamba_rms_norm": True},
         "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
         "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
     }
