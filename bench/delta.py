@@ -25,11 +25,13 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
+from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
+from radixrt.worker.cuda.delta_chunks import Tiles
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.plan import StateWork
 
 SHAPES = {
     "Qwen3-Next 80B, Qwen3.5 9B, 35B": DeltaSpec(frozenset(), 16, 32, 128, 128, 4),
@@ -73,9 +75,9 @@ class Case:
             for _ in range(layers)
         ]
         self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
-        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in delta_chunks.cut(self.slots, self.bounds)))
-        bounds = np.stack((self.slots, self.bounds[:-1], self.bounds[1:]), axis=1).astype(np.int32)
-        self.sequences = torch.from_numpy(bounds).to(DEVICE)
+        none = np.zeros((2, 0), dtype=np.int32)
+        parts = StateWork(self.slots, none, none).parts(np.array(counts))
+        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in cut(parts)))
 
     def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
         convolutions.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
@@ -89,7 +91,7 @@ class Case:
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
         convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
-        delta.by_tokens(self.x, self.inputs, self.net, states, self.sequences, self.out)
+        delta.by_tokens(self.x, self.inputs, self.net, states, self.lists, self.out)
         return self.out
 
     def expected(self, states: LayerStates) -> torch.Tensor:

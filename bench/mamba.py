@@ -28,8 +28,8 @@ from bench.common import save, table
 from bench.delta import CACHE, DECODES, DEVICE, PROMPTS, drawn
 from bench.worker import ceilings
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
+from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, cut
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.mamba_chunks import Tiles
 from radixrt.worker.model.delta import short_conv
@@ -37,6 +37,7 @@ from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
+from radixrt.worker.plan import StateWork
 
 
 def shape(heads: int, head_dim: int, groups: int, state: int, norm: str = "after_gate") -> MambaSpec:
@@ -76,10 +77,10 @@ class Case(delta.Case):
             for _ in range(layers)
         ]
         self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
-        lists = (cut(self.slots, self.bounds, size) for size in (TOKENS, tokens))
+        none = np.zeros((2, 0), dtype=np.int32)
+        parts = StateWork(self.slots, none, none).parts(np.array(counts))
+        lists = (cut(parts, size) for size in (TOKENS, tokens))
         self.conv_lists, self.lists = (Cut(*(torch.from_numpy(x).to(DEVICE) for x in both)) for both in lists)
-        bounds = np.stack((self.slots, self.bounds[:-1], self.bounds[1:]), axis=1).astype(np.int32)
-        self.sequences = torch.from_numpy(bounds).to(DEVICE)
 
     def decode(
         self, states: LayerStates, elements: int = mamba.DECODE_ELEMENTS, warps: int = mamba.DECODE_WARPS
@@ -100,7 +101,7 @@ class Case(delta.Case):
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
         convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.conv_lists.chunks, self.x)
-        mamba.by_tokens(self.x, self.inputs, self.net, states, self.sequences, self.out)
+        mamba.by_tokens(self.x, self.inputs, self.net, states, self.conv_lists, self.out)
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
@@ -120,7 +121,7 @@ class Case(delta.Case):
         """Milliseconds that torch takes, its synchronisations and all."""
         states, best = self.layers[0], []
         slots, bounds = (torch.from_numpy(x).to(DEVICE) for x in (self.slots, self.bounds))
-        recurrence = Recurrence(lambda _: (states.conv, states.rule), slots, bounds)
+        recurrence = Recurrence(lambda _: (states.conv, states.rule), slots, slots, bounds)
         for _ in range(4):
             torch.cuda.synchronize()
             began = time.perf_counter()

@@ -162,10 +162,11 @@ class PageCache:
             request.computed = covered
             self.states.restore(request.state, self._page_of(request, covered))
 
-    def save(self, request: Request, tokens: int) -> None:
+    def save(self, request: Request, tokens: int, within: int = 0) -> None:
         """Take a snapshot of the state of a request after its first `tokens` tokens, which the step being planned
-        computes and which are in the tree. Nothing happens if there is no slot for it."""
-        self.states.save(request.state, self._page_of(request, tokens))
+        computes and which are in the tree: the last ones of the step, or the first `within`. Nothing happens if there
+        is no slot for it."""
+        self.states.save(request.state, self._page_of(request, tokens), within)
 
     def _page_of(self, request: Request, tokens: int) -> int:
         """The page whose snapshot is that of a request's first `tokens` tokens; 0 if there can be none: they end within
@@ -293,8 +294,7 @@ class PageCache:
 
     def state_work(self, slots: list[int] | np.ndarray) -> StateWork:
         """What the plan being made does with the states: those of its requests, and copies."""
-        restores, saves = self.states.drain()
-        return StateWork(np.asarray(slots, dtype=np.int32), restores, saves)
+        return StateWork(np.asarray(slots, dtype=np.int32), *self.states.drain())
 
     def can_take(self, pages: int) -> bool:
         """Whether that many pages are free or can be evicted without releasing pins or kept contexts."""

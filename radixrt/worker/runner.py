@@ -122,9 +122,9 @@ class TorchRunner(ModelRunner):
         return logits
 
     def _recurrence(self, plan: Plan) -> Recurrence:
-        bounds = np.concatenate([[0], np.cumsum(plan.counts, dtype=np.int64)])
-        slots = torch.from_numpy(plan.states.slots).to(self._device, torch.int64)
-        return Recurrence(self.states.layer, slots, torch.from_numpy(bounds).to(self._device))
+        parts = plan.states.parts(plan.counts)
+        arrays = (torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds))
+        return Recurrence(self.states.layer, *arrays)
 
 
 def wanted(plan: Plan) -> np.ndarray:

@@ -3,9 +3,9 @@ reads of its prefix is one state of fixed size, not pages.
 
     slots:   0 trash | free | live, of a running request | a snapshot: the state after the last token of a page
 
-                  restore: copied before the step        save: copied after the step
-    snapshot  ------------------------------->  live  --------------------------->  snapshot
-                                                  |---- the request leaves: no copy ---->
+                  restore: copied before the step        save: copied after the step, or
+    snapshot  ------------------------------->  live  ---stored within the step--->  snapshot
+                                                  |------ the request leaves: no copy ------>
 
 A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
@@ -47,7 +47,9 @@ class States:
         self._restores: dict[int, int] = {}
         """For the plan that is made: source of each slot that is written before the step; 0: zeros."""
         self._saves: dict[int, int] = {}
-        """For the plan that is made: source of each slot that is written after the step."""
+        """For the plan that is made: source of each slot that is written by the step or after it."""
+        self._within: dict[int, int] = {}
+        """Of these, the slots that are written by the step: after how many of the request's tokens of the step."""
 
     def __len__(self) -> int:
         """Number of snapshots."""
@@ -118,8 +120,9 @@ class States:
         self._restores[slot] = source = int(self._of_page[page])
         self._touch(source)
 
-    def save(self, slot: int, page: int) -> bool:
-        """Take a snapshot of a live state, as it is after the step, for a page. False if there is no slot for it."""
+    def save(self, slot: int, page: int, within: int = 0) -> bool:
+        """Take a snapshot of a live state for a page, as it is after the step, or after `within` of the request's
+        tokens of the step. False if there is no slot for it."""
         if self._of_page[page]:
             self._touch(int(self._of_page[page]))
             return True
@@ -127,6 +130,8 @@ class States:
         if not copy:
             return False
         self._saves[copy] = slot
+        if within:
+            self._within[copy] = within
         self._register(copy, page)
         return True
 
@@ -145,19 +150,24 @@ class States:
         slots = self._of_page[pages]
         for slot in slots[slots > 0].tolist():
             self._saves.pop(slot, None)
+            self._within.pop(slot, None)
             self._unregister(slot)
 
     # ------------------------------------------------------------ slots
 
-    def drain(self) -> tuple[np.ndarray, np.ndarray]:
-        """The copies before the step and those after it, each int32[2, N]: (from, to)."""
-        found = tuple(
-            np.array([[*copies.values()], [*copies]], dtype=np.int32) for copies in (self._restores, self._saves)
+    def drain(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The copies before the step and those after it, each int32[2, N]: (from, to). And `StateWork.within`."""
+        after = {to: slot for to, slot in self._saves.items() if to not in self._within}
+        restores, saves = (
+            np.array([[*copies.values()], [*copies]], dtype=np.int32) for copies in (self._restores, after)
         )
+        passed = [[self._saves[to] for to in self._within], [*self._within.values()], [*self._within]]
+        within = np.array(passed, dtype=np.int32)
         self.version += len(self._saves) > 0
         self._restores.clear()
         self._saves.clear()
-        return found
+        self._within.clear()
+        return restores, saves, within
 
     def _oldest(self, spared: int = 0, pinned_too: bool = False) -> int:
         """The least recently used snapshot that the plan being made neither reads nor writes, if possible none that is
@@ -207,3 +217,4 @@ class States:
         assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
         assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
         assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
+        assert set(self._within) <= set(self._saves)

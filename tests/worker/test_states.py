@@ -117,6 +117,26 @@ def test_what_a_prompt_shares_with_one_that_is_being_computed_is_computed_once()
     assert run(bench, TRUNK[:350] + [1] * 50) == [350]
 
 
+def test_a_prompt_takes_one_step_whatever_snapshots_are_taken_of_it() -> None:
+    bench = bench_of()
+    bench.add(0, TRUNK, 1, pin=[(100, 60.0), (200, 60.0)])
+    plan = bench.plan()
+    assert plan.counts.tolist() == [len(TRUNK)] and plan.samples.all()
+    assert plan.states.within[1].tolist() == [100, 200, len(TRUNK) - branching.TAIL]
+    assert plan.states.saves.shape == (2, 0)
+
+
+def test_a_step_ends_at_a_mark_that_is_too_near_to_be_passed() -> None:
+    for before, after in ((branching.NEAR, branching.TAIL), (branching.NEAR - 1, 0)):
+        bench = bench_of(chunk=200 - before)
+        bench.add(0, TRUNK[: 200 + branching.TAIL], 1)
+        bench.plan()
+        plan = bench.plan()
+        assert plan.counts.tolist() == [before + after]
+        within, saves = plan.states.within[1].tolist(), plan.states.saves.shape[1]
+        assert (within, saves) == (([before], 0) if after else ([], 1))
+
+
 def test_the_third_prompt_begins_where_the_second_left_the_first() -> None:
     bench = bench_of()
     ends = [[n] * 100 for n in (1, 2, 3)]
@@ -192,7 +212,7 @@ def test_a_failed_step_leaves_no_snapshots() -> None:
     bench = bench_of()
     bench.add(0, TRUNK, 4)
     plan = bench.plan()
-    assert plan.states.saves.shape == (2, 1) and plan.starts[0] + plan.counts[0] == len(TRUNK) - branching.TAIL
+    assert plan.states.within[1].tolist() == [len(TRUNK) - branching.TAIL]
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
     assert not len(bench.cache.states) and not bench.cache.states.live
@@ -211,7 +231,7 @@ def test_a_failed_step_leaves_no_snapshots_where_others_have_pages_either() -> N
     if bench.flight:
         bench.land(*bench.flight)
         bench.flight = None
-    assert plan.starts.tolist()[1:] == [0] and plan.states.saves.shape == (2, 1), "its KV is there, its state is not"
+    assert plan.starts.tolist()[1:] == [0] and plan.states.within.size, "its KV is there, its state is not"
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
     assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states)

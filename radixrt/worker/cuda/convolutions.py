@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, TOKENS
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.short_conv import ShortConv
@@ -16,10 +17,6 @@ from radixrt.worker.model.short_conv import ShortConv
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
-TOKENS = 64
-"""Tokens of a chunk (see `delta_chunks.cut`)."""
-CHUNK_FIELDS = 5
-"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step."""
 STEP_CHANNELS = 1024
 """Channels of a program for one token of each sequence."""
 CHANNELS = 512
@@ -171,13 +168,19 @@ def _conv_chunk_kernel(
                 tl.store(state_at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
             else:
                 tl.store(state_at + j, tl.load(state_at + (last - first + K - 1), mask=kept), mask=kept)
+    passed = tl.load(chunk + 5).to(tl.int64)
+    if (passed > 0) & (tl.program_id(2) == 0):  # its inputs are all of this step (see `branching.NEAR`)
+        stop = begin + tl.load(chunk + 1)
+        for j in tl.static_range(K - 1):
+            x = tl.load(x_ptr + (stop - (K - 1 - j)).to(tl.int64) * x_stride + c, mask=c < channels)
+            tl.store(states_ptr + passed * state_stride + c * (K - 1) + j, x, mask=c < channels)
 
 
 def conv_chunks(
     x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """As `delta.conv_step`, for the tokens of `chunks` (see `cut`)."""
+    """As `delta.conv_step`, for the tokens of `chunks` (see `cutting`)."""
     channels, bias = x.shape[1], _bias(net)
     part = PART if len(chunks) < FEW else TOKENS
     launch(

@@ -18,12 +18,11 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.convolutions import CHUNK_FIELDS, TOKENS
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, TOKENS, Cut
 from radixrt.worker.cuda.delta import NORM_EPS, DeltaInputs, LayerStates, decay_of, gated_norm
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.variants import room
@@ -31,23 +30,7 @@ from radixrt.worker.cuda.variants import room
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
-SEQUENCE_FIELDS = 4
-"""Of a sequence: its first chunk, chunks, slot of the state, first token."""
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def cut(slots: np.ndarray, bounds: np.ndarray, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
-    """(chunks int32[N, CHUNK_FIELDS], sequences int32[B, SEQUENCE_FIELDS], longest first) of sequences with states at
-    slots[B], whose tokens are bounds[b] to bounds[b + 1]. Chunks have up to `tokens` tokens."""
-    first, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
-    counts = -(-(end - first) // tokens)
-    before = np.cumsum(counts) - counts
-    owner = np.repeat(np.arange(len(counts)), counts)
-    begin = first[owner] + (np.arange(len(owner)) - before[owner]) * tokens
-    chunks = np.stack((begin, np.minimum(end[owner] - begin, tokens), slots[owner], first[owner], end[owner]), axis=1)
-    order = np.argsort(-counts, kind="stable")
-    sequences = np.stack((before, counts, slots, first), axis=1)[order]
-    return chunks.astype(np.int32), sequences.astype(np.int32)
 
 
 # ---------------------------------------------------------------- within chunks
@@ -160,14 +143,12 @@ def _across_kernel(
     first = tl.load(sequence)
     chunks = tl.load(sequence + 1)
     slot = tl.load(sequence + 2).to(tl.int64)
-    begin = tl.load(sequence + 3)
-    end = tl.load(chunks_ptr + first * CHUNK_FIELDS + 4)
     i = tl.arange(0, TOKENS)
     d = tl.arange(0, KEY_DIM)
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     # Transposed, so that the state, and what corrects it, go from one product to the next in registers.
-    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + d[None, :] * VALUE_DIM + j[:, None]
-    state = tl.load(at)
+    state_at = states_ptr + head * (KEY_DIM * VALUE_DIM) + d[None, :] * VALUE_DIM + j[:, None]
+    state = tl.load(state_at + slot * state_stride)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     k_column = KEYS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
     for n in tl.range(0, chunks, num_stages=STAGES):
@@ -178,17 +159,21 @@ def _across_kernel(
         w = tl.load(w_ptr + tile * (TOKENS * KEY_DIM) + i[:, None] * KEY_DIM + d[None, :])
         u_at = u_ptr + tile * (VALUE_DIM * TOKENS) + j[:, None] * TOKENS + i[None, :]
         u = tl.load(u_at)
-        t = begin + n * TOKENS + i
-        k_at = x_ptr + t.to(tl.int64)[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM) + k_column[None, :]
-        k = tl.load(k_at, mask=(t < end)[:, None], other=0.0)
+        fields = chunks_ptr + chunk * CHUNK_FIELDS
+        t = tl.load(fields).to(tl.int64) + i
+        k_at = x_ptr + t[:, None] * (2 * KEYS + VALUE_HEADS * VALUE_DIM) + k_column[None, :]
+        k = tl.load(k_at, mask=(i < tl.load(fields + 1))[:, None], other=0.0)
+        passed = tl.load(fields + 5).to(tl.int64)
         of_chunk = chunk * TOKENS * VALUE_HEADS + head
         tails = tl.load(tails_ptr + of_chunk + i * VALUE_HEADS)
         last = tl.exp(tl.load(sums_ptr + of_chunk + (TOKENS - 1) * VALUE_HEADS))
         new = u.to(tl.float32) - _dot(narrow, tl.trans(w), HALF)
         tl.store(u_at, new.to(u_ptr.dtype.element_ty))
         state = state * last + _dot(new * tails[None, :], k, HALF)
+        if passed > 0:
+            tl.store(state_at + passed * state_stride, state)
     if slot > 0:
-        tl.store(at, state)
+        tl.store(state_at + slot * state_stride, state)
 
 
 # ---------------------------------------------------------------- outputs
@@ -255,14 +240,6 @@ class Tiles:
 def best_tiles() -> Tiles:
     """As fast as was found (bench/delta.py --sweep), and with fewer stages where shared memory is small."""
     return Tiles() if room() > 130_000 else Tiles(stages=2)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The lists of `cut` on the device."""
-
-    chunks: torch.Tensor
-    sequences: torch.Tensor
 
 
 def by_chunks(

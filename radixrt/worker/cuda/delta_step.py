@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, mamba, mamba_chunks
+from radixrt.worker.cuda.cutting import Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.cuda.delta_chunks import Cut
 from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.staging import PackedArray, Packer
@@ -141,24 +140,18 @@ class DeltaStep:
     whose results have no meaning.
 
     decodes    integer [D]: slots of the states of the first D tokens
-    lists      the parts of the other sequences
-    sequences  if given, all tokens are computed one after the other: int32[B, 3] of (slot, first token, end). `lists`
-               are then of all of them
-    one_by_one whether the same kernel computes `decodes`
+    lists      the chunks of the other sequences
+    by_tokens  whether all tokens are computed one after the other, by the same kernel
     """
 
     def __init__(
-        self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None,
-        sequences: torch.Tensor | None = None, one_by_one: bool = False,
-    ) -> None:  # fmt: skip
+        self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None, by_tokens: bool = False
+    ) -> None:
         self._pool = pool
         self._decodes = decodes
         self._lists = lists
-        self._sequences = sequences
-        self._ones = None
-        if decodes is not None and one_by_one:
-            ends = torch.arange(1, len(decodes) + 1, dtype=torch.int32, device=decodes.device)
-            self._ones = torch.stack((decodes.int(), ends - 1, ends), dim=1)
+        self._by_tokens = by_tokens
+        self._ones = Cut.of_ones(decodes) if decodes is not None and by_tokens else None
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
@@ -183,13 +176,12 @@ class DeltaStep:
         x = self._convolved(net, inputs.x, states)
         few, many = self._caches
         if self._ones is not None:
-            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones)], few)
+            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones.chunks)], few)
         elif self._decodes is not None:
             delta.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._sequences is not None:
-            delta.by_tokens(x, inputs, net, states, self._sequences, out, many)
-        elif self._lists is not None:
-            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
+        if self._lists is not None:
+            by_lists = delta.by_tokens if self._by_tokens else delta_chunks.by_chunks
+            by_lists(x, inputs, net, states, self._lists, out, many)
 
     def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
         x = self._convolved(net, inputs.x, states)
@@ -198,10 +190,9 @@ class DeltaStep:
             mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
         elif self._decodes is not None:
             mamba.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._sequences is not None:
-            mamba.by_tokens(x, inputs, net, states, self._sequences, out, many)
-        elif self._lists is not None:
-            mamba_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
+        if self._lists is not None:
+            by_lists = mamba.by_tokens if self._by_tokens else mamba_chunks.by_chunks
+            by_lists(x, inputs, net, states, self._lists, out, many)
         mamba.finish(inputs, net, out, few)
 
     def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
@@ -220,24 +211,21 @@ class PackedDelta:
 
     decodes: PackedArray | None
     lists: tuple[PackedArray, PackedArray] | None
-    sequences: PackedArray | None
+    by_tokens: bool
 
     @classmethod
     def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool) -> PackedDelta:
         """The first `decodes` requests of the plan have one token each. `exact`: results must not depend on how
         sequences are cut into steps."""
         assert plan.states is not None
-        slots, bounds = plan.states.slots, np.concatenate([[0], np.cumsum(plan.counts, dtype=np.int64)])
-        first = 0 if exact else decodes
-        lists = sequences = None
+        slots, first = plan.states.slots, 0 if exact else decodes
+        lists = None
         if first < len(slots):
-            chunks, over = delta_chunks.cut(slots[first:], bounds[first:])
-            lists = packer.add(chunks), packer.add(over)
-        if exact:
-            sequences = packer.add(np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32))
-        return cls(packer.add(slots[:first]) if first else None, lists, sequences)
+            chunks, sequences = cut(plan.states.parts(plan.counts).after(first))
+            lists = packer.add(chunks), packer.add(sequences)
+        return cls(packer.add(slots[:first]) if first else None, lists, exact)
 
     def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
-        decodes, sequences = (None if x is None else x.of(sent) for x in (self.decodes, self.sequences))
+        decodes = None if self.decodes is None else self.decodes.of(sent)
         lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists))
-        return DeltaStep(pool, decodes, lists, sequences)
+        return DeltaStep(pool, decodes, lists, self.by_tokens)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.convolutions import silu
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
@@ -127,20 +128,24 @@ def decode(
 
 @triton.jit
 def _state_tokens_kernel(
-    x_ptr, z_ptr, steps_ptr, rates_ptr, bias_ptr, skip_ptr, sequences_ptr, states_ptr, out_ptr, low, high, z_stride,
-    steps_stride, state_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    ROWS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, z_ptr, steps_ptr, rates_ptr, bias_ptr, skip_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, low, high,
+    z_stride, steps_stride, state_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    STATE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     PARTS: tl.constexpr = DIM // ROWS
     head = tl.program_id(0) // PARTS
-    slot = tl.load(sequences_ptr + tl.program_id(1) * 3).to(tl.int64)
-    begin = tl.load(sequences_ptr + tl.program_id(1) * 3 + 1)
-    end = tl.load(sequences_ptr + tl.program_id(1) * 3 + 2)
+    sequence = sequences_ptr + tl.program_id(1) * FIELDS
+    chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+    slot = tl.load(sequence + 2).to(tl.int64)
+    begin = tl.load(chunk + 3)
+    end = tl.load(chunk + 4)
+    stop = begin + tl.load(chunk + 1)
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
-    at = states_ptr + slot * state_stride + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
-    state = tl.load(at)
+    state_at = states_ptr + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
+    state = tl.load(state_at + slot * state_stride)
     rate, bias, skip = tl.load(rates_ptr + head), tl.load(bias_ptr + head), tl.load(skip_ptr + head)
     dtype = out_ptr.dtype.element_ty
     VALUES: tl.constexpr = HEADS * DIM
@@ -169,23 +174,30 @@ def _state_tokens_kernel(
         tl.store(out_at, y.to(dtype))
         out_at += VALUES
         x, b, c, raw = next_x, next_b, next_c, next_raw
+        if t + 1 == stop:
+            passed = tl.load(chunk + 5).to(tl.int64)
+            if passed > 0:
+                tl.store(state_at + passed * state_stride, state)
+            if t + 1 < end:
+                chunk += CHUNK_FIELDS
+                stop = tl.load(chunk) + tl.load(chunk + 1)
     if slot > 0:
-        tl.store(at, state)
+        tl.store(state_at + slot * state_stride, state)
 
 
 def by_tokens(
-    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, sequences: torch.Tensor,
-    out: torch.Tensor, cache: KernelCache | None = None,
+    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut, out: torch.Tensor,
+    cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """What `decode` does, for sequences of any number of tokens, int32[B, 3] of (slot, first token, end). A token's
-    result is the same bit by bit, wherever its sequence is cut."""
+    """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
+    its sequence is cut."""
     spec = net.spec
     rows = min(ROWS, spec.head_dim)
     launch(
-        _state_tokens_kernel, (spec.heads * spec.head_dim // rows, len(sequences), 1), cache,
-        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, sequences, states.rule, out, *spec.limits,
-        inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups, spec.head_dim,
-        spec.state, rows, net.norm is None, num_warps=1,
+        _state_tokens_kernel, (spec.heads * spec.head_dim // rows, len(lists.sequences), 1), cache,
+        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, lists.chunks, lists.sequences, states.rule, out,
+        *spec.limits, inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups,
+        spec.head_dim, spec.state, rows, net.norm is None, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1,
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.convolutions import CHUNK_FIELDS, TOKENS
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, TOKENS, Cut
 from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_chunks import SEQUENCE_FIELDS, TYPES, Cut
+from radixrt.worker.cuda.delta_chunks import TYPES
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.mamba import MambaInputs, gate_alone, time_step
 from radixrt.worker.cuda.variants import room
@@ -86,14 +86,12 @@ def _states_kernel(
     first = tl.load(sequence)
     chunks = tl.load(sequence + 1)
     slot = tl.load(sequence + 2).to(tl.int64)
-    begin = tl.load(sequence + 3)
-    end = tl.load(chunks_ptr + first * CHUNK_FIELDS + 4)
     i = tl.arange(0, TOKENS)
     p = part // ACROSS * ROWS + tl.arange(0, ROWS)
     n = part % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
     inner = p[:, None] * STATE + n[None, :]
-    at = states_ptr + slot * state_stride + head * (DIM * STATE) + inner
-    state = tl.load(at)
+    state_at = states_ptr + head * (DIM * STATE) + inner
+    state = tl.load(state_at + slot * state_stride)
     VALUES: tl.constexpr = HEADS * DIM
     WIDTH: tl.constexpr = VALUES + 2 * GROUPS * STATE
     b_column = VALUES + head // (HEADS // GROUPS) * STATE + n
@@ -102,16 +100,19 @@ def _states_kernel(
         tl.store(before_ptr + tile * (DIM * STATE) + inner, state.to(HALF))
         step = tl.load(steps_ptr + tile * TOKENS + i)
         sums = tl.load(sums_ptr + tile * TOKENS + i)
-        t = begin + k * TOKENS + i
-        row = x_ptr + t.to(tl.int64)[:, None] * WIDTH
-        inside = (t < end)[:, None]
+        fields = chunks_ptr + (first + k) * CHUNK_FIELDS
+        row = x_ptr + (tl.load(fields).to(tl.int64) + i)[:, None] * WIDTH
+        inside = (i < tl.load(fields + 1))[:, None]
+        passed = tl.load(fields + 5).to(tl.int64)
         x = tl.load(row + head * DIM + p[None, :], mask=inside, other=0.0)
         b = tl.load(row + b_column[None, :], mask=inside, other=0.0)
         last = tl.min(sums, 0)  # decays are at most 1
         x = x.to(tl.float32) * (step * tl.exp(last - sums))[:, None]
         state = state * tl.exp(last) + _dot(tl.trans(x), b, HALF)
+        if passed > 0:
+            tl.store(state_at + passed * state_stride, state)
     if slot > 0:
-        tl.store(at, state)
+        tl.store(state_at + slot * state_stride, state)
 
 
 # ---------------------------------------------------------------- outputs

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step, mamba, mamba_chunks
+from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
@@ -148,28 +148,29 @@ for block in (1024, 128):
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
 pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
 build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
-pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*bf16"]
+pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
 constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True}
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants, 1)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
-t, fields = delta_chunks.best_tiles(), delta_chunks.CHUNK_FIELDS
-constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": fields}
+t = delta_chunks.best_tiles()
+constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": cutting.CHUNK_FIELDS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
 build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False}, 2)
-chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
+chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16}
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
+constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
 pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
-constants = chunks | {"COLUMNS": t.columns, "FIELDS": delta_chunks.SEQUENCE_FIELDS, "CHUNK_FIELDS": fields}
+constants = chunks | fields | {"COLUMNS": t.columns}
 build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps, room=room)
 pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
-build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": fields}, t.output_warps, 1)
+build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": cutting.CHUNK_FIELDS}, t.output_warps, 1)
 """
 
 MAMBA = """
@@ -177,20 +178,22 @@ numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride
 numbers |= dict.fromkeys(("low", "high", "eps"), f)
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
-t, fields = mamba_chunks.best_tiles(), {"TOKENS": mamba_chunks.TOKENS, "FIELDS": mamba_chunks.CHUNK_FIELDS}
+t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
+sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
     state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
     pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*fp32", "*bf16"]
     rows = {"ROWS": mamba.DECODE_ELEMENTS // state}
     build(mamba._state_decode_kernel, pointers, numbers, heads | gated | rows, mamba.DECODE_WARPS)
-    build(mamba._state_tokens_kernel, pointers, numbers, heads | gated | {"ROWS": mamba.ROWS}, 1)
+    pointers.insert(6, "*i32")
+    build(mamba._state_tokens_kernel, pointers, numbers, heads | gated | sequences | {"ROWS": mamba.ROWS}, 1)
     pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*fp32"]
     constants = {"HEADS": heads["HEADS"], "BLOCK": mamba_chunks.HEADS_AT_ONCE}
     build(mamba_chunks._steps_kernel, pointers, numbers, constants | fields)
     pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*i32", "*fp32"]
-    constants = {"ROWS": 64, "COLUMNS": t.columns, "CHUNK_FIELDS": 5, "HALF": tl.bfloat16, "STAGES": t.stages}
-    constants |= heads | fields | {"FIELDS": 4}
+    constants = {"ROWS": 64, "COLUMNS": t.columns, "HALF": tl.bfloat16, "STAGES": t.stages}
+    constants |= heads | fields | sequences
     build(mamba_chunks._states_kernel, pointers, numbers, constants, t.warps, room=room)
     pointers = ["*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "*fp32", "*i32", "*bf16"]
     constants = {"ROWS": mamba_chunks.ELEMENTS // state, "HALF": tl.bfloat16, "STAGES": t.mixed_stages}

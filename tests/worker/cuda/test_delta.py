@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
+from radixrt.worker.cuda.cutting import Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.cuda.delta_chunks import Cut
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.plan import Parts, StateWork
 
 SLOTS = 7
 SMALL = DeltaSpec(frozenset(), 2, 4, 16, 32, 4)
@@ -31,6 +33,13 @@ def specs(device: torch.device) -> list[DeltaSpec]:
 def limit(device: torch.device) -> float:
     """The largest relative error. On a GPU of bfloat16, elsewhere of float32."""
     return 1e-2 if device.type == "cuda" else 1e-5
+
+
+def parts_of(slots: list[int], bounds: list[int], within: list[tuple[int, int, int]] = ()) -> Parts:
+    """Those of sequences; `within` is (slot of a sequence, tokens, slot that the state after them is stored in)."""
+    where, stored = np.array(slots, np.int32), np.array(within, np.int32).reshape(-1, 3).T
+    none = np.zeros((2, 0), np.int32)
+    return StateWork(where, none, none, stored).parts(np.diff(bounds))
 
 
 class Case:
@@ -84,19 +93,18 @@ class Case:
         delta.decode(x, self.inputs, self.net, states, slots, out)
         return out
 
-    def by_chunks(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
-        lists = Cut(*(self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds))))
+    def by_chunks(self, *sequences: list, states: LayerStates) -> torch.Tensor:
+        return self.by(delta_chunks.by_chunks, *sequences, states=states)
+
+    def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
+        return self.by(delta.by_tokens, *sequences, states=states)
+
+    def by(self, way: Callable[..., None], *sequences: list, states: LayerStates) -> torch.Tensor:
+        """By one of the two ways, for what `parts_of` takes."""
+        lists = Cut(*(self.sent(x) for x in cut(parts_of(*sequences))))
         x, out = self.empty()
         convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
-        delta_chunks.by_chunks(x, self.inputs, self.net, states, lists, out)
-        return out
-
-    def by_tokens(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
-        chunks, _ = (self.sent(x) for x in delta_chunks.cut(np.array(slots), np.array(bounds)))
-        x, out = self.empty()
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, chunks, x)
-        sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
-        delta.by_tokens(x, self.inputs, self.net, states, self.sent(sequences), out)
+        way(x, self.inputs, self.net, states, lists, out)
         return out
 
     def part(self, tokens: slice) -> Case:
@@ -151,7 +159,7 @@ def test_many_tokens(way, few, device, monkeypatch):
     for spec in specs(device):
         case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
         found, expected = case.states(), case.states()
-        out = getattr(case, way)(slots, bounds, found)
+        out = getattr(case, way)(slots, bounds, states=found)
         real = case.expected(slots, bounds, expected)
         assert_alike((out, found), (real, expected), limit(device))
         assert torch.equal(found.rule[4], case.states().rule[4])
@@ -162,7 +170,7 @@ def test_padding_is_not_stored(device):
     for way in ("by_chunks", "by_tokens"):
         case = Case(specs(device)[0], 40, device)
         states = case.states()
-        getattr(case, way)([0, 2], [0, 30, 40], states)
+        getattr(case, way)([0, 2], [0, 30, 40], states=states)
         assert torch.equal(states.rule[0], case.states().rule[0])
         assert torch.equal(states.conv[0], case.states().conv[0])
 
@@ -173,9 +181,9 @@ def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_
     for spec in specs(device):
         case = Case(spec, all_, device)
         together = case.states()
-        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], together)
+        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
         alone, states = case.part(slice(first, end)), case.states()
-        assert torch.equal(getattr(alone, way)([2], [0, end - first], states), out[first:end])
+        assert torch.equal(getattr(alone, way)([2], [0, end - first], states=states), out[first:end])
         assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
 
 
@@ -184,8 +192,9 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
     for spec in specs(device):
         case = Case(spec, 20, device)
         whole, cut = case.states(), case.states()
-        out = case.by_tokens([4], [0, 20], whole)
-        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], cut) for a, b in ((0, 1), (1, 2), (2, 11), (11, 20))]
+        out = case.by_tokens([4], [0, 20], states=whole)
+        cuts = (0, 1), (1, 2), (2, 11), (11, 20)
+        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], states=cut) for a, b in cuts]
         assert torch.equal(torch.cat(parts), out)
         assert torch.equal(whole.rule, cut.rule) and torch.equal(whole.conv, cut.conv)
 
@@ -194,8 +203,9 @@ def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in specs(device):
         case = Case(spec, 200, device)
         whole, cut = case.states(), case.states()
-        out = case.by_chunks([4], [0, 200], whole)
-        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], cut) for a, b in ((0, 5), (5, 100), (100, 200))]
+        out = case.by_chunks([4], [0, 200], states=whole)
+        cuts = (0, 5), (5, 100), (100, 200)
+        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], states=cut) for a, b in cuts]
         assert_alike((torch.cat(parts), cut), (out, whole), limit(device))
 
 
@@ -210,7 +220,7 @@ def test_equal_keys_are_as_exact_as_others(noise, device):
     inputs.b.fill_(4.0)
     case.net.dt_bias.zero_()
     found, expected = case.states(), case.states()
-    out = case.by_chunks([1], [0, 190], found)
+    out = case.by_chunks([1], [0, 190], states=found)
     real = case.expected([1], [0, 190], expected)
     assert_alike((out, found), (real, expected), 3 * limit(device))
 
@@ -219,7 +229,7 @@ def test_decays_that_underflow_leave_no_trace(device):
     case = Case(specs(device)[0], 100, device)
     case.inputs.a[::7] = 60.0
     found, expected = case.states(), case.states()
-    out = case.by_chunks([1, 2], [0, 70, 100], found)
+    out = case.by_chunks([1, 2], [0, 70, 100], states=found)
     real = case.expected([1, 2], [0, 70, 100], expected)
     assert_alike((out, found), (real, expected), limit(device))
 
@@ -262,8 +272,47 @@ def test_inverses_without_diagonal_blocks(noise, device, monkeypatch):
 
 
 def test_lists_of_chunks():
-    """First token, tokens, slot; first token and end of the sequence. Long sequences come first."""
-    chunks, sequences = delta_chunks.cut(np.array([9, 4]), np.array([10, 20, 150]))
-    assert chunks.tolist() == [[10, 10, 9, 10, 20], [20, 64, 4, 20, 150], [84, 64, 4, 20, 150], [148, 2, 4, 20, 150]]
-    assert sequences.tolist() == [[1, 3, 4, 20], [0, 1, 9, 10]]
+    """First token, tokens, slot; first token and end of the sequence; slot to store to. Long sequences come first."""
+    parts = parts_of([2, 9, 4], [0, 10, 20, 150])
+    chunks, sequences = cut(parts.after(1))
+    long = [[at, count, 4, 20, 150, 0] for at, count in ((20, 64), (84, 64), (148, 2))]
+    assert chunks.tolist() == [[10, 10, 9, 10, 20, 0], *long]
+    assert sequences.tolist() == [[1, 3, 4], [0, 1, 9]]
     assert chunks.dtype == sequences.dtype == np.int32
+    assert parts.owners.tolist() == [0, 1, 2] and parts.sources.tolist() == parts.targets.tolist() == [2, 9, 4]
+
+
+def test_lists_are_cut_where_states_are_stored():
+    parts = parts_of([2, 9, 4], [0, 1, 101, 231], [(4, 100, 7), (9, 64, 5), (4, 30, 6)])
+    assert parts.owners.tolist() == [0, 1, 1, 2, 2, 2]
+    assert parts.bounds.tolist() == [0, 1, 65, 101, 131, 201, 231]
+    assert parts.sources.tolist() == [2, 9, 5, 4, 6, 7] and parts.targets.tolist() == [2, 5, 9, 6, 7, 4]
+    chunks, sequences = cut(parts.after(1))
+    one, other = [9, 1, 101], [4, 101, 231]
+    assert chunks.tolist()[:2] == [[1, 64, *one, 5], [65, 36, *one, 0]]
+    assert chunks.tolist()[2:] == [
+        [101, 30, *other, 6], [131, 64, *other, 0], [195, 6, *other, 7], [201, 30, *other, 0]
+    ]  # fmt: skip
+    assert sequences.tolist() == [[2, 4, 4], [0, 2, 9]]
+
+
+@pytest.mark.usefixtures("steady_products")
+@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
+@pytest.mark.parametrize("few", [0, 32])
+def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
+    """They are those of a step that ends there; and what follows is the same, to the last bit."""
+    monkeypatch.setattr(convolutions, "FEW", few)
+    on_cpu = device.type == "cpu"
+    first, second, end = (4, 9, 14) if on_cpu and way == "by_tokens" else (70, 140, 150)
+    for spec in specs(device):
+        case = Case(spec, end + 5, device)
+        within, alone = case.states(), case.states()
+        run = getattr(case, way)
+        out = run([3, 1], [0, 5, end + 5], [(1, first, 5), (1, second, 6)], states=within)
+        for slot, begin, stop in ((5, 0, first), (6, first, second), (0, second, end)):
+            part = case.part(slice(5 + begin, 5 + stop))
+            assert torch.equal(getattr(part, way)([1], [0, stop - begin], states=alone), out[5 + begin : 5 + stop])
+            where = slot or 1
+            assert torch.equal(within.rule[where], alone.rule[1]) and torch.equal(within.conv[where], alone.conv[1])
+        for slot in (0, 2, 4):
+            assert torch.equal(within.rule[slot], case.states().rule[slot])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import convolutions, delta_step, mamba, mamba_chunks
+from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_chunks import Cut, cut
 from radixrt.worker.cuda.delta_step import DeltaStep
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.kv import StatePool
@@ -22,7 +23,7 @@ from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from tests.worker.cuda.test_delta import BOUNDS, FEW_TOKENS, SLOTS, assert_alike, limit
+from tests.worker.cuda.test_delta import BOUNDS, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
 NONE: frozenset[int] = frozenset()
 SMALL = MambaSpec(NONE, 4, 8, 2, 16, 4, conv_bias=True, bias=False, out_bias=False)
@@ -87,26 +88,21 @@ class Case:
         mamba.finish(self.inputs, self.net, out)
         return out
 
-    def by_chunks(self, slots: list[int], bounds: list[int], states: LayerStates, tokens: int = 64) -> torch.Tensor:
-        lists = Cut(*(self.sent(x) for x in cut(np.array(slots), np.array(bounds), tokens)))
-        x, out = self.convolved(slots, bounds, states)
-        mamba_chunks.by_chunks(x, self.inputs, self.net, states, lists, out, tokens=tokens)
-        mamba.finish(self.inputs, self.net, out)
-        return out
+    def by_chunks(self, *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
+        return self.by(partial(mamba_chunks.by_chunks, tokens=tokens), *sequences, states=states, tokens=tokens)
 
-    def by_tokens(self, slots: list[int], bounds: list[int], states: LayerStates) -> torch.Tensor:
-        x, out = self.convolved(slots, bounds, states)
-        sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
-        mamba.by_tokens(x, self.inputs, self.net, states, self.sent(sequences), out)
-        mamba.finish(self.inputs, self.net, out)
-        return out
+    def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
+        return self.by(mamba.by_tokens, *sequences, states=states)
 
-    def convolved(self, slots: list[int], bounds: list[int], states: LayerStates) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution, and a place for those of the mixer."""
+    def by(self, way: Callable[..., None], *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
+        """By one of the two ways, for what `parts_of` takes."""
+        parts = parts_of(*sequences)
+        of_conv, lists = (Cut(*(self.sent(x) for x in cut(parts, size))) for size in (TOKENS, tokens))
         x, out = self.empty()
-        chunks, _ = cut(np.array(slots), np.array(bounds))
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.sent(chunks), x)
-        return x, out
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, of_conv.chunks, x)
+        way(x, self.inputs, self.net, states, lists, out)
+        mamba.finish(self.inputs, self.net, out)
+        return out
 
     def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = len(self.projected)
@@ -148,7 +144,7 @@ def test_many_tokens(way, many, device, monkeypatch):
     for spec in specs(device):
         case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
         found, expected = case.states(), case.states()
-        out = getattr(case, way)(slots, bounds, found)
+        out = getattr(case, way)(slots, bounds, states=found)
         real = case.expected(slots, bounds, expected)
         assert_alike((out, found), (real, expected), limit(device))
         assert torch.equal(found.rule[4], case.states().rule[4])
@@ -158,7 +154,7 @@ def test_chunks_of_another_length(device):
     for spec in specs(device):
         case, bounds = Case(spec, 150, device), [0, 130, 150]
         found, expected = case.states(), case.states()
-        out = case.by_chunks([1, 2], bounds, found, tokens=128)
+        out = case.by_chunks([1, 2], bounds, states=found, tokens=128)
         assert_alike((out, found), (case.expected([1, 2], bounds, expected), expected), limit(device))
 
 
@@ -167,7 +163,7 @@ def test_padding_is_not_stored(device):
     for way in ("by_chunks", "by_tokens"):
         case = Case(specs(device)[0], 40, device)
         states = case.states()
-        getattr(case, way)([0, 2], [0, 30, 40], states)
+        getattr(case, way)([0, 2], [0, 30, 40], states=states)
         assert torch.equal(states.rule[0], case.states().rule[0])
         assert torch.equal(states.conv[0], case.states().conv[0])
 
@@ -178,9 +174,9 @@ def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_
     for spec in specs(device):
         case = Case(spec, all_, device)
         together = case.states()
-        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], together)
+        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
         alone, states = case.part(slice(first, end)), case.states()
-        assert torch.equal(getattr(alone, way)([2], [0, end - first], states), out[first:end])
+        assert torch.equal(getattr(alone, way)([2], [0, end - first], states=states), out[first:end])
         assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
 
 
@@ -189,9 +185,9 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
     for spec in specs(device):
         case = Case(spec, 20, device)
         whole, parted = case.states(), case.states()
-        out = case.by_tokens([4], [0, 20], whole)
+        out = case.by_tokens([4], [0, 20], states=whole)
         cuts = (0, 1), (1, 2), (2, 11), (11, 20)
-        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], parted) for a, b in cuts]
+        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], states=parted) for a, b in cuts]
         assert torch.equal(torch.cat(parts), out)
         assert torch.equal(whole.rule, parted.rule) and torch.equal(whole.conv, parted.conv)
 
@@ -200,9 +196,9 @@ def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in specs(device):
         case = Case(spec, 200, device)
         whole, parted = case.states(), case.states()
-        out = case.by_chunks([4], [0, 200], whole)
+        out = case.by_chunks([4], [0, 200], states=whole)
         cuts = (0, 5), (5, 100), (100, 200)
-        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], parted) for a, b in cuts]
+        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], states=parted) for a, b in cuts]
         assert_alike((torch.cat(parts), parted), (out, whole), limit(device))
 
 
@@ -213,7 +209,7 @@ def test_decays_that_underflow_leave_no_trace(device):
         case.inputs.steps.fill_(-9.0)
         case.inputs.steps[::7] = 60.0
         found, expected = case.states(), case.states()
-        out = case.by_chunks([1, 2], [0, 70, 100], found)
+        out = case.by_chunks([1, 2], [0, 70, 100], states=found)
         real = case.expected([1, 2], [0, 70, 100], expected)
         assert_alike((out, found), (real, expected), 4 * limit(device))
 
@@ -235,6 +231,25 @@ def test_small_time_steps_are_exact(device):
         assert wrong < limit(device), slot
 
 
+@pytest.mark.usefixtures("steady_products")
+@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
+def test_states_are_stored_within_a_step(way, device):
+    """They are those of a step that ends there; and what follows is the same, to the last bit."""
+    first, second, end = (4, 9, 14) if device.type == "cpu" and way == "by_tokens" else (70, 140, 150)
+    for spec in specs(device):
+        case = Case(spec, end + 5, device)
+        within, alone = case.states(), case.states()
+        run = getattr(case, way)
+        out = run([3, 1], [0, 5, end + 5], [(1, first, 5), (1, second, 6)], states=within)
+        for slot, begin, stop in ((5, 0, first), (6, first, second), (0, second, end)):
+            part = case.part(slice(5 + begin, 5 + stop))
+            assert torch.equal(getattr(part, way)([1], [0, stop - begin], states=alone), out[5 + begin : 5 + stop])
+            where = slot or 1
+            assert torch.equal(within.rule[where], alone.rule[1]) and torch.equal(within.conv[where], alone.conv[1])
+        for slot in (0, 2, 4):
+            assert torch.equal(within.rule[slot], case.states().rule[slot])
+
+
 def test_a_step_of_a_layer(device):
     """Decodes and parts of sequences, by the kernels that their step has; also where these compute token by token."""
     for spec in specs(device):
@@ -244,24 +259,21 @@ def test_a_step_of_a_layer(device):
         for pool in pools:
             pool.convs.copy_(case._states[0])
             pool.rules.copy_(case._states[1])
-        slots, bounds = [2, 5, 1, 6], [0, 1, 2, 72, 80]
-        first = torch.tensor(slots[:2], dtype=torch.int32, device=device)
-        lists = Cut(*(case.sent(x) for x in cut(np.array(slots[2:]), np.array(bounds[2:]))))
-        steps = [DeltaStep(pools[0], first, lists)]
-        every = Cut(*(case.sent(x) for x in cut(np.array(slots), np.array(bounds))))
-        sequences = np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32)
-        steps.append(DeltaStep(pools[1], None, every, case.sent(sequences)))
+        parts = parts_of([2, 5, 1, 6], [0, 1, 2, 72, 80], [(1, 30, 4)])
+        first = torch.tensor([2, 5], dtype=torch.int32, device=device)
+        lists, every = (Cut(*(case.sent(x) for x in cut(some))) for some in (parts.after(2), parts))
+        steps = [DeltaStep(pools[0], first, lists), DeltaStep(pools[1], None, every, by_tokens=True)]
         net = replace(case.net, projection=lambda x: x)
-        there = [torch.tensor(x, device=device) for x in (slots, bounds)]
+        there = (torch.from_numpy(x).to(device) for x in (parts.sources, parts.targets, parts.bounds))
         real = Recurrence(pools[2].layer, *there)(1, net, case.projected)
         for step, pool in zip(steps, pools, strict=False):
             out = step(1, net, case.projected)
             found, expected = LayerStates(*pool.layer(1)), LayerStates(*pools[2].layer(1))
             assert_alike((out, found), (real, expected), 1.5 * limit(device))
             assert torch.equal(pool.rules[:, 0], pools[2].rules[:, 0])
-        ones, part = DeltaStep(pools[0], first, one_by_one=True), case.projected[:2]
-        two = Cut(*(case.sent(x) for x in cut(np.array(slots[:2]), np.array(bounds[:3]))))
-        assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, case.sent(sequences[:2]))(0, net, part))
+        ones, part = DeltaStep(pools[0], first, by_tokens=True), case.projected[:2]
+        two = Cut(*(case.sent(x) for x in cut(parts_of([2, 5], [0, 1, 2]))))
+        assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, by_tokens=True)(0, net, part))
 
 
 def test_what_has_no_kernels():
