@@ -309,6 +309,7 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
     [
         "llama",
         pytest.param("qwen3_next", marks=pytest.mark.slow),
+        pytest.param("nemotron_h", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
