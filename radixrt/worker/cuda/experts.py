@@ -31,10 +31,9 @@ from radixrt.worker.cuda import kernels, packed_experts, routing, scaled_experts
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.products import Tile, stages
-from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.cuda.variants import room
-from radixrt.worker.model.moe import Experts, squared_relu
+from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import SQUARED_RELU
 
@@ -292,7 +291,9 @@ def _inner(
     """The input of the experts' second product, [T * chosen, I], by `product`, for x[T, hidden]; or, if it is sorted,
     [T * chosen, hidden]."""
     if experts.activation == SQUARED_RELU:
-        return squared_relu(product(x if is_sorted else spread(x, order), order, experts.gate_up, activation=None))
+        return kernels.squared_relu(
+            product(x if is_sorted else spread(x, order), order, experts.gate_up, activation=None)
+        )
     return product(x, order, experts.gate_up, activation=experts.activation, bias=experts.gate_up_bias)
 
 
@@ -316,7 +317,7 @@ def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
     """The experts' results, [T * chosen, hidden] sorted by expert, for x[T, hidden], by torch's grouped product."""
     inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
     if experts.activation == SQUARED_RELU:
-        inner = squared_relu(inner)
+        inner = kernels.squared_relu(inner)
     elif experts.gate_up_bias is None:
         inner = kernels.gate(inner, experts.activation)
     else:
@@ -330,7 +331,7 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
     weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
     if experts.activation == SQUARED_RELU:
-        inner = quantize(squared_relu(inner), down.rounding)
+        inner = kernels.squared_relu(inner, down.rounding)
     else:
         inner = kernels.gate(inner, experts.activation, down.rounding)
     combine(scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)

@@ -18,7 +18,7 @@ from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
-from radixrt.worker.model.moe import read_experts, squared_relu
+from radixrt.worker.model.moe import read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import XIELU, GateSpec, NormsSpec
@@ -263,7 +263,7 @@ class Reader(TensorReader):
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
-        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else squared_relu
+        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else None
         return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
 
     def _xielu(self, at: str) -> Xielu:

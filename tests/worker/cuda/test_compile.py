@@ -62,6 +62,7 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
         normed = rounded | {"CENTERED": group == 128}
         build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
+        build(kernels._squared_relu_kernel, ["*bf16", out, "*fp32"], row, rounded, 8)
         build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}

@@ -16,7 +16,7 @@ from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts, ScaledStack, squared_relu
+from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding, Scaled
 from radixrt.worker.model.spec import SQUARED_RELU
 
@@ -241,6 +241,7 @@ class Rounds(TorchOps):
     """Products of the reference, with what the kernels round."""
 
     gate = staticmethod(kernels.gate)
+    squared_relu = staticmethod(kernels.squared_relu)
 
     @staticmethod
     def scaled(x, weight, bias, dtype, residual=None):
@@ -399,7 +400,7 @@ def test_many_rows_on_hopper(hidden, inner, activation, device):
     inner = fused._inner(experts, hopper.product, rows, order, is_sorted=True)
     expected = F.grouped_mm(rows, experts.gate_up.transpose(1, 2), offs=order.ends)
     if activation == SQUARED_RELU:
-        expected = squared_relu(expected)
+        expected = TorchOps.squared_relu(expected)
     elif experts.gate_up_bias is None:
         expected = kernels.gate(expected, activation)
     else:
