@@ -4,6 +4,7 @@ token, longer parts of sequences in chunks. And the copies of recurrent states b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import Cut, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.mamba import MambaInputs
@@ -85,6 +86,14 @@ def result_shape(spec: Spec) -> tuple[int, ...]:
     if isinstance(spec, MambaSpec):
         return (spec.values,)
     return (spec.channels,) if isinstance(spec, ShortConvSpec) else (spec.value_heads, spec.value_dim)
+
+
+def chunk_bytes(spec: Spec, itemsize: int) -> int:
+    """Bytes that kernels for chunks hold of each chunk, for a model's dtype of `itemsize` bytes."""
+    if isinstance(spec, ShortConvSpec):
+        return 0
+    rows = 0 if isinstance(spec, MambaSpec) else TOKENS * spec.value_heads * (spec.key_dim + spec.value_dim)
+    return itemsize * (math.prod(spec.rule_shape) + rows)
 
 
 # ---------------------------------------------------------------- copies

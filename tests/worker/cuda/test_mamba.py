@@ -20,6 +20,7 @@ from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import short_conv
 from radixrt.worker.model.delta_net import Recurrence
+from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
@@ -289,6 +290,13 @@ def test_what_a_gpu_computes_token_by_token(changes):
     assert not any(delta_step.by_tokens(spec, torch.bfloat16, gpu) for spec in ON_GPU)
     assert delta_step.by_tokens(replace(ON_GPU[0], **changes), torch.bfloat16, gpu)
     assert delta_step.by_tokens(ON_GPU[0], torch.float32, gpu)
+
+
+def test_bytes_of_a_chunk():
+    """A state of each chunk; of linear attention also two rows of each token and head."""
+    assert delta_step.chunk_bytes(ON_GPU[0], 2) == 2 * 8 * 64 * 128
+    assert delta_step.chunk_bytes(DeltaSpec(NONE, 2, 4, 128, 64, 4), 2) == 2 * 4 * (128 * 64 + 64 * (128 + 64))
+    assert delta_step.chunk_bytes(ShortConvSpec(NONE, 64, 3, False), 2) == 0
 
 
 def test_heads_that_are_computed_together():
