@@ -485,6 +485,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument(
+        "--max-mamba-cache-size", type=int, default=0, help="recurrent states: those of 256 decodes are two thirds"
+    )
+    parser.add_argument(
         "--quantization",
         default="auto",
         choices=("auto", "fp8", "none"),
@@ -509,6 +512,7 @@ def main() -> None:
             "deterministic": args.deterministic,
             "quantization": args.quantization,
             "tensor_parallel_size": args.tensor_parallel_size,
+            "max_mamba_cache_size": args.max_mamba_cache_size,
         }
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()
