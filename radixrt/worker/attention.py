@@ -9,6 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.kv import KVPool
+from radixrt.worker.model import sparse
+from radixrt.worker.model.indexer import Index
+from radixrt.worker.model.latent import LatentHeads
 from radixrt.worker.model.layers import Attend, Projected
 from radixrt.worker.plan import Plan
 
@@ -29,8 +32,12 @@ class TorchAttention:
     q positions      start ......... start + count - 1
     k positions  0 ..................................   a query at p sees (p - window, p]
 
-    `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer.
+    `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer. With `top_k`, there are indexers, which select the
+    tokens that are seen (see `model.indexer`).
     """
+
+    exact = False
+    """Whether the result for a query does not depend on the batch."""
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class TorchAttention:
         windows: tuple[int | None, ...],
         scale: float | None = None,
         sinks: tuple[torch.Tensor | None, ...] | None = None,
+        top_k: int = 0,
     ) -> None:
         """`scale` multiplies the scores; None: head_dim^-0.5."""
         self.pool = pool
@@ -46,12 +54,13 @@ class TorchAttention:
         self._windows = windows
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._sinks = sinks or (None,) * len(windows)
+        self.top_k = top_k
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
 
     def begin(self, plan: Plan, device: torch.device) -> TorchStep:
-        return TorchStep(self, plan, device)
+        return SparseStep(self, plan, device) if self.top_k else TorchStep(self, plan, device)
 
     def slots(self, row: int, tokens: int) -> np.ndarray:
         """int64[tokens]: slots of the first `tokens` tokens of a row."""
@@ -87,6 +96,18 @@ class TorchAttention:
         q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
         return out[0, 0].unflatten(0, (count, heads))
+
+    def of_selected(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Attention of each query to tokens of its own: [count, heads, rank] for q[count, heads, D] and slots[count,
+        top_k]."""
+        assert self.pool.latent is not None
+        each = 1 if self.exact else max(1, sparse.MOST_ELEMENTS // (slots.shape[1] * q.shape[-1]))
+        parts = []
+        for some, own in zip(q.split(each), slots.split(each), strict=True):
+            k, _ = self.pool.read(layer, own.flatten(), q.dtype)
+            k = k.squeeze(1).unflatten(0, own.shape)
+            parts.append(sparse.attend(some, k, self.pool.latent, self._scale))
+        return torch.cat(parts)
 
 
 SINK_QUERIES = 64
@@ -140,6 +161,56 @@ class TorchStep:
         return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
 
 
+class SparseStep(TorchStep):
+    """The attention of one step, to the tokens that indexers select.
+
+    q positions      start ......... top_k - 1 | top_k .........
+    k positions            all up to the query | the selected ones
+    """
+
+    def __init__(self, attention: TorchAttention, plan: Plan, device: torch.device) -> None:
+        super().__init__(attention, plan, device)
+        self._dense = np.clip(attention.top_k - plan.starts, 0, plan.counts).tolist()
+        """By request: the first queries, which attend to all tokens."""
+        self._selected: list[torch.Tensor] = []
+        """By request: the slots that the other queries attend to, int64[queries, top_k], in the layers that follow."""
+
+    def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
+        assert isinstance(heads, LatentHeads)
+        q, k, v = heads.split()
+        self._attention.pool.write(layer, self._written, k, v)
+        if heads.index is not None:
+            self._select(heads.index)
+        parts = zip(q.split(self._counts), self._slots, self._dense, self._selected, strict=True)
+        return heads.value_projection(torch.cat([self._one(layer, *part) for part in parts]))
+
+    def _select(self, index: Index) -> None:
+        attention, number = self._attention, index.indexer.number
+        pool = attention.pool.index
+        assert pool is not None
+        pool.write(number, self._written, index.keys())
+        self._selected = [slots[:0, None] for slots in self._slots]
+        if self._dense == self._counts:
+            return
+        parts = zip(*(x.split(self._counts) for x in index.queries()), self._slots, self._dense, strict=True)
+        for request, (q, weights, slots, dense) in enumerate(parts):
+            if dense < len(q):
+                found = sparse.select(
+                    q[dense:], weights[dense:], pool.read(number, slots), attention.top_k, attention.exact
+                )
+                self._selected[request] = slots[found]
+
+    def _one(
+        self, layer: int, q: torch.Tensor, slots: torch.Tensor, dense: int, selected: torch.Tensor
+    ) -> torch.Tensor:
+        parts = []
+        if dense:
+            parts.append(self._attention.one(layer, q[:dense], slots[: len(slots) - len(q) + dense]))
+        if dense < len(q):
+            parts.append(self._attention.of_selected(layer, q[dense:], selected))
+        return torch.cat(parts)
+
+
 def first_key(position: int, window: int | None) -> int:
     """The first position that a query at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
@@ -153,6 +224,7 @@ class BatchInvariantAttention(TorchAttention):
     softmax (arXiv 1805.02867). Masked keys have weight exactly 0, so tiles may begin at any query.
     """
 
+    exact = True
     QUERIES = 8
     KEYS = 128
     MASKED = -1e30

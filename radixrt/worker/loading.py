@@ -59,6 +59,11 @@ class Loaded:
     kv_dtype: torch.dtype
     eos_ids: frozenset[int]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in pages, all layers."""
+        return self.spec.kv_elements * self.kv_dtype.itemsize + self.spec.index_elements * self.dtype.itemsize
+
 
 def load_runner(config: WorkerConfig) -> Runner:
     """Loads the model of a resolved `config` onto its device, or onto one device per rank.
@@ -235,6 +240,8 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
+    if loaded.spec.index is not None:
+        return "DeepSeek Sparse Attention has no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -309,10 +316,9 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
 
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:
     free, total = torch.cuda.mem_get_info(loaded.device)
-    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
     return (
         f"the GPU's memory does not hold this: {total / 1e9:.1f} GB in all, {free / 1e9:.1f} GB free now, a token of "
-        f"KV takes {each} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
+        f"KV takes {loaded.token_bytes} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
         f"--gpu-memory-utilization ({config.gpu_memory_utilization}), --max-total-tokens, "
         f"{'--max-mamba-cache-size ' if loaded.spec.recurrent else ''}or --max-num-batched-tokens. ({error})"
     )

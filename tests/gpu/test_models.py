@@ -7,7 +7,6 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import branching
 from radixrt.worker.loading import load_runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
@@ -126,10 +125,9 @@ def test_logits_are_those_of_transformers(made, page_size):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
-def test_a_graph_gives_what_its_kernels_give(made, kv_dtype, monkeypatch):
+def test_a_graph_gives_what_its_kernels_give(made, kv_dtype):
     """A batch that fills a graph exactly has the shapes of the same batch without: every token is the same."""
     folder, _ = made
-    monkeypatch.setattr(branching, "TAIL", 0)  # recurrent: no ends of prompts in steps that graphs would pad
     asked = prompts(16, 20, 300, vocab_size=4096)
     settings = {"kv_cache_dtype": kv_dtype, "max_num_seqs": 16}
     eager = Engine(load(folder, **settings), chunk=8192, rows=16).generate(asked)
@@ -138,10 +136,9 @@ def test_a_graph_gives_what_its_kernels_give(made, kv_dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
-def test_graphs_between_attentions_give_what_their_kernels_give(made, kv_dtype, monkeypatch):
+def test_graphs_between_attentions_give_what_their_kernels_give(made, kv_dtype):
     """Chunks alone and beside a decode, in steps that fill such graphs exactly; of latent attention by full heads."""
     folder, _ = made
-    monkeypatch.setattr(branching, "TAIL", 0)  # with linear attention, the first chunk would end earlier
     found = []
     for eager in (True, False):
         engine = Engine(load(folder, enforce_eager=eager, kv_cache_dtype=kv_dtype), chunk=512, max_model_len=2048)

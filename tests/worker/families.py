@@ -12,6 +12,8 @@ from tests import checkpoints
 LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
+INDEXED = LATENT | EXPERTS | {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 12, "first_k_dense_replace": 1}
+"""With so many index heads that hardly a score is 0, as all negative ones are: equal scores have no order."""
 YARN_QUERY_SCALING = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
 YARN_QUERY_SCALING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
 """Without `mscale_all_dim`, since transformers then has another softmax scale for Mistral 4 (see `mistral4`)."""
@@ -65,6 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWS | {"logit_scale": 0.25},
     "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},
     "cwm": WINDOWS | {"head_dim": 32},
+    "deepseek_v32": INDEXED | {"n_group": 4, "topk_group": 2},
     "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     "ernie4_5": {"head_dim": 32},
     "ernie4_5_moe": ERNIE_MOE,
@@ -75,6 +78,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
+    "glm_moe_dsa": INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2},
     "granite_swa": WINDOWS | GRANITE_SWASH,
     "granitemoe": GRANITE_MOE,
     "granitemoe_swa": WINDOWS | GRANITE_SWASH | {"shared_intermediate_size": 72},

@@ -68,6 +68,11 @@ GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_
 GRANITE |= {"tie_word_embeddings": True, "rope_theta": 1e7}
 YARN_SCALED_QUERIES = YARN_QUERY_SCALING | ORIGINAL | {"type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}
 DEVSTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": YARN_SCALED_QUERIES | {"mscale_all_dim": 1.0}}
+V32: dict[str, Any] = DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "q_lora_rank": 24}
+V32 |= {"index_head_dim": 12, "index_n_heads": 16, "index_topk": 12, "num_nextn_predict_layers": 1, "ep_size": 1}
+GLM_5: dict[str, Any] = V32 | {"rope_scaling": "REMOVED", "rope_interleave": True, "indexer_rope_interleave": True}
+GLM_5 |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "num_hidden_layers": 6, "head_dim": 8}
+GLM_5 |= {"n_group": 1, "topk_group": 1}
 FLASH: dict[str, Any] = DEEPSEEK | {"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 FLASH |= {"rope_scaling": None, "partial_rotary_factor": 1.0, "rope_theta": 1e6, "pad_token_id": None}
 DOTS: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1}
@@ -231,6 +236,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v2": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}),
     "deepseek v2, of few words": ("deepseek_v2", {k: x for k, x in DEEPSEEK.items() if k != "n_shared_experts"}),
     "deepseek v3": ("deepseek_v3", DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+    "deepseek v3.2": ("deepseek_v32", V32),
+    "glm 5": ("glm_moe_dsa", GLM_5),
+    "glm 5, with shared indexers": ("glm_moe_dsa", GLM_5 | {"index_topk_freq": 3, "index_skip_topk_offset": 2}),
     "glm 4.5": ("glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
     "glm 4.5 air": ("glm4_moe", GLM | {"use_qk_norm": False, "attention_bias": True, "routed_scaling_factor": 1.0}),
     "glm of transformers 5": ("glm4_moe", GLM | {"rope_parameters": HALF_ROTARY, "partial_rotary_factor": "REMOVED"}),
@@ -870,7 +878,19 @@ def test_features_that_are_not_served_are_named(folder, changes, words):
 MAX_LENGTH = {"max_position_embeddings": 8192}
 MINIMAL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 64, "hidden_size": 1024, "vocab_size": 256}
 MINIMAL |= {"intermediate_size": 48} | MAX_LENGTH
-DEFAULT_LENGTH = ["dots1", "exaone4", "glm", "glm4", "glm4_moe_lite", "gpt_oss", "ministral3", "mistral4", "phi3"]
+DEFAULT_LENGTH = [
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "dots1",
+    "exaone4",
+    "glm",
+    "glm4",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "ministral3",
+    "mistral4",
+    "phi3",
+]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]

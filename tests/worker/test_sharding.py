@@ -142,6 +142,8 @@ def mix(layer, heads):
         ("qwen3_moe", {"mlp_only_layers": [0]}),
         ("deepseek_v2", {"attention_bias": True}),
         ("deepseek_v3", {}),
+        ("deepseek_v32", {}),
+        ("glm_moe_dsa", {}),
         ("glm4_moe", {}),
         ("minimax_m2", {}),
         ("phi3", {}),

@@ -29,6 +29,8 @@ NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
 COLUMNS = 8
 """Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+MANY_ROWS = 1 << 14
+"""Heads of all tokens from which on a program normalizes more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,28 +223,39 @@ def _tokens_kernel(
 
 @triton.jit
 def _gated_norm_kernel(
-    x_ptr, z_ptr, norm_ptr, eps, z_stride, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SIGMOID: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, z_ptr, norm_ptr, rows, eps, z_stride, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BLOCK)
-    inside = j < VALUE_DIM
-    at = x_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+    inside = (row < rows)[:, None] & (j < VALUE_DIM)[None, :]
+    at = x_ptr + row[:, None] * VALUE_DIM + j[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + j, mask=inside, other=0.0).to(tl.float32)
+    z_at = z_ptr + (row // VALUE_HEADS * z_stride + row % VALUE_HEADS * VALUE_DIM)[:, None] + j[None, :]
+    z = tl.load(z_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + j, mask=j < VALUE_DIM, other=0.0).to(tl.float32)[None, :]
     out = gated_norm(x, z, weight, eps, VALUE_DIM, x_ptr.dtype.element_ty, SIGMOID)
     tl.store(at, out, mask=inside)
 
 
+def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: KernelCache | None) -> None:
+    """The gated norm of each head of x[T, Hv, Dv], in place, by the gates z[T, Hv * Dv]."""
+    spec, rows = net.spec, x.shape[0] * x.shape[1]
+    each = 4 if rows <= MANY_ROWS else 16
+    launch(
+        _gated_norm_kernel, (triton.cdiv(rows, each), 1, 1), cache,
+        x, z, net.norm, rows, net.eps, z.stride(0), spec.value_heads, spec.value_dim, net.ups is not None, each,
+        triton.next_power_of_2(spec.value_dim), num_warps=each // 4,
+    )  # fmt: skip
+
+
 def by_tokens(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None,
+    cache: KernelCache | None = None, first: int = 0,
 ) -> None:  # fmt: skip
     """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
-    its sequence is cut."""
+    its sequence is cut. Results of tokens before the `first` one stay."""
     spec = net.spec
     columns = min(COLUMNS, spec.value_dim)
     assert spec.value_dim % columns == 0, spec
@@ -253,8 +266,4 @@ def by_tokens(
         spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
         triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1, num_stages=3,
     )  # fmt: skip
-    launch(
-        _gated_norm_kernel, (spec.value_heads, len(out), 1), cache,
-        out, inputs.z, net.norm, net.eps, inputs.z.stride(0), spec.value_heads, spec.value_dim, net.ups is not None,
-        triton.next_power_of_2(spec.value_dim), num_warps=1,
-    )  # fmt: skip
+    norm_and_gate(out[first:], inputs.z[first:], net, cache)

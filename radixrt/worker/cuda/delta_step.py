@@ -59,8 +59,8 @@ def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
     if isinstance(spec, MambaSpec):
         there = spec.head_dim in WIDTHS and spec.state in STATES and dtype.itemsize == 2
         return device.type == "cuda" and not there
-    if isinstance(spec, ShortConvSpec) or spec.rank:
-        return isinstance(spec, DeltaSpec)
+    if isinstance(spec, ShortConvSpec):
+        return False
     sizes = spec.key_dim, spec.value_dim
     if device.type != "cuda":
         return not all(map(_is_power, sizes))
@@ -92,8 +92,10 @@ def chunk_bytes(spec: Spec, itemsize: int) -> int:
     """Bytes that kernels for chunks hold of each chunk, for a model's dtype of `itemsize` bytes."""
     if isinstance(spec, ShortConvSpec):
         return 0
-    rows = 0 if isinstance(spec, MambaSpec) else TOKENS * spec.value_heads * (spec.key_dim + spec.value_dim)
-    return itemsize * (math.prod(spec.rule_shape) + rows)
+    if isinstance(spec, MambaSpec):
+        return itemsize * math.prod(spec.rule_shape)
+    factors = 3 * spec.key_dim if spec.rank else 0
+    return itemsize * TOKENS * (spec.channels + spec.value_heads * (2 * TOKENS + factors))
 
 
 # ---------------------------------------------------------------- copies
@@ -160,7 +162,8 @@ class DeltaStep:
         self._decodes = decodes
         self._lists = lists
         self._by_tokens = by_tokens
-        self._ones = Cut.of_ones(decodes) if decodes is not None and by_tokens else None
+        self._ones: Cut | None = None
+        """The lists of `decodes`, once a layer needs them."""
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
@@ -182,20 +185,37 @@ class DeltaStep:
             self._put_mamba(net, MambaInputs.of(net, *projected), states, out)
             return
         inputs = DeltaInputs.of(net, *projected)
-        x = self._convolved(net, inputs.x, states)
-        few, many = self._caches
-        if self._ones is not None:
-            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones.chunks)], few)
-        elif self._decodes is not None:
-            delta.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._lists is not None:
-            by_lists = delta.by_tokens if self._by_tokens else delta_chunks.by_chunks
-            by_lists(x, inputs, net, states, self._lists, out, many)
+        _, many = self._caches
+        first = 0
+        if self._decodes is not None:
+            first = len(self._decodes)
+            self._decode(net, inputs, states, self._decodes, out[:first])
+        if self._lists is not None and self._by_tokens:
+            x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
+            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
+            delta.by_tokens(x, inputs, net, states, self._lists, out, many, first)
+        elif self._lists is not None:
+            x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first)
+
+    def _decode(
+        self, net: DeltaNet, inputs: DeltaInputs, states: LayerStates, slots: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        few, _ = self._caches
+        x = inputs.x.new_empty((len(slots), inputs.x.shape[1]))
+        convolutions.conv_step(inputs.x, net, states.conv, slots, x, few)
+        if not self._by_tokens and net.ups is None:
+            delta.decode(x, inputs, net, states, slots, out, few)
+            return
+        if self._ones is None:
+            self._ones = Cut.of_ones(slots)
+        delta.by_tokens(x, inputs, net, states, self._ones, out, few)
 
     def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
         x = self._convolved(net, inputs.x, states)
         few, many = self._caches
-        if self._ones is not None:
+        if self._decodes is not None and self._by_tokens:
+            self._ones = self._ones or Cut.of_ones(self._decodes)
             mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
         elif self._decodes is not None:
             mamba.decode(x, inputs, net, states, self._decodes, out, few)

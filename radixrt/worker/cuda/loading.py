@@ -61,7 +61,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         full = None
     graphs = 0 if config.enforce_eager else config.max_num_seqs
     tokens = config.max_total_tokens
-    reserved = tokens * loaded.spec.kv_elements * loaded.kv_dtype.itemsize
+    reserved = tokens * loaded.token_bytes
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs

@@ -11,6 +11,8 @@ from radixrt.worker.model.checkpoint import load_float32
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.index_spec import IndexSpec
+from radixrt.worker.model.indexer import Indexer
 from radixrt.worker.model.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
@@ -37,7 +39,7 @@ class Reader(TensorReader):
             return self._recurrent_layer(number, spec.recurrent)
         if spec.blocks and spec.blocks[number][0] is None:
             return self._mlp_alone(number)
-        heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
+        heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(number)
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
@@ -182,19 +184,23 @@ class Reader(TensorReader):
         all_heads, after_rope = spec.qk_norm_all_heads, spec.qk_norm_after_rope
         return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, all_heads, self._group, after_rope)
 
-    def _latent(self, at: str) -> Projections:
-        """Heads are divided among ranks; the projections to latents are replicated."""
-        spec, latent, hidden = self._spec, self._spec.latent, self._spec.hidden_size
+    def _latent(self, number: int) -> Projections:
+        """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
+        spec, latent, hidden, at = self._spec, self._spec.latent, self._spec.hidden_size, f"layers.{number}.self_attn."
         assert latent is not None
         heads, width = spec.num_heads, latent.nope_dim + latent.rope_dim
         own = self._shard.part(0, heads * width)
-        keys = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden))
+        keys, indexer = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden)), None
         if latent.q_rank is None:
             first, q_up, q_norm = Piece(at + "q_proj", (heads * width, hidden), own, has_bias=False), None, None
         else:
             first = Piece(at + "q_a_proj", (latent.q_rank, hidden))
             q_up = self._linear([Piece(at + "q_b_proj", (heads * width, latent.q_rank), own)], False)
-            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, q_up.rounding)
+            rounding = q_up.rounding
+            if latent.index is not None and number in latent.index.layers:
+                indexer = self._indexer(at + "indexer.", latent.index, latent.q_rank, number)
+                rounding = rounding if indexer.q.rounding is rounding else None  # each quantizes for itself
+            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, rounding)
         both = latent.nope_dim + latent.value_dim
         rows = self._shard.part(0, heads * both)
         up = self._weights.load(f"model.{at}kv_b_proj.weight", (heads * both, latent.rank), rows).unflatten(
@@ -211,6 +217,23 @@ class Reader(TensorReader):
             ),
             num_heads=len(k_up),
             interleaved=latent.interleaved,
+            indexer=indexer,
+        )
+
+    def _indexer(self, at: str, index: IndexSpec, q_rank: int, number: int) -> Indexer:
+        hidden, name = self._spec.hidden_size, f"model.{at}weights_proj.weight"
+        weights, stored = self._weights.load(name, (index.heads, hidden)), self._weights.get(name)
+        if stored is not None and stored.dtype == torch.float32:
+            weights = stored
+        norm = [load_float32(self._weights, f"model.{at}k_norm.{x}", index.dim) for x in ("weight", "bias")]
+        return Indexer(
+            number=index.layers.index(number),
+            q=self._linear([Piece(at + "wq_b", (index.heads * index.dim, q_rank))], False),
+            k=self._linear([Piece(at + "wk", (index.dim, hidden))], False),
+            weights=Linear(weights.float(), None, self._batch_invariant),
+            norm=(norm[0], norm[1]),
+            heads=index.heads,
+            interleaved=index.interleaved,
         )
 
     def _shared(self, at: str, experts: ExpertsSpec) -> SharedMlp | UngatedShared | None:

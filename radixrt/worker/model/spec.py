@@ -7,6 +7,7 @@ from typing import Any
 
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.index_spec import IndexSpec
 from radixrt.worker.model.mamba_spec import MambaSpec
 
 CLAMPED_SWIGLU = 7.0, 1.702
@@ -36,6 +37,8 @@ class LatentSpec:
     """RoPE rotates elements 2i and 2i + 1 together, not i and i + rope_dim / 2."""
     bias: bool
     """The projections to latents have biases."""
+    index: IndexSpec | None = None
+    """DeepSeek Sparse Attention: queries attend to the tokens that an indexer selects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,16 @@ class ModelSpec:
         return each * len(self.attention_layers) * self.num_kv_heads * self.head_dim
 
     @property
+    def index(self) -> IndexSpec | None:
+        """See `LatentSpec.index`."""
+        return self.latent and self.latent.index
+
+    @property
+    def index_elements(self) -> int:
+        """Elements of index keys that are stored for one token, all layers."""
+        return len(self.index.layers) * self.index.dim if self.index else 0
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
         beside = isinstance(self.recurrent, MambaSpec) and self.recurrent.beside
@@ -187,6 +200,9 @@ class ModelSpec:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
+        if self.index is not None:
+            each = self.index.heads * (self.index.dim * latent.q_rank + hidden) + self.index.dim * hidden
+            attention += each * len(self.index.layers) // self.num_layers
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
         if self.recurrent is not None:

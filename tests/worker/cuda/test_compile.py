@@ -88,7 +88,7 @@ whole = {"HEADS": 48, "KV_HEADS": 8, "DIM": 128, "BLOCK": 8192}
 build(kernels._means_kernel, ["*bf16", "*fp32"], {}, whole, 8)
 gather = {"WIDTH": 1024, "BLOCK": 1024, "TOKENS": 16, "PAGE": 1}
 pointers = ["*bf16"] * 5 + ["*fp32", "*i32", "*bf16", fp8, fp8]
-for turned, ranks in ((64, 0), (32, 0), (32, 2)):
+for turned, ranks in ((64, 0), (32, 2), (32, 0))[: 3 if every else 2]:
     build(kernels._append_kernel, pointers, scales, heads | {"TURNED": turned, "RANKS": ranks})
 wide = {"HEADS": 8, "KV_HEADS": 4, "HALF": 128, "TURNED": 128, "BLOCK": 128, "GROUP": 8, "RANKS": 0}
 pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*bf16", fp8, fp8]
@@ -105,7 +105,7 @@ build(drawing._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | number
 build(drawing._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
 pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
 numbers = {"vocab": i, "stride": i, "blocks": i}
-for kept in (False, True):
+for kept in (True, False)[: 2 if every else 1]:
     build(drawing._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
 counts = {"IN_PROMPT": sampler.IN_PROMPT, "BLOCK": 256}
 build(sampler._note_kernel, ["*i32"] * 2, {"entries": i, "vocab": i}, counts)
@@ -118,7 +118,8 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
 names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
-for ways in ((False, False, 128, 1, 1, 1.0, 0.0), (True, True, 32, 8, 4, 2.5, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)):
+kinds = (True, True, 32, 8, 4, 2.5, 0.0), (False, False, 128, 1, 1, 1.0, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)
+for ways in kinds if every else kinds[:1]:
     constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
 numbers = {"entries": i, "count": i}
@@ -143,7 +144,7 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
-numbers |= {"eps": f, "scale": f}
+numbers |= {"eps": f, "scale": f, "rows": i}
 for block in (1024, 128):
     pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
@@ -154,24 +155,26 @@ fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELD
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
     constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
-constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True}
-build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants, 1)
+constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
+build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
-constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": cutting.CHUNK_FIELDS}
+constants = {"K": 4, "ROWS": convolutions.ROWS, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False}, 2)
-chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16}
-pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
+build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False, "WHOLE": True})
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
+chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
-pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
-constants = chunks | fields | {"COLUMNS": t.columns}
-build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps, room=room)
-pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
-build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": cutting.CHUNK_FIELDS}, t.output_warps, 1)
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*bf16", "*fp32"]
+constants = {"ROWS": delta_chunks.ROWS} | {name: x for name, x in constants.items() if name != "FACTORS"}
+build(delta_chunks._within_each_kernel, pointers, numbers, constants, t.each_warps, 1, room=room)
+constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages}
+for each in (False, True):
+    pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if each else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+    build(delta_chunks._across_kernel, pointers, numbers, constants | {"EACH": each}, t.warps, room=room)
 """
 
 MAMBA = """
@@ -211,7 +214,7 @@ PACKED = """
 pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
 some = [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]
 groups = {0: (False, 1), 2: (True, 2), 4: (True, 3), 8: (False, 4)}
-for t, gated, kind in [(*one, kind) for one in some for kind in (0, 8)]:
+for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None if every else 3]:
     words, room = 32 if kind else 16, 232_448 if kind and target.arch >= 90 else 164_000
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": words, "FIELDS": 3, "GROUP": 8, "MIDDLE": 8}
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True, "GROUPS": kind}
@@ -223,7 +226,7 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (0, 8)]:
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
 few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
 more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.WIDE, int4.LARGE)]
-for t, kind, half in [*few, *more] if every else few[::2]:
+for t, kind, half in [*few, *more] if every else few[-1:]:
     which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLITS": 2}
     tile |= {"BIAS": True, "ADD": True, "WHOLE": True}

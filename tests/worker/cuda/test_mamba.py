@@ -293,9 +293,9 @@ def test_what_a_gpu_computes_token_by_token(changes):
 
 
 def test_bytes_of_a_chunk():
-    """A state of each chunk; of linear attention also two rows of each token and head."""
+    """A state of each chunk; of linear attention the convolution's results and two products of keys."""
     assert delta_step.chunk_bytes(ON_GPU[0], 2) == 2 * 8 * 64 * 128
-    assert delta_step.chunk_bytes(DeltaSpec(NONE, 2, 4, 128, 64, 4), 2) == 2 * 4 * (128 * 64 + 64 * (128 + 64))
+    assert delta_step.chunk_bytes(DeltaSpec(NONE, 2, 4, 128, 64, 4), 2) == 2 * 64 * (2 * 2 * 128 + 4 * 64 + 2 * 4 * 64)
     assert delta_step.chunk_bytes(ShortConvSpec(NONE, 64, 3, False), 2) == 0
 
 

@@ -61,7 +61,7 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("qwen3_5_text", marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
-        "lfm2",
+        pytest.param("lfm2", marks=pytest.mark.slow),
         "nemotron_h",
         pytest.param("granitemoehybrid", marks=pytest.mark.slow),
         pytest.param("bamba", marks=pytest.mark.slow),
