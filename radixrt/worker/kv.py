@@ -48,7 +48,7 @@ class KVPool:
         self.latent = latent
         self.index = index
         stacked = 2 if latent is None else 1
-        self._values = _zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
+        self._values = zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
 
     @property
     def slots(self) -> int:
@@ -110,11 +110,15 @@ class IndexPool:
     code. In 16 bits they are 256 of the 832 bytes that a token takes in a layer of DeepSeek V3.2, with K in FP8."""
 
     def __init__(self, layers: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._keys = _zeros((layers, slots, dim), dtype, device)
+        self._keys = zeros((layers, slots, dim), dtype, device)
 
     @property
     def nbytes(self) -> int:
         return self._keys.nbytes
+
+    def layer(self, number: int) -> torch.Tensor:
+        """A view of the keys of the `number`-th layer with an indexer, [slots, dim]."""
+        return self._keys[number]
 
     def write(self, number: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Store keys[T, dim] of the `number`-th layer with an indexer at int64 slots[T]."""
@@ -134,8 +138,8 @@ class StatePool:
         self, spec: DeltaSpec | ShortConvSpec | MambaSpec, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         layers = len(spec.layers)
-        self.convs = _zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
-        self.rules = _zeros((slots, layers, *spec.rule_shape), torch.float32, device)
+        self.convs = zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
+        self.rules = zeros((slots, layers, *spec.rule_shape), torch.float32, device)
 
     @property
     def slots(self) -> int:
@@ -163,7 +167,7 @@ class StatePool:
             states[target] = states[source]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As torch.zeros. On a CPU, NumPy's zeros are used: their memory is allocated when it is first written, so that a
     large pool takes no time to create."""
     if device.type != "cpu" or 0 in shape:

@@ -242,6 +242,8 @@ def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
     if loaded.spec.index is not None:
         return "DeepSeek Sparse Attention has no kernels"
+    if loaded.spec.layers:
+        return "layers with different heads have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -255,6 +257,10 @@ def _no_kernels(loaded: Loaded) -> str:
         from radixrt.worker.cuda.delta_step import no_kernels
 
         return no_kernels(loaded.spec.recurrent)
+    if loaded.spec.experts is not None:
+        from radixrt.worker.cuda import experts
+
+        return experts.no_kernels(loaded.spec.experts)
     return ""
 
 

@@ -10,6 +10,7 @@ import torch
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import IndexPool, KVPool, StatePool
+from radixrt.worker.mixed_pool import MixedKVPool
 
 if TYPE_CHECKING:
     from radixrt.worker.loading import Loaded
@@ -27,6 +28,9 @@ STATES = 8
 
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
     spec, slots, index = loaded.spec, pages * page_size, None
+    if spec.layers:
+        layers = [spec.layers[number] for number in spec.attention_layers]
+        return MixedKVPool(layers, spec.kv_sources, slots, loaded.kv_dtype, loaded.device)
     if spec.index is not None:
         index = IndexPool(len(spec.index.layers), slots, spec.index.dim, loaded.dtype, loaded.device)
     return KVPool(

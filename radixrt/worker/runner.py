@@ -78,10 +78,13 @@ class TorchRunner(ModelRunner):
         states: StatePool | None = None,
     ) -> None:
         super().__init__(model, pool, page_size, eos_ids, states)
-        top_k = model.spec.index.top_k if model.spec.index else 0
+        spec = model.spec
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = kind(pool, page_size, model.spec.attention_windows, model.spec.scale, model.sinks, top_k)
-        widest = model.spec.hidden_size * max(model.spec.intermediate_size, model.spec.num_heads * model.spec.head_dim)
+        self._attention = kind(
+            pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.score_cap, spec.chunked,
+            spec.index.top_k if spec.index else 0,
+        )  # fmt: skip
+        widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0
         """Steps of at most this many tokens are computed by one thread."""

@@ -25,11 +25,18 @@ import numpy as np
 BLOCK = 4096
 """Pages that are searched at once, from the end of a path: most hits end near there."""
 
+Prefix = tuple[int, int]
+"""(number of tokens, their digest) of the prefix that ends with a page."""
+UNKNOWN: Prefix = (0, 0)
+Event = tuple[str, int] | tuple[str, int, int, int]
+"""A `messages.Saved` or `messages.Dropped`: its tag, then its fields."""
+
 
 class States:
-    """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages."""
+    """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages. With
+    `events`, changes are recorded for the router's index."""
 
-    def __init__(self, num_states: int, num_pages: int) -> None:
+    def __init__(self, num_states: int, num_pages: int, events: bool = False) -> None:
         if num_states < 2:
             raise ValueError(f"max_mamba_cache_size: {num_states - 1} states, at least 1")
         self.total = num_states - 1
@@ -50,6 +57,9 @@ class States:
         """For the plan that is made: source of each slot that is written by the step or after it."""
         self._within: dict[int, int] = {}
         """Of these, the slots that are written by the step: after how many of the request's tokens of the step."""
+        self._prefixes: dict[int, Prefix] = {}
+        """The prefix of each snapshot's slot."""
+        self._events: list[Event] | None = [] if events else None
 
     def __len__(self) -> int:
         """Number of snapshots."""
@@ -120,9 +130,9 @@ class States:
         self._restores[slot] = source = int(self._of_page[page])
         self._touch(source)
 
-    def save(self, slot: int, page: int, within: int = 0) -> bool:
-        """Take a snapshot of a live state for a page, as it is after the step, or after `within` of the request's
-        tokens of the step. False if there is no slot for it."""
+    def save(self, slot: int, page: int, within: int = 0, prefix: Prefix = UNKNOWN) -> bool:
+        """Take a snapshot of a live state for a page, with which `prefix` ends, as it is after the step, or after
+        `within` of the request's tokens of the step. False if there is no slot for it."""
         if self._of_page[page]:
             self._touch(int(self._of_page[page]))
             return True
@@ -132,18 +142,19 @@ class States:
         self._saves[copy] = slot
         if within:
             self._within[copy] = within
-        self._register(copy, page)
+        self._register(copy, page, prefix)
         return True
 
-    def end(self, slot: int, page: int = 0) -> None:
-        """A live state is not written any more. It becomes the snapshot of `page`, unless that has one or is 0."""
+    def end(self, slot: int, page: int = 0, prefix: Prefix = UNKNOWN) -> None:
+        """A live state is not written any more. It becomes the snapshot of `page`, with which `prefix` ends, unless
+        that has one or is 0."""
         self._live.remove(slot)
         self._restores.pop(slot, None)  # its source is still there, for the same page
         if not page or self._of_page[page]:
             self._touch(int(self._of_page[page]))
             self._free.append(slot)
         else:
-            self._register(slot, page)
+            self._register(slot, page, prefix)
 
     def drop(self, pages: np.ndarray) -> None:
         """Drop the snapshots of pages that have left the tree, or whose snapshots are not valid."""
@@ -152,6 +163,18 @@ class States:
             self._saves.pop(slot, None)
             self._within.pop(slot, None)
             self._unregister(slot)
+
+    # ------------------------------------------------------------ events
+
+    def drain_events(self) -> list[Event]:
+        """The changes since the last call."""
+        events, self._events = self._events or [], [] if self._events is not None else None
+        return events
+
+    def snapshot_events(self) -> list[Event]:
+        """All snapshots, as events; those that were not drained are dropped."""
+        self.drain_events()
+        return [("saved", slot, *prefix) for slot, prefix in self._prefixes.items()]
 
     # ------------------------------------------------------------ slots
 
@@ -195,15 +218,21 @@ class States:
         if slot in self._pages:
             self._pages[slot] = self._pages.pop(slot)
 
-    def _register(self, slot: int, page: int) -> None:
+    def _register(self, slot: int, page: int, prefix: Prefix) -> None:
         self._of_page[page] = slot
         self._pages[slot] = page
         self.version += 1
+        if self._events is not None:
+            self._prefixes[slot] = prefix
+            self._events.append(("saved", slot, *prefix))
 
     def _unregister(self, slot: int) -> None:
         self._of_page[self._pages.pop(slot)] = 0
         self._free.append(slot)
         self.version += 1
+        if self._events is not None:
+            del self._prefixes[slot]
+            self._events.append(("dropped", slot))
 
     def check(self, running: list[int], tree_pages: np.ndarray) -> None:
         """Assert that every slot is in exactly one place, `running` being those of running requests, and that every

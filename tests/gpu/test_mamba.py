@@ -1,5 +1,5 @@
-"""Models with Mamba-2 layers for whose shapes there are no kernels, which torch computes on a GPU; and kernels in
-float32."""
+"""Models in float32: with Mamba-2 layers, and those that torch computes on a GPU, because layers or their shapes have
+no kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
 from tests.worker.test_models import greedy, wanted
 
-KERNELS = {"mamba_d_state": 16}
-EACH = {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": KERNELS | {"mamba_d_ssm": 128}}
+MAMBA, HEADS = "Mamba-2 has no kernels for heads", "layers with different heads have no kernels"
+REASONS = dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"), MAMBA)
+REASONS |= dict.fromkeys(("gemma4_text", "mimo_v2_flash"), HEADS)
+KERNELS = dict.fromkeys(("granitemoehybrid", "bamba"), {"mamba_d_state": 16})
+KERNELS |= {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": {"mamba_d_state": 16, "mamba_d_ssm": 128}}
 
 
-@pytest.mark.parametrize("by_torch", [False, True])
-@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"])
+@pytest.mark.parametrize(("family", "by_torch"), [*((x, True) for x in REASONS), *((x, False) for x in KERNELS)])
 def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
     """In float32: one by one, then in one batch, in chunks and from snapshots; graphs and all."""
-    reference = make_model(tmp_path, family, **({} if by_torch else EACH.get(family, KERNELS)))
+    reference = make_model(tmp_path, family, **({} if by_torch else KERNELS[family]))
     asked = prompts(6, 5, 150)
     answers = [greedy(reference, prompt, 24) for prompt in asked]
     config = WorkerConfig(
@@ -27,7 +29,7 @@ def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
         max_num_seqs=8, max_num_batched_tokens=256,
     )  # fmt: skip
     runner = load_runner(resolve(config))
-    assert ("Mamba-2 has no kernels for heads" in caplog.text) == by_torch
+    assert (REASONS[family] in caplog.text) == by_torch
     assert [Engine(runner, rows=8).generate([prompt], wanted(answers))[0] for prompt in asked] == answers
     engine = Engine(runner, chunk=64, rows=8)
     assert engine.generate(asked, wanted(answers)) == answers

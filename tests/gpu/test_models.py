@@ -35,6 +35,8 @@ OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "e
 OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
+OTHERS += ["llama4_text"]
+OTHERS += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
 OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe", "qwen3_next", "qwen3_5_text"]
 OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "bamba", "falcon_h1"]
 WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
@@ -66,6 +68,9 @@ OF_FAMILY |= {"falcon_h1": MAMBA | {"mamba_d_ssm": 1024, "mamba_n_heads": 8, "ma
 NEMOTRON = {"num_hidden_layers": 8, "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128}
 NEMOTRON |= {"moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256}
 OF_FAMILY |= {"nemotron_h": NEMOTRON}
+OF_FAMILY |= {"gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 5.0} | WINDOWS}
+CHUNKS = {"attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}
+OF_FAMILY |= {"llama4_text": CHUNKS}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -81,7 +86,7 @@ def made(request, tmp_path_factory):
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
-    if folder.name.startswith(("gpt_oss", "gemma3", "olmo3", "exaone", "ministral0", "cohere2", *HEADS_256, *WINDOWED)):
+    if folder.name.startswith(("gpt_oss", "gemma", "olmo3", "exaone", "ministral0", "cohere2", *HEADS_256, *WINDOWED)):
         config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))
 

@@ -3,12 +3,16 @@ that each request goes on from the state of its own prefix."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 import pytest
 
+from radixrt.messages import Load, StepDone
+from radixrt.router.index import Index
 from radixrt.worker import branching
+from radixrt.worker.loop import _EVENTS
 from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 
 
@@ -17,6 +21,55 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots at nearly every branching point."""
     monkeypatch.setattr(branching, "LEAST", 2)
     monkeypatch.setattr(branching, "TAIL", 2)
+
+
+class Mirror:
+    """The router's index of a bench's cache."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._index = Index()
+        self._index.add_worker(0, fresh=True, num_states=bench.runner.num_states)
+        self._seq = 0
+
+    def tell(self, lost: bool = False, snapshot: bool = False) -> None:
+        """Tell the index what has changed; if that is `lost`, or a `snapshot` is wanted, all there is."""
+        cache = self._bench.cache
+        events = [_EVENTS[kind](*rest) for kind, *rest in cache.drain_events()]
+        step, self._seq = StepDone([], Load(), self._seq, events), self._seq + len(events)
+        assert lost or self._index.apply(0, step)
+        if lost or snapshot:
+            events = [_EVENTS[kind](*rest) for kind, *rest in cache.snapshot_events()]
+            assert self._index.apply(0, StepDone([], Load(), self._seq, events, snapshot=True))
+
+    def check(self, prompt: list[int], namespace: str, most: int) -> int:
+        """Assert that the index predicts the hit of a prompt, at most `most` tokens, and return it."""
+        cache, ids = self._bench.cache, np.array(prompt, np.int32)
+        match = cache.tree.match(namespace, ids)
+        hit = cache._covered(np.frombuffer(match.values(), np.int32), min(match.length, most))
+        assert self._index.match(namespace, ids.tobytes(), most).get(0, 0) == hit
+        return hit
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_index_knows_where_a_prefix_can_be_continued(seed: int, page_size: int, often: None) -> None:
+    rng = random.Random(seed)
+    bench = Bench(rng.choice([60, 400]), page_size, chunk=16, rows=4, max_len=60, states=rng.choice([3, 20]))
+    mirror = Mirror(bench)
+    trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
+    found = 0
+    for id in range(60):
+        prompt = rng.choice(trunks)[: rng.randint(0, 30)] + [rng.randint(3, 9) for _ in range(rng.randint(1, 12))]
+        bench.add(id, prompt, rng.randint(0, 10), namespace=rng.choice("ab"))
+        for _ in range(rng.randint(0, 3)):
+            bench.step()
+        if rng.random() < 0.05:
+            bench.cache.clear()
+        mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
+        for probe, namespace in itertools.product((prompt, *trunks), "ab"):
+            found += mirror.check(probe, namespace, len(probe) - rng.randint(0, 2))
+    assert found or page_size > 1
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

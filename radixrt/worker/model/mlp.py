@@ -58,6 +58,14 @@ class UngatedMlp:
         return self.down.add(inner, residual, norm, ops)
 
 
+UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+"""Activations of `UngatedMlp`, but squared ReLU and XIELU, which has parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Xielu:
     """xIELU (arXiv 2411.13010), in float32:

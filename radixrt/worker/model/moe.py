@@ -84,6 +84,8 @@ class Experts:
     """[E, 2 I], in the order of the rows."""
     down_bias: torch.Tensor | None = None
     """[E, hidden]; in a group, only rank 0 has it."""
+    scales: torch.Tensor | None = None
+    """float32[E]: factors of the experts' weights, after normalization."""
     latent: tuple[Linear, Linear] | None = None
     """Projections to the space that experts are computed in, which is in place of `hidden` above, and back."""
 
@@ -130,6 +132,8 @@ class Experts:
         weights = scores.gather(-1, experts)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.routing.min_weight_sum)
+        if self.scales is not None:
+            weights = weights * self.scales[experts]
         return (weights * self.routing.factor).to(logits.dtype), experts
 
     def _mask_groups(self, selection: torch.Tensor) -> torch.Tensor:
@@ -140,13 +144,19 @@ class Experts:
         kept.scatter_(-1, best.topk(self.routing.kept_groups, dim=-1).indices, True)
         return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
-    def one_by_one(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
-        """The reference of `Ops.experts`: loops over the experts on the host."""
-        weights, experts = self.route(x)
+    def one_by_one(
+        self, x: torch.Tensor, residual: torch.Tensor, ops: Ops, for_router: torch.Tensor | None = None
+    ) -> None:
+        """The reference of `Ops.experts`: loops over the experts on the host. `for_router`: the router's input, if that
+        is not x."""
+        weights, experts = self.route(x if for_router is None else for_router)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.down)).tolist()
         inner, parts = x if self.latent is None else self.latent[0](x), []
-        for expert, part in enumerate(inner[order // self.top_k].split(counts)):
+        inputs, of_inputs = inner[order // self.top_k], self.routing.scales_inputs
+        if of_inputs:
+            inputs = inputs * weights.flatten()[order, None].to(inputs.dtype)
+        for expert, part in enumerate(inputs.split(counts)):
             if len(part):
                 gate_up = self._linear(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
                 down = self._linear(self.down, self.down_bias, expert, x.dtype, ops)
@@ -155,7 +165,8 @@ class Experts:
                 else:
                     parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        total = (torch.cat(parts)[back].unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1)
+        made = torch.cat(parts)[back].unflatten(0, (-1, self.top_k))
+        total = (made if of_inputs else made * weights[..., None]).sum(1)
         residual.add_(total if self.latent is None else self.latent[1](total.to(x.dtype)))
 
     def _linear(

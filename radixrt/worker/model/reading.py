@@ -11,19 +11,24 @@ from radixrt.worker.model.checkpoint import load_float32
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.index_spec import IndexSpec
 from radixrt.worker.model.indexer import Indexer
 from radixrt.worker.model.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
+from radixrt.worker.model.layer_inputs import LayerEnd, LayerInputs
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
-from radixrt.worker.model.moe import read_experts
+from radixrt.worker.model.mixed_heads import Mixed
+from radixrt.worker.model.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
+from radixrt.worker.model.moe import Experts, read_experts
+from radixrt.worker.model.norms import HeadNorm, HeadNorms
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
+from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.short_conv import ShortConv
-from radixrt.worker.model.spec import XIELU, GateSpec, NormsSpec
+from radixrt.worker.model.spec import SQUARED_RELU, XIELU, GateSpec, HeadNormsSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece, TensorReader
 
 XIELU_FIXED = 0.5, -1e-6
@@ -39,8 +44,8 @@ class Reader(TensorReader):
             return self._recurrent_layer(number, spec.recurrent)
         if spec.blocks and spec.blocks[number][0] is None:
             return self._mlp_alone(number)
-        heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(number)
-        inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
+        heads, sizes = self._heads(number, at + "self_attn."), spec.layer(number)
+        inner = spec.num_heads * (spec.latent.value_dim if spec.latent else sizes.value_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
         attention_norm = self._norm_before(at, norms.before_attention, heads.rounding)
@@ -57,12 +62,66 @@ class Reader(TensorReader):
             output=output,
             mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
-            sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
+            sinks=self._sinks(at + "self_attn.sinks") if sizes.sinks else None,
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
             beside=beside,
+            end=self._layer_end(at) if spec.layer_scalars else None,
         )
 
-    def _mlp_norm(self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | NoMlp) -> Norm | NoNorm:
+    def _heads(self, number: int, at: str) -> Projections:
+        if self._spec.layers:
+            return self._mixed(number, at)
+        return self._grouped_query(number, at) if self._spec.latent is None else self._latent(number)
+
+    def _mixed(self, number: int, at: str) -> Projections:
+        spec, own, hidden = self._spec, self._spec.layers[number], self._spec.hidden_size
+        heads = own.kv_heads
+
+        def rows(name: str, dim: int) -> Piece:
+            return Piece(at + name, (heads * dim, hidden), self._shard.kv_rows(heads, dim))
+
+        q = spec.num_heads * own.head_dim
+        pieces = [Piece(at + "q_proj", (q, hidden), self._shard.part(0, q)), rows("k_proj", own.head_dim)]
+        pieces += [] if own.tied_values else [rows("v_proj", own.value_dim)]
+        norms: list[HeadNorm | None] = [None] * 3
+        names = (*spec.qk_norm_names,) if spec.qk_norm else ()
+        for place, name in enumerate(names[: 1 if own.source is not None else 2]):
+            norms[place] = HeadNorm(self._norm_weight(at + name, own.head_dim), None, spec.norm_eps, centered=False)
+        if spec.value_norm:
+            norms[2] = HeadNorm(self._ones[:1].float(), None, spec.norm_eps, centered=False)
+        local = self._shard.spec(spec)
+        product = self._linear(pieces[:1] if own.source is not None else pieces, spec.qkv_bias)
+        return Mixed(product, local.num_heads, local.layers[number], *norms, spec.value_factor)
+
+    def layer_inputs(self) -> LayerInputs:
+        """See `ModelSpec.layer_inputs`."""
+        spec, name = self._spec, "per_layer_model_projection"
+        width = spec.num_layers * spec.layer_inputs
+        projection = Linear(self.matrix(name, width, spec.hidden_size), None, self._batch_invariant)
+        weight = self._norm_weight("per_layer_projection_norm", spec.layer_inputs)
+        norm = HeadNorm(weight, None, spec.norm_eps, centered=False)
+        return LayerInputs(
+            self.matrix("embed_tokens_per_layer", spec.vocab_size, width), projection, norm, spec.layer_inputs
+        )
+
+    def _layer_end(self, at: str) -> LayerEnd:
+        spec, size = self._spec, self._spec.layer_inputs
+        scalar = self._weights.load(f"model.{at}layer_scalar", (1,))
+        if not size:
+            return LayerEnd(scalar)
+        names, shapes = (
+            ("per_layer_input_gate", "per_layer_projection"),
+            ((size, spec.hidden_size), (spec.hidden_size, size)),
+        )
+        gate, back = (
+            Linear(self.matrix(at + name, *shape), None, self._batch_invariant)
+            for name, shape in zip(names, shapes, strict=True)
+        )
+        return LayerEnd(scalar, gate, back, self.norm(at + "post_per_layer_input_norm"), UNGATED[spec.activation])
+
+    def _mlp_norm(
+        self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp
+    ) -> Norm | NoNorm:
         return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.rounding)
 
     def _mlp_alone(self, number: int) -> Layer:
@@ -157,13 +216,14 @@ class Reader(TensorReader):
         """This rank's part of a small parameter that keeps its precision if it is stored in float32."""
         return self._own(load_float32(self._weights, f"model.{name}", size))
 
-    def _grouped_query(self, at: str) -> Projections:
+    def _grouped_query(self, number: int, at: str) -> Projections:
         spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
-        own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec)
+        own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec.num_kv_heads, spec.head_dim)
         assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_all_heads)), (
             "no family has both"
         )
+        assert not (spec.qkv_by_head and spec.num_kv_heads < spec.num_heads), "rows of k and v are those of q"
         norms, (q_norm, k_norm) = None, spec.qk_norm_names
         if spec.qk_norm_all_heads:
             norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
@@ -177,12 +237,51 @@ class Reader(TensorReader):
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        if spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+        if spec.qkv_by_head:
+            pieces = [self._of_each_head(at + "qkv_proj", number, own_heads) for number in range(3)]
+        elif spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
             pieces = self._fused(at + "qkv_proj", pieces)
         qkv = self._linear(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        all_heads, after_rope = spec.qk_norm_all_heads, spec.qk_norm_after_rope
-        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, all_heads, self._group, after_rope)
+        kind, head_norms = spec.head_norms, None
+        if kind is not None and not (kind.only_with_rope and spec.ropes[number] is None):
+            head_norms = self._head_norms(at, kind)
+        return Grouped(
+            qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_all_heads, self._group, head_norms,
+            spec.clip_qkv,
+        )  # fmt: skip
+
+    def _of_each_head(self, name: str, number: int, own: Part | None) -> Piece:
+        """The `number`-th of q, k and v, of a matrix with the rows of all three head by head (`qkv_by_head`)."""
+        rows, dim = self._spec.num_heads * self._spec.head_dim, self._spec.head_dim
+        order = torch.arange(3 * (own.count if own else rows)).view(-1, 3, dim)[:, number].flatten()
+        part = self._shard.part(0, 3 * rows)
+        return Piece(name, (3 * rows, self._spec.hidden_size), part, rotated=number < 2, order=order)
+
+    def _head_norms(self, at: str, norms: HeadNormsSpec) -> HeadNorms:
+        spec = self._spec
+        own_heads, own_kv = self._shard.part(0, spec.num_heads), self._shard.kv_rows(spec.num_kv_heads, 1)
+        if not norms.names:
+            plain = HeadNorm(self._ones[: spec.head_dim], None, spec.norm_eps, norms.centered)
+            return HeadNorms(plain, plain, norms.after_rope)
+        found = []
+        for name, heads, own in zip(norms.names, (spec.num_heads, spec.num_kv_heads), (own_heads, own_kv), strict=True):
+            if norms.per_head:
+                weight = self._head_norm(at + name, heads, own)
+            else:
+                weight = self._norm_weight(at + name, spec.head_dim)
+            bias = self._norm_bias(at + name, spec.head_dim) if norms.bias else None
+            found.append(HeadNorm(self._deinterleaved_columns(weight), bias, spec.norm_eps, norms.centered))
+        return HeadNorms(*found, norms.after_rope)
+
+    def _head_norm(self, name: str, heads: int, own: Part | None) -> torch.Tensor:
+        """Weights of norms of heads, [heads, D], each in its own tensor or all in one."""
+        if f"model.{name}.norms.0.weight" not in self._weights:
+            weight = self._weights.load(f"model.{name}.weight", (heads, self._spec.head_dim), own)
+        else:
+            weight = torch.stack([self._vector(f"{name}.norms.{n}", self._spec.head_dim) for n in range(heads)])
+            weight = weight if own is None else weight[own.start : own.stop]
+        return weight.float() if self._spec.norms.float32_weight else weight
 
     def _latent(self, number: int) -> Projections:
         """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
@@ -270,7 +369,7 @@ class Reader(TensorReader):
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | NoMlp:
+    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.blocks and spec.blocks[number][1] is None:
             return NoMlp()
@@ -278,15 +377,38 @@ class Reader(TensorReader):
         if spec.experts is not None and number in spec.experts.layers:
             read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
+            if spec.experts.beside:
+                return self._experts_beside(number, experts, after)
             factor = spec.residual_factor * spec.experts.factor
             return Mixture(experts, self._group, self._shared(at, spec.experts), after, factor)
-        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, spec.intermediate_size, after)
+        inner = spec.layer(number).intermediate_size
+        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, after)
+
+    def _experts_beside(self, number: int, experts: Experts, after: Norm | None) -> ExpertsBeside:
+        """With the names of Gemma 4."""
+        spec, at = self._spec, f"layers.{number}."
+        mlp = self._gated_mlp(at + "mlp.", spec.layer(number).intermediate_size)
+        scale = self._weights.load(f"model.{at}router.scale", (spec.hidden_size,)).float()
+        scales = self._weights.load(f"model.{at}router.per_expert_scale", (experts.router.weight.shape[0],)).float()
+        assert after is not None
+        return ExpertsBeside(
+            mlp=SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation),
+            after_mlp=self.norm(at + "post_feedforward_layernorm_1"),
+            experts=dataclasses.replace(experts, scales=scales),
+            before_experts=self.norm(at + "pre_feedforward_layernorm_2"),
+            after_experts=self.norm(at + "post_feedforward_layernorm_2"),
+            before_router=Norm(scale * spec.hidden_size**-0.5, spec.norm_eps, None),
+            after=after,
+            group=self._group,
+        )
 
     def _ungated_mlp(self, at: str, inner: int, after: Norm | None = None) -> UngatedMlp:
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
         activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else None
+        if spec.activation not in (XIELU, SQUARED_RELU):
+            activation = UNGATED[spec.activation]
         return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
 
     def _xielu(self, at: str) -> Xielu:

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, variants
+from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, sparse, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -59,8 +59,8 @@ row = {"size": i, "stride": i}
 for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
     rounded = {"GROUP": group, "LIMIT": 448.0, "BLOCK": 4096}
     if every or group != 4096:
-        normed = rounded | {"CENTERED": group == 128}
-        build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
+        normed = rounded | {"CENTERED": group == 128, "BIAS": False}
+        build(kernels._norm_kernel, ["*bf16", "*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
         build(kernels._squared_relu_kernel, ["*bf16", out, "*fp32"], row, rounded, 8)
         build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
@@ -93,8 +93,8 @@ for turned, ranks in ((64, 0), (32, 2), (32, 0))[: 3 if every else 2]:
 wide = {"HEADS": 8, "KV_HEADS": 4, "HALF": 128, "TURNED": 128, "BLOCK": 128, "GROUP": 8, "RANKS": 0}
 pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*bf16", fp8, fp8]
 build(kernels._append_kernel, pointers, scales, heads | wide)
-rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096, "CENTERED": True}
-build(kernels._norm_kernel, ["*bf16", "*fp32", fp8, "*fp32"], row | {"eps": f}, rounded, 8)
+rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096, "CENTERED": True, "BIAS": True}
+build(kernels._norm_kernel, ["*bf16", "*fp32", "*fp32", fp8, "*fp32"], row | {"eps": f}, rounded, 8)
 pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
 build(kernels._gather_kernel, pointers, {"stride": i, "k_scale": f, "v_scale": f}, gather, 8)
 build(kernels._scatter_kernel, ["*i32"] * 2, {"count": i, "stride": i}, {"BLOCK": 256})
@@ -142,6 +142,10 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+for half, page in (("*bf16", 1), ("*fp32", 16)):
+    constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": sparse.KEYS, "FINITE": 3e38}
+    pointers = [half, "*fp32", half, "*i32", "*i32", "*fp32"]
+    build(sparse._index_scores_kernel, pointers, {"stride": i, "columns": i}, constants, 8)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}
@@ -256,9 +260,10 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
     )
     for variant, causal, window, ordered in tiles if every else [tiles[i] for i in some]:
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered, SINKS=causal,
+            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CHUNKED=size == 1, CAUSAL=causal, ORDERED=ordered,
+            SINKS=causal,
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=dim, ITEM=8, HALF_TYPE=dot,
-            STAGES=variant.stages, SINGLE=causal,
+            STAGES=variant.stages, SINGLE=causal, CAP=72.0 if dim > 128 or not causal else 0.0,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         room = 164_000 if dim > 128 or (size == 2 and int(sys.argv[1]) == 90) else 100_000

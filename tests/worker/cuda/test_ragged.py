@@ -26,17 +26,17 @@ def test_heads_that_fa3_has_no_kernel_for_are_refused_before_anything_is_built()
 
 
 @pytest.mark.parametrize(("stated", "scale"), [(None, 0.125), (0.3, 0.3)])
-def test_the_scale_of_the_softmax_is_the_models(stated, scale):
+def test_the_scale_of_the_softmax_and_the_cap_of_scores_are_the_models(stated, scale):
     found = object.__new__(FlashInfer)
-    found._shape, found._dtype, found._planned = Shape(8, 2, 64, 1, scale_override=stated), torch.bfloat16, {}
+    found._shape, found._dtype, found._planned = Shape(8, 2, 64, 1, scale_override=stated, cap=50.0), torch.bfloat16, {}
     planned = []
 
     class Wrapper:
         def plan(self, **settings) -> None:
-            planned.append(settings["sm_scale"])
+            planned.append((settings["sm_scale"], settings["logits_soft_cap"]))
 
     found.plan(Wrapper(), np.array([3]), np.array([5]), None)
-    assert planned == [scale]
+    assert planned == [(scale, 50.0)]
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
