@@ -254,9 +254,10 @@ def _no_kernels(loaded: Loaded) -> str:
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
     if loaded.spec.recurrent is not None:
-        from radixrt.worker.cuda.delta_step import no_kernels
+        from radixrt.worker.cuda import delta_step
 
-        return no_kernels(loaded.spec.recurrent)
+        if reason := delta_step.no_kernels(loaded.spec.recurrent):
+            return reason
     if loaded.spec.experts is not None:
         from radixrt.worker.cuda import experts
 
