@@ -115,6 +115,10 @@ class Case(delta.Case):
         out = state_space(x, steps, net.rates, b, c, net.skip, states.rule, slots, bounds)
         return gated(out.flatten(1), inputs.z, net.norm, spec.groups, net.eps)
 
+    @property
+    def way(self) -> Callable[[LayerStates], torch.Tensor]:
+        return self.decode if max(self.counts) == 1 else self.by_chunks
+
     def torch_ms(self) -> float:
         """Milliseconds that torch takes, its synchronisations and all."""
         states, best = self.layers[0], []
