@@ -92,8 +92,10 @@ class Case(delta.Case):
         return self.out
 
     def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
-        x = mamba_chunks.convolved(self.net, self.inputs.x, states, self.lists, tokens=self.tokens)
-        mamba_chunks.by_chunks(x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles, tokens=self.tokens)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.conv_lists.chunks, self.x)
+        mamba_chunks.by_chunks(
+            self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles, tokens=self.tokens
+        )
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
@@ -177,8 +179,6 @@ def measure(case: Case, limits: dict[str, float], by_torch: bool) -> dict[str, A
     """A row of the table."""
     row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
     row["of_limit"] = row["ms"] / row["limit_ms"]
-    if max(case.counts) > 1:
-        row["three_ms"] = case.ms(lambda s: case.by_chunks(s, Tiles(fused=False)))
     row["by_tokens_ms"] = case.ms(case.by_tokens)
     if by_torch:
         row["torch_ms"] = case.torch_ms()

@@ -136,13 +136,13 @@ def _conv_chunk_kernel(
 
 def conv_chunks(
     x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
-    cache: KernelCache | None = None, whole: bool = False, tokens: int = TOKENS,
+    cache: KernelCache | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """As `conv_step`, for the tokens of `chunks` of up to `tokens` (see `cutting`). `whole`: `out` is [chunks, tokens,
-    channels], with zeros for tokens that a chunk lacks."""
+    """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with
+    zeros for tokens that a chunk lacks."""
     channels, bias = x.shape[1], _bias(net)
     launch(
-        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), tokens // ROWS), cache,
+        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS), cache,
         x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),
         net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), ROWS, CHANNELS, CHUNK_FIELDS, whole,
         num_warps=4,

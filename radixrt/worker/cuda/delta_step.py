@@ -212,22 +212,16 @@ class DeltaStep:
         delta.by_tokens(x, inputs, net, states, self._ones, out, few)
 
     def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
+        x = self._convolved(net, inputs.x, states)
         few, many = self._caches
-        if self._decodes is not None:
-            x = inputs.x.new_empty((len(self._decodes), inputs.x.shape[1]))
-            convolutions.conv_step(inputs.x, net, states.conv, self._decodes, x, few)
-            if self._by_tokens:
-                self._ones = self._ones or Cut.of_ones(self._decodes)
-                mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
-            else:
-                mamba.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._lists is not None and self._by_tokens:
-            x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
-            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
-            mamba.by_tokens(x, inputs, net, states, self._lists, out, many)
-        elif self._lists is not None:
-            x = mamba_chunks.convolved(net, inputs.x, states, self._lists, many)
-            mamba_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
+        if self._decodes is not None and self._by_tokens:
+            self._ones = self._ones or Cut.of_ones(self._decodes)
+            mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
+        elif self._decodes is not None:
+            mamba.decode(x, inputs, net, states, self._decodes, out, few)
+        if self._lists is not None:
+            by_lists = mamba.by_tokens if self._by_tokens else mamba_chunks.by_chunks
+            by_lists(x, inputs, net, states, self._lists, out, many)
         mamba.finish(inputs, net, out, few)
 
     def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:

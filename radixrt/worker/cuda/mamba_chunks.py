@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.convolutions import conv_chunks
 from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, TOKENS, Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.delta_chunks import TYPES
@@ -101,10 +100,12 @@ def _states_kernel(
         tl.store(before_ptr + tile * (DIM * STATE) + inner, state.to(HALF))
         step = tl.load(steps_ptr + tile * TOKENS + i)
         sums = tl.load(sums_ptr + tile * TOKENS + i)
-        row = x_ptr + ((first + k).to(tl.int64) * TOKENS + i)[:, None] * WIDTH
-        passed = tl.load(chunks_ptr + (first + k) * CHUNK_FIELDS + 5).to(tl.int64)
-        x = tl.load(row + head * DIM + p[None, :])
-        b = tl.load(row + b_column[None, :])
+        fields = chunks_ptr + (first + k) * CHUNK_FIELDS
+        row = x_ptr + (tl.load(fields).to(tl.int64) + i)[:, None] * WIDTH
+        inside = (i < tl.load(fields + 1))[:, None]
+        passed = tl.load(fields + 5).to(tl.int64)
+        x = tl.load(row + head * DIM + p[None, :], mask=inside, other=0.0)
+        b = tl.load(row + b_column[None, :], mask=inside, other=0.0)
         last = tl.min(sums, 0)  # decays are at most 1
         x = x.to(tl.float32) * (step * tl.exp(last - sums))[:, None]
         state = state * tl.exp(last) + _dot(tl.trans(x), b, HALF)
@@ -135,9 +136,10 @@ def _mixed_kernel(
     p = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     VALUES: tl.constexpr = HEADS * DIM
-    row = x_ptr + (number * TOKENS + i)[:, None] * (VALUES + 2 * GROUPS * STATE)
+    row = x_ptr + token[:, None] * (VALUES + 2 * GROUPS * STATE)
     b_at = row + VALUES + first // (HEADS // GROUPS) * STATE + n[None, :]
-    b, c = tl.load(b_at), tl.load(b_at + GROUPS * STATE)
+    b = tl.load(b_at, mask=inside, other=0.0)
+    c = tl.load(b_at + GROUPS * STATE, mask=inside, other=0.0)
     alike = _dot(c, tl.trans(b), HALF)
     lower = i[:, None] >= i[None, :]
     dtype = out_ptr.dtype.element_ty
@@ -146,7 +148,7 @@ def _mixed_kernel(
         tile = number * HEADS + head
         step = tl.load(steps_ptr + tile * TOKENS + i)
         sums = tl.load(sums_ptr + tile * TOKENS + i)
-        x = tl.load(row + head * DIM + p[None, :])
+        x = tl.load(row + head * DIM + p[None, :], mask=inside, other=0.0)
         before = tl.load(before_ptr + tile * (DIM * STATE) + p[:, None] * STATE + n[None, :])
         between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
         y = _dot(c, tl.trans(before), HALF) * tl.exp(sums)[:, None]
@@ -159,69 +161,6 @@ def _mixed_kernel(
         tl.store(to, y.to(dtype), mask=inside)
 
 
-# ---------------------------------------------------------------- states and outputs at once
-
-
-@triton.jit
-def _scan_kernel(
-    x_ptr, z_ptr, skip_ptr, steps_ptr, sums_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, z_stride, state_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr,
-    GATED: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, HALF: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    wait(EARLY)
-    PARTS: tl.constexpr = DIM // ROWS
-    head = tl.program_id(0) // PARTS
-    sequence = sequences_ptr + tl.program_id(1) * FIELDS
-    first = tl.load(sequence)
-    chunks = tl.load(sequence + 1)
-    slot = tl.load(sequence + 2).to(tl.int64)
-    i = tl.arange(0, TOKENS)
-    n = tl.arange(0, STATE)
-    p = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
-    # Transposed, so that products have a state's columns as rows, of which there are enough.
-    state_at = states_ptr + head * (DIM * STATE) + p[None, :] * STATE + n[:, None]
-    state = tl.load(state_at + slot * state_stride)
-    skip = tl.load(skip_ptr + head)
-    VALUES: tl.constexpr = HEADS * DIM
-    WIDTH: tl.constexpr = VALUES + 2 * GROUPS * STATE
-    # Of each chunk, so that they are computed once.
-    of_x = i[:, None] * WIDTH + (head * DIM + p)[None, :]
-    of_b = i[:, None] * WIDTH + (VALUES + head // (HEADS // GROUPS) * STATE + n)[None, :]
-    of_out = i[:, None] * VALUES + (head * DIM + p)[None, :]
-    lower = i[:, None] >= i[None, :]
-    dtype = out_ptr.dtype.element_ty
-    for k in tl.range(0, chunks, num_stages=STAGES):
-        chunk = (first + k).to(tl.int64)
-        fields = chunks_ptr + chunk * CHUNK_FIELDS
-        tile = chunk * HEADS + head
-        step = tl.load(steps_ptr + tile * TOKENS + i)
-        sums = tl.load(sums_ptr + tile * TOKENS + i)
-        x_at = x_ptr + chunk * (TOKENS * WIDTH)
-        x = tl.load(x_at + of_x)
-        b = tl.load(x_at + of_b)
-        c = tl.load(x_at + GROUPS * STATE + of_b)
-        between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
-        scores = _dot(c, tl.trans(b), HALF) * between * step[None, :]
-        y = _dot(c, state.to(HALF), HALF) * tl.exp(sums)[:, None] + _dot(scores, x, HALF)
-        wide = x.to(tl.float32)
-        last = tl.min(sums, 0)  # decays are at most 1
-        faded = wide * (step * tl.exp(last - sums))[:, None]
-        state = state * tl.exp(last) + _dot(tl.trans(b), faded, HALF)
-        y += skip * wide
-        token = tl.load(fields).to(tl.int64)
-        inside = (i < tl.load(fields + 1))[:, None]
-        if GATED:
-            z_at = z_ptr + token * z_stride + i[:, None] * z_stride + (head * DIM + p)[None, :]
-            y = gate_alone(y, tl.load(z_at, mask=inside, other=0.0).to(tl.float32), dtype)
-        tl.store(out_ptr + token * VALUES + of_out, y.to(dtype), mask=inside)
-        passed = tl.load(fields + 5).to(tl.int64)
-        if passed > 0:
-            tl.store(state_at + passed * state_stride, state)
-    if slot > 0:
-        tl.store(state_at + slot * state_stride, state)
-
-
 # ---------------------------------------------------------------- a layer
 
 
@@ -229,9 +168,6 @@ def _scan_kernel(
 class Tiles:
     """Parameters that the kernels are compiled with."""
 
-    fused: bool = True
-    scan_warps: int = 4
-    scan_stages: int = 2
     columns: int = 64
     """Columns of a state that a program takes from chunk to chunk, of 64 rows."""
     warps: int = 4
@@ -243,11 +179,9 @@ class Tiles:
 
 
 @functools.cache
-def best_tiles(state: int) -> Tiles:
-    """As fast as was found (bench/mamba.py --sweep) for states of so many columns, with fewer stages where shared
-    memory is small."""
-    stages = 2 if room() > (200_000 if state > 128 else 130_000) else 1
-    return Tiles(scan_warps=8 if state > 128 else 4, scan_stages=stages)
+def best_tiles() -> Tiles:
+    """As fast as was found (bench/mamba.py --sweep), and with fewer stages where shared memory is small."""
+    return Tiles() if room() > 130_000 else Tiles(stages=2, mixed_stages=1)
 
 
 def together(spec: MambaSpec, chunks: int, most: int) -> int:
@@ -256,23 +190,14 @@ def together(spec: MambaSpec, chunks: int, most: int) -> int:
     return min(most, heads & -heads) if chunks * spec.heads >= MANY else 1
 
 
-def convolved(
-    net: Mamba, x: torch.Tensor, states: LayerStates, lists: Cut, cache: KernelCache | None = None, tokens: int = TOKENS
-) -> torch.Tensor:  # fmt: skip
-    """x, B and C of the chunks in `lists`, from what a layer projects, x[T, channels]: [chunks, tokens, channels]."""
-    out = x.new_empty((len(lists.chunks), tokens, x.shape[1]))
-    conv_chunks(x, net, states.conv, lists.chunks, out, cache, whole=True, tokens=tokens)
-    return out
-
-
 def by_chunks(
     x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut, out: torch.Tensor,
     cache: KernelCache | None = None, tiles: Tiles | None = None, tokens: int = TOKENS,
 ) -> None:  # fmt: skip
-    """What `mamba.by_tokens` does, for the tokens of the chunks in `lists`, of up to `tokens` tokens each;
-    x[chunks, tokens, channels] has zeros for tokens that a chunk lacks."""
-    spec, tiles = net.spec, tiles or best_tiles(net.spec.state)
+    """What `mamba.by_tokens` does, for the tokens of the chunks in `lists`, of up to `tokens` tokens each."""
+    spec, tiles = net.spec, tiles or best_tiles()
     number, heads = len(lists.chunks), spec.heads
+    before = x.new_empty((number, heads, spec.head_dim, spec.state))
     steps, sums = torch.empty((2, number, heads, tokens), dtype=torch.float32, device=x.device)
     half = TYPES[x.dtype]
     launch(
@@ -281,16 +206,6 @@ def by_chunks(
         tokens, CHUNK_FIELDS, HEADS_AT_ONCE, num_warps=4,
     )  # fmt: skip
     sizes = heads, spec.groups, spec.head_dim, spec.state
-    if tiles.fused:
-        rows = min(64, spec.head_dim)
-        launch(
-            _scan_kernel, (spec.values // rows, len(lists.sequences), 1), cache,
-            x, inputs.z, net.skip, steps, sums, lists.chunks, lists.sequences, states.rule, out, inputs.z.stride(0),
-            states.rule.stride(0), *sizes, rows, net.norm is None, tokens, SEQUENCE_FIELDS, CHUNK_FIELDS, half,
-            tiles.scan_stages, num_warps=tiles.scan_warps,
-        )  # fmt: skip
-        return
-    before = x.new_empty((number, heads, spec.head_dim, spec.state))
     rows, columns = min(64, spec.head_dim), min(tiles.columns, spec.state)
     parts = (spec.head_dim // rows) * (spec.state // columns)
     launch(

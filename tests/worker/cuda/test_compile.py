@@ -186,11 +186,10 @@ numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride
 numbers |= dict.fromkeys(("low", "high", "eps"), f)
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
-fields = {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
+t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
 sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
-    t = mamba_chunks.best_tiles(heads["STATE"])
     state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
     pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*fp32", "*bf16"]
     rows = {"ROWS": mamba.DECODE_ELEMENTS // state}
@@ -210,9 +209,6 @@ for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in
     for together in (1, t.together):
         which = constants | {"TOGETHER": together}
         build(mamba_chunks._mixed_kernel, pointers, numbers, which, t.mixed_warps, room=room)
-    pointers = ["*bf16", "*bf16", *["*fp32"] * 3, "*i32", "*i32", "*fp32", "*bf16"]
-    constants = {"ROWS": 64, "HALF": tl.bfloat16, "STAGES": t.scan_stages} | heads | fields | sequences | gated
-    build(mamba_chunks._scan_kernel, pointers, numbers, constants, t.scan_warps, room=room)
 for first in (False, True):
     constants = {"GROUPS": 1, "SIZE": 3072, "BLOCK": 4096, "NORM_FIRST": first}
     build(mamba._group_norm_kernel, ["*bf16"] * 3, numbers, constants, 8)
