@@ -10,7 +10,8 @@ reads of its prefix is one state of fixed size, not pages.
 A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
 after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are
-short, the least recently used snapshot goes.
+short, the least recently used snapshot goes. One that a request left counts as used longest ago once another goes on
+from it: a conversation needs only its last one. If it is used again, it is a branching point.
 
 The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
 Integers only.
@@ -18,7 +19,7 @@ Integers only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import numpy as np
 
@@ -45,8 +46,12 @@ class States:
         self.evicted = 0
         self._of_page = np.zeros(num_pages, dtype=np.int32)
         """Slot of each page's snapshot; 0: it has none."""
-        self._pages: dict[int, int] = {}
-        """The page of each snapshot's slot, the least recently used first."""
+        self._pages: OrderedDict[int, int] = OrderedDict()
+        """The page of each snapshot's slot, the first to go first."""
+        self._last: set[int] = set()
+        """The slots of snapshots that a request left and from which none has gone on yet."""
+        self._first_uses: dict[int, int] = {}
+        """For the plan that is made: the slot in `_last` from which each live slot goes on."""
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
         self._pinned: Counter[int] = Counter()
@@ -121,14 +126,14 @@ class States:
             slot = source
         else:
             self._restores[slot] = source
-            self._touch(source)
+            self._use(source, slot)
         self._live.add(slot)
         return slot
 
     def restore(self, slot: int, page: int) -> None:
         """Let a live state go on from a page's snapshot."""
         self._restores[slot] = source = int(self._of_page[page])
-        self._touch(source)
+        self._use(source, slot)
 
     def save(self, slot: int, page: int, within: int = 0, prefix: Prefix = UNKNOWN) -> bool:
         """Take a snapshot of a live state for a page, with which `prefix` ends, as it is after the step, or after
@@ -149,12 +154,15 @@ class States:
         """A live state is not written any more. It becomes the snapshot of `page`, with which `prefix` ends, unless
         that has one or is 0."""
         self._live.remove(slot)
-        self._restores.pop(slot, None)  # its source is still there, for the same page
+        if self._restores.pop(slot, None) and (source := self._first_uses.pop(slot, 0)) in self._pages:
+            self._last.add(source)  # the plan does not read it after all
+            self._touch(source)
         if not page or self._of_page[page]:
             self._touch(int(self._of_page[page]))
             self._free.append(slot)
         else:
             self._register(slot, page, prefix)
+            self._last.add(slot)
 
     def drop(self, pages: np.ndarray) -> None:
         """Drop the snapshots of pages that have left the tree, or whose snapshots are not valid."""
@@ -190,6 +198,7 @@ class States:
         self._restores.clear()
         self._saves.clear()
         self._within.clear()
+        self._first_uses.clear()
         return restores, saves, within
 
     def _oldest(self, spared: int = 0, pinned_too: bool = False) -> int:
@@ -216,7 +225,15 @@ class States:
 
     def _touch(self, slot: int) -> None:
         if slot in self._pages:
-            self._pages[slot] = self._pages.pop(slot)
+            self._pages.move_to_end(slot)
+
+    def _use(self, source: int, slot: int) -> None:
+        """A live slot goes on from a snapshot, or from nothing (0)."""
+        self._touch(source)
+        if source in self._last:
+            self._last.remove(source)
+            self._pages.move_to_end(source, last=False)
+            self._first_uses[slot] = source
 
     def _register(self, slot: int, page: int, prefix: Prefix) -> None:
         self._of_page[page] = slot
@@ -228,6 +245,7 @@ class States:
 
     def _unregister(self, slot: int) -> None:
         self._of_page[self._pages.pop(slot)] = 0
+        self._last.discard(slot)
         self._free.append(slot)
         self.version += 1
         if self._events is not None:
@@ -245,5 +263,6 @@ class States:
         assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"
         assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
         assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
+        assert self._last <= set(self._pages), "only snapshots are the last of a conversation"
         assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
         assert set(self._within) <= set(self._saves)

@@ -176,6 +176,12 @@ def test_index_keys_have_the_models_dtype(checkpoint, dtype, kv_dtype):
     assert runner.pool.nbytes == runner.num_pages * loaded.token_bytes
 
 
+def test_what_a_token_of_deepseek_v3_2_takes():
+    """By the defaults, which are its sizes: with K in FP8, 832 bytes in a layer."""
+    spec = read_spec(CONFIG | {"num_hidden_layers": 61})
+    assert (spec.kv_elements, spec.index_elements) == (61 * 576, 61 * 128)
+
+
 def test_memory_is_divided_by_all_that_a_token_takes(checkpoint, monkeypatch):
     folder, _ = checkpoint("deepseek_v32")
     loaded = look_up(resolve(WorkerConfig(model=str(folder), device="cpu", kv_cache_dtype="fp8_e4m3")))

@@ -46,7 +46,7 @@ def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
 def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
     for use in (
         lambda states, _: states.end(states.begin(1)),
-        lambda states, slot: states.restore(slot, 1),
+        lambda states, slot: (states.restore(slot, 1), states.drain(), states.restore(slot, 1)),
         lambda states, slot: states.save(slot, 1),
         lambda states, slot: states.end(slot, 1),
     ):

@@ -244,7 +244,45 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert [run(bench, text) for text in texts] == [[0]] * 3, "each leaves two snapshots"
     assert run(bench, texts[0] + [9]) == [200] and bench.cache.states.evicted == 1, "its own, within its prompt"
     assert run(bench, texts[0] + [9, 9]) == [201] and bench.cache.states.evicted == 2
-    assert run(bench, texts[2]) == [184] and run(bench, texts[1]) == [0]
+    assert run(bench, texts[2]) == [184] and run(bench, texts[1]) == [184], "of the first, another one went"
+    run(bench, *([n] * 200 for n in range(6, 9)))
+    assert run(bench, texts[2]) == [0] and run(bench, texts[1]) == [0]
+
+
+def test_a_conversation_needs_only_its_last_snapshot() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK[:300])
+    history = [7] * 200
+    run(bench, history)
+    for _ in range(9):
+        history.append(8)
+        assert run(bench, history) == [len(history) - 1]
+    assert run(bench, TRUNK[:300] + [8]) == [300], "not one of theirs has gone"
+
+
+def test_a_snapshot_from_which_two_have_gone_on_is_a_branching_point() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK[:300])
+    for end in (1, 2):
+        assert run(bench, TRUNK[:300] + [end]) == [300]
+    run(bench, [7] * 200)
+    assert run(bench, TRUNK[:300] + [3]) == [300]
+
+
+def test_a_request_that_found_no_room_has_not_gone_on_from_a_snapshot() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK[:300])
+    run(bench, [7] * 200)
+    request = bench.add(9, TRUNK[:300] + [1], 1)
+    bench.cache.admit(request)
+    bench.cache.withdraw(request)
+    bench.drain()
+    run(bench, [8] * 200)
+    assert bench.cache.states.deepest(_pages_of(bench, TRUNK[:300])) == 284, "only then it went"
+
+
+def _pages_of(bench: Bench, prompt: list[int]) -> np.ndarray:
+    return np.frombuffer(bench.cache.tree.match("", np.array(prompt, np.int32)).values(), np.int32)
 
 
 def test_one_state_is_enough() -> None:
