@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from radixrt.worker.model.mamba_mixer import Mamba
 
 DECODE_ELEMENTS, DECODE_WARPS = 8192, 4
-"""The most elements of a state that a program of a decode holds, and its warps (bench/mamba.py --sweep)."""
+"""The most elements of a state that a program of a decode holds, and its warps; bench/mamba.py --sweep times others."""
 ROWS = 8
 """Rows of a state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
 

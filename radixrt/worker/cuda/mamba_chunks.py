@@ -180,7 +180,7 @@ class Tiles:
 
 @functools.cache
 def best_tiles() -> Tiles:
-    """As fast as was found (bench/mamba.py --sweep), and with fewer stages where shared memory is small."""
+    """With fewer stages where shared memory is small. bench/mamba.py --sweep times others."""
     return Tiles() if room() > 130_000 else Tiles(stages=2, mixed_stages=1)
 
 

@@ -277,6 +277,25 @@ def test_a_step_of_a_layer(device):
         assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, by_tokens=True)(0, net, part))
 
 
+@pytest.mark.parametrize("counts", [[1, 1, 1], [70, 20]])
+def test_the_benchmark_checks_its_answers(counts, device, monkeypatch):
+    """With a small shape, in float32; all that it times is run once."""
+    if device.type == "cuda":
+        pytest.skip("for the interpreter")
+    from bench import mamba as bench
+
+    monkeypatch.setattr(bench, "DEVICE", device)
+    monkeypatch.setattr(bench, "drawn", lambda *size, dtype=None: torch.randn(size))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for norm in ("after_gate", "none"):
+        case = bench.Case(bench.shape(4, 8, 2, 16, norm), counts)
+        if case.net.norm is not None:
+            case.net = replace(case.net, norm=case.net.norm.float())
+        for way in (case.way, case.by_tokens):
+            assert max(case.errors(way).values()) < 1e-5
+        assert case.limit_ms({"copy_gbs": 3000.0, "tflops": 700.0}) > 0 and case.torch_ms() > 0
+
+
 def test_what_has_no_kernels():
     assert [delta_step.no_kernels(spec) for spec in ON_GPU] == [""] * 3
     assert "heads of 24 elements" in delta_step.no_kernels(replace(ON_GPU[0], head_dim=24))
